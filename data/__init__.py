@@ -1,0 +1,1 @@
+"""Text to tokens to batches, in an order that depends on the seed and the step alone."""

@@ -1,0 +1,1 @@
+"""The `polyad` command, and how processes are started."""

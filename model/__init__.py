@@ -1,0 +1,1 @@
+"""Models on one device: no process groups, no data, no training loop."""

@@ -1,0 +1,9 @@
+"""The base of every configuration model in this room."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Config(BaseModel):
+    """Keyword-only, frozen, validated; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)

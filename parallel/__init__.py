@@ -1,0 +1,1 @@
+"""Everything that knows of other processes: degrees, communication, ZeRO, sharded checkpoints."""
