@@ -6,4 +6,6 @@ from pydantic import BaseModel, ConfigDict
 class Config(BaseModel):
     """Keyword-only, frozen, validated; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )

@@ -1,0 +1,87 @@
+"""Causal self-attention over PyTorch's fused kernel.
+
+Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head (D = A H).
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from model.initialization import Initializer, linear_initializers
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of every head, for a router that reads them."""
+
+    q_BATH: Tensor
+    k_BATH: Tensor
+    v_BATH: Tensor
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a token sees itself and what came before.
+
+    The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
+    values, each ordered by head (GPT-2's order; transformers' `c_attn.weight` is its transpose).
+    Splitting it over processes therefore splits the A dimension and not the rows.
+
+    Args:
+        hidden_size: D, a multiple of num_heads.
+        num_heads: A.
+        bias: Whether both projections have one.
+        dropout: Probability, of the attention weights and of the output.
+        initializer_std: Of the fused weight.
+        residual_std: Of the output projection's weight.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        bias: bool,
+        dropout: float,
+        initializer_std: float,
+        residual_std: float,
+    ) -> None:
+        super().__init__()
+        self.head_size = hidden_size // num_heads
+        self.dropout = dropout
+        self.initializer_std = initializer_std
+        self.residual_std = residual_std
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
+        self.projection = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.residual_dropout = nn.Dropout(dropout)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        return {
+            **linear_initializers("qkv", self.qkv, self.initializer_std),
+            **linear_initializers("projection", self.projection, self.residual_std),
+        }
+
+    def forward(self, x_BTD: Tensor, *, need_qkv: bool = False) -> tuple[Tensor, QKV | None]:
+        """Attends.
+
+        Args:
+            x_BTD: Normalized input.
+            need_qkv: Whether to hand out q, k and v; otherwise they can be freed.
+
+        Returns:
+            The output [B, T, D], before the residual, and q, k, v [B, A, T, H] if asked for.
+        """
+        batch, length, _ = x_BTD.shape
+        # -1 and not A: under tensor parallelism a process holds some of the heads.
+        qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
+        q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
+        heads_BATH = scaled_dot_product_attention(
+            q_BATH,
+            k_BATH,
+            v_BATH,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )
+        merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
+        y_BTD = self.residual_dropout(self.projection(merged_BTD))
+        return y_BTD, QKV(q_BATH, k_BATH, v_BATH) if need_qkv else None

@@ -1,0 +1,62 @@
+"""One transformer block: normalize before each branch, add after it.
+
+Shapes: B batch, T tokens in a sequence, D width.
+"""
+
+from torch import Tensor, nn
+
+from model.attention import CausalSelfAttention
+from model.feedforward import FeedForward
+from model.initialization import Initializer, norm_initializers
+from model.output import RoutingStats
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward, both on the residual stream.
+
+    A block must not know its place in the model: `torch.compile` then makes one program for all
+    blocks, where an index or a name would be a reason to compile each of them again.
+
+    Args:
+        attention: The first branch.
+        feed_forward: The second branch.
+        hidden_size: D.
+        layer_norm_epsilon: Added to the variance.
+        bias: Whether the LayerNorms have one.
+    """
+
+    def __init__(
+        self,
+        attention: CausalSelfAttention,
+        feed_forward: FeedForward,
+        *,
+        hidden_size: int,
+        layer_norm_epsilon: float,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
+        self.attention = attention
+        self.feed_forward_norm = nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
+        self.feed_forward = feed_forward
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each LayerNorm starts; the branches speak for themselves."""
+        return {
+            **norm_initializers("attention_norm", self.attention_norm),
+            **norm_initializers("feed_forward_norm", self.feed_forward_norm),
+        }
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
+        """Runs both branches.
+
+        Args:
+            x_BTD: The residual stream.
+
+        Returns:
+            The residual stream [B, T, D] after the block, and what the feed-forward's router did.
+        """
+        attended_BTD, _ = self.attention(self.attention_norm(x_BTD))
+        x_BTD = x_BTD + attended_BTD
+        y_BTD, stats = self.feed_forward(self.feed_forward_norm(x_BTD), x_BTD)
+        return x_BTD + y_BTD, stats

@@ -1,0 +1,173 @@
+"""From a configuration to a model: built without memory, then filled one parameter at a time.
+
+    model = build_model(config)          # on the meta device: shapes, no memory
+    materialize(model, seed=0)           # in one process
+    initial_values(model, seed=0)        # or: slice each value for this process and let it go
+
+The value of a parameter depends on the seed and on its name, and on nothing else: not on the other
+parameters, the order, the number of processes or the state of the global random generators.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from model.gpt2 import GPT2, GPT2Config
+from model.initialization import Initializer
+
+# With a second member: Annotated[GPT2Config | ..., Field(discriminator="kind")], as for
+# feed-forwards.
+ModelConfig: TypeAlias = GPT2Config
+
+# A kind's builder takes that kind's own config, which no one signature can say: hence Any.
+MODELS: dict[str, Callable[[Any], nn.Module]] = {
+    "gpt2": GPT2,
+}
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """Builds a model on the meta device.
+
+    Args:
+        config: The model's configuration, with everything filled in that comes from the data.
+
+    Returns:
+        A model with parameters that have shapes and names, and no memory.
+
+    Raises:
+        ValueError: The kind is unknown, or the model refuses its configuration.
+    """
+    if config.kind not in MODELS:
+        raise ValueError(f"model.kind: {config.kind!r} is unknown; known: {', '.join(MODELS)}")
+    with torch.device("meta"):
+        return MODELS[config.kind](config)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Counts the parameters of a model; one that is used twice counts once.
+
+    Args:
+        model: A model, on any device.
+
+    Returns:
+        The number of scalars.
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Counts the parameters that a configuration stands for, without memory for them.
+
+    Args:
+        config: The model's configuration, as for `build_model`.
+
+    Returns:
+        The number of scalars.
+    """
+    return count_parameters(build_model(config))
+
+
+def initial_value(
+    model: nn.Module, name: str, seed: int, experts: Sequence[int] | None = None
+) -> Tensor:
+    """Draws the initial value of one parameter or buffer.
+
+    Args:
+        model: The whole model, on any device; it is not changed. Not one whose layers have been
+            sliced for a process: shapes and initializers come from here.
+        name: The name, as in `named_parameters` or `named_buffers`.
+        seed: The run's seed.
+        experts: For a parameter with one slice per expert: which to draw, by their index in the
+            whole model; None for all.
+
+    Returns:
+        An fp32 CPU tensor, of the parameter's shape unless `experts` says less.
+
+    Raises:
+        ValueError: There is no parameter or buffer of that name, or `experts` does not apply.
+    """
+    tensors = dict(_named_tensors(model))
+    if name not in tensors:
+        raise ValueError(f"the model has no parameter {name!r}")
+    return _find_initializer(model, name).draw(tensors[name].shape, seed, name, experts)
+
+
+def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Draws the initial values of all parameters and buffers, one at a time.
+
+    Args:
+        model: The whole model, as for `initial_value`.
+        seed: The run's seed.
+
+    Yields:
+        Name and fp32 CPU tensor. Nothing is kept: one value exists at a time if the caller lets it
+        go.
+    """
+    # Listed first: `materialize` replaces tensors between two values, and a shared one that it has
+    # replaced would come again under its second name.
+    for name, shape in [(name, tensor.shape) for name, tensor in _named_tensors(model)]:
+        yield name, _find_initializer(model, name).draw(shape, seed, name)
+
+
+def materialize(
+    model: nn.Module,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Gives every parameter and buffer of a model memory and its initial value, in place.
+
+    Beside the model itself, one parameter in fp32 is the most that is held at a time. A parameter
+    that two modules share stays shared; `requires_grad` and attributes of parameters stay.
+
+    Args:
+        model: A model from `build_model`.
+        seed: The run's seed.
+        device: Where it goes.
+        dtype: Of the parameters; buffers keep their own.
+    """
+    owners = _owners(model)
+    tensors = dict(_named_tensors(model))
+    for name, value in initial_values(model, seed):
+        old = tensors[name]
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(value.to(device, dtype), requires_grad=old.requires_grad)
+            new.__dict__.update(old.__dict__)
+            for module, attribute in owners[id(old)]:
+                module._parameters[attribute] = new
+        else:
+            for module, attribute in owners[id(old)]:
+                module._buffers[attribute] = value.to(device, old.dtype)
+        del value  # or it would live on beside the next one
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers; a shared one once, under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every place that holds a tensor: {id(tensor): [(module, attribute)]}."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append((module, attribute))
+    return owners
+
+
+def _find_initializer(model: nn.Module, name: str) -> Initializer:
+    """Asks the modules around a parameter, the nearest first, how it starts."""
+    path = name.split(".")
+    for depth in reversed(range(len(path))):
+        module = model.get_submodule(".".join(path[:depth]))
+        initializers = getattr(module, "initializers", None)
+        entry: Initializer | None = (
+            initializers().get(".".join(path[depth:])) if initializers else None
+        )
+        if entry is not None:
+            return entry
+    raise AssertionError(f"no module says how {name} starts: add it to `initializers()`")

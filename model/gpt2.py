@@ -1,0 +1,241 @@
+"""GPT-2, with a feed-forward of any kind in its blocks.
+
+Source: Radford et al. 2019, "Language models are unsupervised multitask learners", and the released
+code.
+
+Shapes: B batch, T tokens in a sequence, D width, V vocabulary, L blocks.
+"""
+
+import math
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from model.attention import CausalSelfAttention
+from model.block import Block
+from model.config import Config
+from model.feedforward import (
+    DenseFeedForwardConfig,
+    FeedForwardConfig,
+    FeedForwardContext,
+    build_feedforward,
+)
+from model.initialization import Initializer, norm_initializers, normal
+from model.output import ModelOutput, RoutingStats
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class GPT2Config(Config):
+    """The defaults are the 124M model's."""
+
+    kind: Literal["gpt2"] = "gpt2"
+    """Which model this is."""
+    num_layers: Count = 12
+    """Number of blocks L."""
+    hidden_size: Count = 768
+    """Width D of the residual stream, in units; a multiple of num_heads."""
+    num_heads: Count = 12
+    """Number of attention heads."""
+    sequence_length: Count = 1024
+    """Longest input, in tokens: there are this many learned positions."""
+    vocab_size: Count | None = None
+    """Number of tokens V that the model knows; None: that of the data's tokenizer."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability, of the embeddings, the attention weights and the output of every branch."""
+    bias: bool = True
+    """Whether linear layers and LayerNorms have a bias."""
+    layer_norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance in every LayerNorm."""
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights; divided by sqrt(2 L) where a branch ends."""
+    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
+    """The feed-forward of every block."""
+    recompute: Literal["none", "block"] = "none"
+    """block: keep a block's input alone and run it again for the backward pass. Less memory, about
+    a third more computation."""
+    compile: bool = False
+    """Whether every block runs through torch.compile."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
+            raise ValueError(
+                f"model.hidden_size: {self.hidden_size} is not a multiple of "
+                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
+            )
+        return self
+
+    def known_vocab_size(self) -> int:
+        """The vocabulary size, which somebody has to have filled in by now.
+
+        Raises:
+            ValueError: It is still None.
+        """
+        if self.vocab_size is None:
+            raise ValueError(
+                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
+            )
+        return self.vocab_size
+
+
+class TiedHead(nn.Module):
+    """The output head; it has no parameters and borrows the token embedding's.
+
+    A module and not a line of `GPT2.forward`, so that tensor parallelism can put its own in its
+    place.
+    """
+
+    def forward(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Scores every token of the vocabulary.
+
+        Args:
+            x_BTD: The residual stream after the last LayerNorm.
+            weight_VD: The token embedding.
+
+        Returns:
+            Logits [B, T, V].
+        """
+        return linear(x_BTD, weight_VD)
+
+
+class GPT2(nn.Module):
+    """A decoder-only transformer with learned positions and tied embeddings.
+
+    Construct it with `build_model` and fill it with `materialize`: both in `model/build.py`. On its
+    own the constructor leaves PyTorch's default initial values, which are not GPT-2's.
+
+    Args:
+        config: Its configuration, with the vocabulary size filled in.
+
+    Raises:
+        ValueError: The vocabulary size is None.
+    """
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.token_embedding = nn.Embedding(config.known_vocab_size(), width)
+        self.position_embedding = nn.Embedding(config.sequence_length, width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(_build_block(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(width, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.head = TiedHead()
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        return {
+            "token_embedding.weight": normal(self.config.initializer_range),
+            "position_embedding.weight": normal(self.config.initializer_range),
+            **norm_initializers("final_norm", self.final_norm),
+        }
+
+    def forward(self, input_ids_BT: Tensor) -> ModelOutput:
+        """Predicts, at every position, the token after it.
+
+        Args:
+            input_ids_BT: Token ids, T at most `sequence_length`.
+
+        Returns:
+            Logits [B, T, V] and one `RoutingStats` per block whose feed-forward routes.
+
+        Raises:
+            ValueError: The input is longer than `sequence_length`.
+        """
+        length = input_ids_BT.shape[1]
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"input of {length} tokens; model.sequence_length allows at most "
+                f"{self.config.sequence_length}"
+            )
+        positions_T = torch.arange(length, device=input_ids_BT.device)
+        x_BTD = self.token_embedding(input_ids_BT) + self.position_embedding(positions_T)
+        x_BTD = self.dropout(x_BTD)
+        routing: list[RoutingStats] = []
+        for index, block in enumerate(self.blocks):
+            x_BTD, stats = self._run(block, x_BTD)
+            if stats is not None:
+                # Named here: a block that knew its name could not share compiled code with the
+                # others.
+                routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+        logits_BTV = self.head(self.final_norm(x_BTD), self.token_embedding.weight)
+        return ModelOutput(logits_BTV, tuple(routing))
+
+    def _run(self, block: nn.Module, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
+        result: tuple[Tensor, RoutingStats | None]
+        if self.config.recompute == "block" and torch.is_grad_enabled():
+            # The state of the random generators is kept, so the second pass drops the same units.
+            result = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=True)
+        else:
+            result = block(x_BTD)
+        return result
+
+
+def _build_block(config: GPT2Config) -> Block:
+    # 2 L branches add to the residual stream; the scale keeps its variance independent of depth
+    # (Radford et al. 2019, section 2.3).
+    residual_std = config.initializer_range / math.sqrt(2 * config.num_layers)
+    attention = CausalSelfAttention(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        bias=config.bias,
+        dropout=config.dropout,
+        initializer_std=config.initializer_range,
+        residual_std=residual_std,
+    )
+    context = FeedForwardContext(
+        hidden_size=config.hidden_size,
+        bias=config.bias,
+        dropout=config.dropout,
+        initializer_std=config.initializer_range,
+        residual_std=residual_std,
+    )
+    return Block(
+        attention,
+        build_feedforward(config.feed_forward, context),
+        hidden_size=config.hidden_size,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        bias=config.bias,
+    )
+
+
+def compile_blocks(model: GPT2) -> None:
+    """Runs every block of a model through torch.compile from now on, in place.
+
+    Call it after the weights exist and after parallel layers have taken their places. Names of
+    modules and parameters do not change. Equal blocks share one compiled program.
+
+    Args:
+        model: The model.
+    """
+    for block in model.blocks:
+        block.compile()
+
+
+def flops_per_token(config: GPT2Config) -> int:
+    """Counts the floating-point operations of training on one token, forward and backward.
+
+    6 N + 12 L D T: N the weights that multiply a token, with the output head and without the
+    lookups of tokens and positions; T the full sequence length, although causal attention needs
+    half of it; recomputation is not counted. Source: PaLM (Chowdhery et al. 2022), appendix B, the
+    convention of "model FLOPs utilization".
+
+    Args:
+        config: A configuration with the vocabulary size filled in.
+
+    Returns:
+        FLOPs per token, a multiply-add counted as two.
+
+    Raises:
+        ValueError: The vocabulary size is None.
+    """
+    width = config.hidden_size
+    per_block = 4 * width**2 + config.feed_forward.matmul_parameters_per_token(width)
+    matmul_parameters = config.num_layers * per_block + width * config.known_vocab_size()
+    return 6 * matmul_parameters + 12 * config.num_layers * width * config.sequence_length

@@ -1,0 +1,123 @@
+"""How a parameter gets its first value: drawn alone, from its own generator.
+
+A module that makes parameters says how each one starts in a method `initializers()`: a dict from
+the parameter's name, relative to that module and dotted when a child holds it, to an `Initializer`.
+The method describes and draws nothing, so it works on the meta device; `model/build.py` finds the
+entry of a parameter in the module tree and draws.
+
+Shapes: E experts.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+Fill = Callable[[Tensor, Generator], object]
+"""Fills a tensor in place, drawing from the generator and from nothing else."""
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """How one parameter starts."""
+
+    fill: Fill
+    """Fills the parameter, or one expert's slice of it, in place."""
+    per_expert: bool = False
+    """Whether the first dimension counts experts, each of which draws from a generator of its own:
+    a process that holds some of the experts then draws those and no others."""
+
+    def draw(
+        self, shape: torch.Size, seed: int, name: str, experts: Sequence[int] | None = None
+    ) -> Tensor:
+        """Draws the initial value of one parameter.
+
+        Args:
+            shape: The shape of the whole parameter.
+            seed: The run's seed.
+            name: The parameter's name in the model.
+            experts: Which experts to draw, of a parameter with one slice per expert; None for all.
+
+        Returns:
+            An fp32 CPU tensor of the shape; with `experts`, the first dimension is as long as they
+            are.
+
+        Raises:
+            ValueError: `experts` is given for a parameter that has no experts.
+        """
+        if not self.per_expert:
+            if experts is not None:
+                raise ValueError(f"{name} has no experts to choose from")
+            value = torch.empty(shape, dtype=torch.float32, device="cpu")
+            self.fill(value, seeded_generator(seed, name))
+            return value
+        chosen = range(shape[0]) if experts is None else experts
+        value = torch.empty((len(chosen), *shape[1:]), dtype=torch.float32, device="cpu")
+        for row, expert in enumerate(chosen):
+            self.fill(value[row], seeded_generator(seed, name, expert))
+        return value
+
+
+def seeded_generator(seed: int, name: str, expert: int | None = None) -> Generator:
+    """Makes the CPU generator that belongs to one parameter, or to one expert's slice of it.
+
+    Args:
+        seed: The run's seed.
+        name: The parameter's name in the model.
+        expert: The expert's index in the whole model, not in one process.
+
+    Returns:
+        A generator that depends on the arguments alone, in every process and Python version.
+    """
+    key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
+    digest = hashlib.sha256(key.encode()).digest()
+    # torch's CPU generator uses the low 32 bits of a seed and drops the rest; four bytes say so.
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
+
+
+def normal(std: float) -> Initializer:
+    """Normal with mean zero.
+
+    Args:
+        std: Standard deviation.
+    """
+    return Initializer(lambda value, generator: value.normal_(0.0, std, generator=generator))
+
+
+ZEROS = Initializer(lambda value, generator: value.zero_())
+ONES = Initializer(lambda value, generator: value.fill_(1.0))
+
+
+def linear_initializers(name: str, layer: nn.Linear, std: float) -> dict[str, Initializer]:
+    """Normal weight and zero bias, for a linear layer that a module holds.
+
+    Args:
+        name: What the module calls the layer.
+        layer: The layer; only asked whether it has a bias.
+        std: Standard deviation of the weight.
+
+    Returns:
+        Entries for the module's `initializers()`.
+    """
+    entries = {f"{name}.weight": normal(std)}
+    if layer.bias is not None:
+        entries[f"{name}.bias"] = ZEROS
+    return entries
+
+
+def norm_initializers(name: str, norm: nn.LayerNorm) -> dict[str, Initializer]:
+    """Unit scale and zero shift, for a LayerNorm that a module holds.
+
+    Args:
+        name: What the module calls the LayerNorm.
+        norm: The LayerNorm; only asked whether it has a bias.
+
+    Returns:
+        Entries for the module's `initializers()`.
+    """
+    entries = {f"{name}.weight": ONES}
+    if norm.bias is not None:
+        entries[f"{name}.bias"] = ZEROS
+    return entries

@@ -1,0 +1,48 @@
+"""Small models for the tests of this room."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from model.build import build_model, materialize
+from model.gpt2 import GPT2, GPT2Config
+
+SMALL = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "sequence_length": 16,
+    "vocab_size": 61,
+}
+
+
+@pytest.fixture
+def small_config() -> Callable[..., GPT2Config]:
+    """Makes a small configuration; keywords override it."""
+    return lambda **overrides: GPT2Config.model_validate(SMALL | overrides)
+
+
+@pytest.fixture
+def small_model(small_config: Callable[..., GPT2Config]) -> Callable[..., GPT2]:
+    """Makes a small model with weights; keywords override its configuration."""
+
+    def make(dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> GPT2:
+        model = build_model(small_config(**overrides))
+        assert isinstance(model, GPT2)
+        materialize(model, seed=seed, dtype=dtype)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def random_ids() -> Callable[..., torch.Tensor]:
+    """Makes token ids [batch, length] of the small vocabulary."""
+
+    def make(batch: int, length: int, vocab_size: int = 61) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(7)
+        return torch.randint(vocab_size, (batch, length), generator=generator)
+
+    return make

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from model.attention import CausalSelfAttention
+
+
+@pytest.fixture
+def attention():
+    torch.manual_seed(0)
+    return CausalSelfAttention(
+        hidden_size=24, num_heads=3, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
+    )
+
+
+def test_qkv_is_handed_out_only_when_asked(attention):
+    x_BTD = torch.randn(2, 5, 24)
+    y_BTD, nothing = attention(x_BTD)
+    same_BTD, qkv = attention(x_BTD, need_qkv=True)
+    assert nothing is None
+    assert [t.shape for t in qkv] == [(2, 3, 5, 8)] * 3
+    assert torch.equal(y_BTD, same_BTD)
+
+
+def test_output_equals_attention_written_out(attention):
+    x_BTD = torch.randn(2, 5, 24)
+    y_BTD, qkv = attention(x_BTD, need_qkv=True)
+    scores_BATT = qkv.q_BATH @ qkv.k_BATH.transpose(-1, -2) / 8**0.5
+    future_TT = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    weights_BATT = scores_BATT.masked_fill(future_TT, -torch.inf).softmax(-1)
+    heads_BTD = (weights_BATT @ qkv.v_BATH).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(y_BTD, attention.projection(heads_BTD))
+
+
+def test_fused_weight_splits_by_head(attention):
+    # [3, heads, head size, width]: head 1's queries are rows 8 to 16 of the first third, and so on.
+    x_BTD = torch.randn(2, 5, 24)
+    _, qkv = attention(x_BTD, need_qkv=True)
+    weight_3AHD = attention.qkv.weight.view(3, 3, 8, 24)
+    bias_3AH = attention.qkv.bias.view(3, 3, 8)
+    for part in range(3):
+        for head in range(3):
+            expected = x_BTD @ weight_3AHD[part, head].T + bias_3AH[part, head]
+            torch.testing.assert_close(qkv[part][:, head], expected)
+
+
+def test_dropout_acts_on_the_weights_and_on_the_output():
+    def outputs(dropout):
+        torch.manual_seed(0)
+        layer = CausalSelfAttention(
+            hidden_size=24,
+            num_heads=3,
+            bias=False,
+            dropout=dropout,
+            initializer_std=0.02,
+            residual_std=0.02,
+        )
+        return layer(torch.ones(4, 64, 24))[0]
+
+    assert not (outputs(0.0) == 0).any()
+    dropped_BTD = outputs(0.25)
+    assert 0.2 < (dropped_BTD == 0).float().mean() < 0.3
+    # All inputs are equal: without dropout on the weights, a unit's kept outputs were equal too.
+    kept = dropped_BTD[..., 0][dropped_BTD[..., 0] != 0]
+    assert kept.std() > 0

@@ -1,0 +1,84 @@
+"""What every feed-forward owes, over the registry: a new kind inherits these tests."""
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from model.build import build_model, initial_values
+from model.feedforward import (
+    FEED_FORWARDS,
+    DenseFeedForward,
+    DenseFeedForwardConfig,
+    FeedForwardConfig,
+    FeedForwardContext,
+)
+
+every_kind = pytest.mark.parametrize("kind", FEED_FORWARDS)
+
+
+@every_kind
+def test_every_kind_is_a_member_of_the_config_union(kind):
+    config = TypeAdapter(FeedForwardConfig).validate_python({"kind": kind})
+    assert config.kind == kind
+    assert all(field.description for field in type(config).model_fields.values())
+
+
+def test_unknown_kind_is_refused():
+    with pytest.raises(ValidationError, match="dense"):
+        TypeAdapter(FeedForwardConfig).validate_python({"kind": "dence"})
+
+
+@every_kind
+@pytest.mark.parametrize("last", [0, 7, 14])
+def test_logits_do_not_depend_on_later_tokens(small_model, random_ids, kind, last):
+    model = small_model(dtype=torch.float64, feed_forward={"kind": kind})
+    ids = random_ids(2, 16)
+    changed = ids.clone()
+    changed[:, last + 1 :] = (changed[:, last + 1 :] + 1) % 61
+    before, after = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(after[:, : last + 1], before[:, : last + 1], atol=1e-10, rtol=0)
+    assert not torch.allclose(after[:, last + 1 :], before[:, last + 1 :], atol=1e-10, rtol=0)
+
+
+@every_kind
+def test_forward_and_backward_are_finite_in_bf16(small_model, random_ids, kind):
+    model = small_model(dtype=torch.bfloat16, feed_forward={"kind": kind})
+    logits = model(random_ids(2, 16)).logits
+    logits.float().logsumexp(-1).sum().backward()
+    assert logits.isfinite().all()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@every_kind
+def test_every_parameter_has_an_initial_value(small_config, kind):
+    model = build_model(small_config(feed_forward={"kind": kind}))
+    names = [name for name, _ in initial_values(model, seed=0)]
+    assert names == [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]
+
+
+@every_kind
+def test_statistics_are_named_after_their_place(small_model, random_ids, kind):
+    model = small_model(feed_forward={"kind": kind})
+    for stats in model(random_ids(2, 16)).routing:
+        model.get_submodule(stats.name)
+
+
+def test_dense_equals_numbers_worked_out_by_hand():
+    # Width 2, inner width 1: up = (1, 2) . x + 0.5, down = (3, -1) h + (0, 1).
+    # x = (1, -0.5): h = gelu(0.5) = 0.25 (1 + tanh(0.7978846 (0.5 + 0.044715 x 0.125)))
+    #   = 0.25 (1 + tanh(0.4034020)) = 0.25 (1 + 0.3828578) = 0.3457144; y = (1.0371433, 0.6542856).
+    # The exact GELU would give h = 0.3457312.
+    context = FeedForwardContext(
+        hidden_size=2, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
+    )
+    layer = DenseFeedForward(DenseFeedForwardConfig(hidden_size=1), context)
+    with torch.no_grad():
+        layer.up.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        layer.up.bias.fill_(0.5)
+        layer.down.weight.copy_(torch.tensor([[3.0], [-1.0]]))
+        layer.down.bias.copy_(torch.tensor([0.0, 1.0]))
+    y_BTD, stats = layer(torch.tensor([[[1.0, -0.5]]]), torch.full((1, 1, 2), torch.nan))
+    assert stats is None
+    torch.testing.assert_close(y_BTD, torch.tensor([[[1.0371433, 0.6542856]]]), atol=2e-6, rtol=0)

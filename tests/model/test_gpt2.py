@@ -1,0 +1,227 @@
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config as ReferenceConfig
+from transformers import GPT2LMHeadModel
+
+from model.build import num_parameters
+from model.feedforward import FeedForward
+from model.gpt2 import GPT2, GPT2Config, flops_per_token
+from model.output import RoutingStats
+
+REFERENCE_NAMES = {
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "final_norm": "ln_f",
+    "blocks": "h",
+    "attention_norm": "ln_1",
+    "attention": "attn",
+    "qkv": "c_attn",
+    "projection": "c_proj",
+    "feed_forward_norm": "ln_2",
+    "feed_forward": "mlp",
+    "up": "c_fc",
+    "down": "c_proj",
+}
+
+
+def reference_of(model):
+    """Transformers' GPT-2 on the same weights, and {our name: (its parameter, transposed?)}."""
+    config = model.config
+    reference = GPT2LMHeadModel(
+        ReferenceConfig(
+            vocab_size=config.vocab_size,
+            n_positions=config.sequence_length,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=config.feed_forward.inner_size(config.hidden_size),
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    renamed = {}
+    for name, parameter in model.named_parameters():
+        parts = [REFERENCE_NAMES.get(part, part) for part in name.split(".")]
+        theirs = reference.transformer.get_parameter(".".join(parts))
+        # transformers stores linear layers as Conv1D: [in, out].
+        transposed = parts[-2].startswith("c_") and parts[-1] == "weight"
+        with torch.no_grad():
+            theirs.copy_(parameter.T if transposed else parameter)
+        renamed[name] = (theirs, transposed)
+    assert len(renamed) == len(list(reference.parameters()))
+    return reference, renamed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batch", "length"),
+    [
+        ({}, 2, 16),
+        ({"num_layers": 1, "num_heads": 1}, 1, 1),
+        ({"hidden_size": 48, "num_heads": 3, "vocab_size": 130}, 3, 9),
+        ({"feed_forward": {"kind": "dense", "hidden_size": 40}}, 2, 5),
+    ],
+)
+def test_logits_and_gradients_equal_transformers_on_the_same_weights(
+    small_model, random_ids, overrides, batch, length
+):
+    model = small_model(**overrides)
+    with torch.no_grad():  # far from the initial values: biases count, attention is not uniform
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    reference, renamed = reference_of(model)
+    ids = random_ids(batch, length)
+    logits = model(ids).logits
+    expected = reference(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+    targets = ids.flip(0).flatten()
+    cross_entropy(logits.flatten(0, 1), targets).backward()
+    cross_entropy(expected.flatten(0, 1), targets).backward()
+    for name, parameter in model.named_parameters():
+        theirs, transposed = renamed[name]
+        gradient = theirs.grad.T if transposed else theirs.grad
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "hidden_size", "num_heads", "count"),
+    [
+        (12, 768, 12, 124_439_808),
+        (24, 1024, 16, 354_823_168),
+        (36, 1280, 20, 774_030_080),
+        (48, 1600, 25, 1_557_611_200),
+    ],
+)
+def test_parameter_count_equals_the_released_models(num_layers, hidden_size, num_heads, count):
+    config = GPT2Config(
+        num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=50257
+    )
+    assert num_parameters(config) == count
+
+
+def test_embedding_and_head_are_one_parameter(small_model):
+    model = small_model()
+    vocabulary_sized = [name for name, p in model.named_parameters() if 61 in p.shape]
+    assert vocabulary_sized == ["token_embedding.weight"]
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert all(parameter.dim() >= 1 for parameter in model.parameters())
+    assert not any("expert" in name for name, _ in model.named_parameters())
+
+
+def test_no_bias_anywhere_when_switched_off(small_model, random_ids):
+    model = small_model(bias=False)
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+    assert model(random_ids(2, 16)).logits.isfinite().all()
+
+
+def test_input_longer_than_the_positions_is_refused(small_model, random_ids):
+    with pytest.raises(ValueError, match=r"17 tokens; model\.sequence_length allows at most 16"):
+        small_model()(random_ids(1, 17))
+
+
+def test_dense_model_reports_no_routing(small_model, random_ids):
+    assert small_model()(random_ids(1, 4)).routing == ()
+
+
+class Routed(FeedForward):
+    """Sends everything to the second of two experts."""
+
+    def forward(self, normalized_BTD, residual_BTD):
+        stats = RoutingStats(name="", load_E=torch.tensor([0.0, 1.0]), entropy=torch.tensor(0.0))
+        return residual_BTD - normalized_BTD, stats
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_routing_is_reported_under_the_name_of_its_place(small_model, random_ids, recompute):
+    model = small_model(recompute=recompute)
+    model.blocks[0].feed_forward = Routed()
+    model.blocks[2].feed_forward = Routed()
+    routing = model(random_ids(1, 4)).routing
+    assert [stats.name for stats in routing] == ["blocks.0.feed_forward", "blocks.2.feed_forward"]
+    assert all(torch.equal(stats.load_E, torch.tensor([0.0, 1.0])) for stats in routing)
+
+
+def test_bf16_is_finite_and_close_to_fp32(small_model, random_ids):
+    ids = random_ids(2, 16)
+    expected = small_model()(ids).logits
+    output = small_model(dtype=torch.bfloat16)(ids).logits
+    assert output.dtype == torch.bfloat16
+    assert output.isfinite().all()
+    # bf16 keeps 8 bits: 0.4% a rounding, a few dozen roundings, on logits of about 0.1.
+    torch.testing.assert_close(output.float(), expected, atol=0.02, rtol=0.0)
+
+
+def test_dropout_acts_in_training_only(small_model, random_ids):
+    model = small_model(dropout=0.3)
+    ids = random_ids(2, 16)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    model.eval()
+    torch.testing.assert_close(model(ids).logits, small_model()(ids).logits)
+
+
+def test_flops_equal_a_count_by_hand():
+    # Block: 4 x 32^2 = 4,096 attention, 2 x 32 x 128 = 8,192 feed-forward: 12,288; three: 36,864.
+    # Head: 32 x 61 = 1,952. 6 x 38,816 = 232,896. Attention: 12 x 3 x 32 x 16 = 18,432.
+    config = GPT2Config(
+        num_layers=3, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=61
+    )
+    assert flops_per_token(config) == 251_328
+
+
+def test_flops_follow_the_width_of_the_feedforward():
+    # As above with 2 x 32 x 10 = 640: 6 x (3 x 4,736 + 1,952) + 18,432 = 96,960 + 18,432.
+    config = GPT2Config(
+        num_layers=3,
+        hidden_size=32,
+        num_heads=4,
+        sequence_length=16,
+        vocab_size=61,
+        feed_forward={"hidden_size": 10},
+    )
+    assert flops_per_token(config) == 115_392
+
+
+def test_width_that_heads_do_not_divide_is_refused_by_name_and_value():
+    message = (
+        "model.hidden_size: 770 is not a multiple of model.num_heads: 12; nearest multiple: 768"
+    )
+    with pytest.raises(ValidationError, match=message):
+        GPT2Config(hidden_size=770, num_heads=12)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"hiden_size": 768},
+        {"num_layers": 0},
+        {"num_layers": "12"},
+        {"num_layers": True},
+        {"sequence_length": -1},
+        {"dropout": 1.0},
+        {"dropout": -0.1},
+        {"recompute": "all"},
+        {"kind": "gpt3"},
+        {"compile": "yes"},
+        {"feed_forward": {"kind": "nothing"}},
+        {"feed_forward": {"hidden_size": 0}},
+        {"feed_forward": {"width": 10}},
+    ],
+)
+def test_bad_configuration_is_refused(bad):
+    with pytest.raises(ValidationError) as error:
+        GPT2Config.model_validate(bad)
+    assert error.value.errors()[0]["loc"][0] == next(iter(bad))
+
+
+def test_every_field_has_a_description():
+    assert all(field.description for field in GPT2Config.model_fields.values())
+
+
+@pytest.mark.parametrize("use", [GPT2, flops_per_token, num_parameters])
+def test_missing_vocabulary_size_is_refused(use):
+    with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
+        use(GPT2Config(num_layers=1))
