@@ -8,7 +8,7 @@ The value of a parameter depends on the seed and on its name, and on nothing els
 parameters, the order, the number of processes or the state of the global random generators.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -119,24 +119,46 @@ def materialize(
 ) -> None:
     """Gives every parameter and buffer of a model memory and its initial value, in place.
 
-    Beside the model itself, one parameter in fp32 is the most that is held at a time. A parameter
-    that two modules share stays shared; `requires_grad` and attributes of parameters stay.
-
     Args:
         model: A model from `build_model`.
         seed: The run's seed.
         device: Where it goes.
         dtype: Of the parameters; buffers keep their own.
     """
+    place(model, initial_values(model, seed), device, dtype)
+
+
+def place(
+    model: nn.Module,
+    values: Iterable[tuple[str, Tensor]],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    placed: Callable[[nn.Parameter], None] | None = None,
+) -> None:
+    """Gives parameters and buffers of a model memory and values, in place and one at a time.
+
+    Beside the model itself, one value is the most that is held. A parameter that two modules
+    share stays shared; `requires_grad` and attributes of parameters stay.
+
+    Args:
+        model: The model.
+        values: Names, as in `named_parameters` or `named_buffers`, and values; each is let go
+            before the next is asked for.
+        device: Where they go.
+        dtype: Of the parameters; buffers keep their own.
+        placed: Is handed each parameter once it is in the model, before the next one is made.
+    """
     owners = _owners(model)
     tensors = dict(_named_tensors(model))
-    for name, value in initial_values(model, seed):
+    for name, value in values:
         old = tensors[name]
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(value.to(device, dtype), requires_grad=old.requires_grad)
             new.__dict__.update(old.__dict__)
             for module, attribute in owners[id(old)]:
                 module._parameters[attribute] = new
+            if placed is not None:
+                placed(new)
         else:
             for module, attribute in owners[id(old)]:
                 module._buffers[attribute] = value.to(device, old.dtype)

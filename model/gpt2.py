@@ -205,16 +205,16 @@ def _build_block(config: GPT2Config) -> Block:
     )
 
 
-def compile_blocks(model: GPT2) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """Runs every block of a model through torch.compile from now on, in place.
 
     Call it after the weights exist and after parallel layers have taken their places. Names of
     modules and parameters do not change. Equal blocks share one compiled program.
 
     Args:
-        model: The model.
+        model: A GPT-2.
     """
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         block.compile()
 
 

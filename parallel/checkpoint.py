@@ -1,0 +1,273 @@
+"""Sharded checkpoints that do not depend on the layout that wrote them.
+
+A checkpoint is a folder `step-NNNNNNNN`:
+
+    rank-00000.safetensors ...   what each process holds: fp32 master weights, optimizer state,
+                                 buffers (from rank 0), random states; every byte once
+    index.json                   for each tensor its global shape and its chunks: offset and size in
+                                 the tensor, optimizer step, file, first byte, crc32
+    state.json                   step, data position, versions: what the loop hands over
+    config.yaml                  the resolved configuration
+    manifest.json                every file's size and crc32; written last: without it, it is none
+
+Nothing in it can hold code. Readers map the files and touch only the bytes that they need.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from pydantic import TypeAdapter
+from torch import nn
+
+from model.build import ModelConfig, build_model, initial_value, place
+from parallel import comm
+from parallel.fragments import MASTER, persistent_buffers
+from parallel.zero import DTYPES, Precision
+
+FORMAT_VERSION = 1
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+# Names as safetensors has them.
+TORCH_DTYPES = {"F32": torch.float32, "U8": torch.uint8, "I64": torch.int64, "BOOL": torch.bool}
+_NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: one line that names it and says why."""
+
+    exit_status = 2
+
+
+class Checkpoint:
+    """A complete checkpoint; gives any box of any tensor, whatever layout wrote it.
+
+    It is the `Source` that an engine resumes from.
+
+    Args:
+        folder: `.../step-NNNNNNNN`.
+
+    Raises:
+        CheckpointError: it is incomplete, truncated, of a newer version, or none at all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = _read_json(folder, "manifest.json")
+        if manifest.get("format") != "polyad-checkpoint":
+            raise CheckpointError(f"{folder}: manifest.json is not of a Polyad checkpoint")
+        if manifest["version"] > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder}: format version {manifest['version']} is newer than {FORMAT_VERSION}, "
+                f"which this Polyad reads"
+            )
+        for name, about in manifest["files"].items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path}: missing, though the manifest lists it")
+            if path.stat().st_size != about["bytes"]:
+                raise CheckpointError(
+                    f"{path}: {path.stat().st_size} bytes, the manifest says {about['bytes']}: "
+                    f"the file is damaged"
+                )
+        self.training_step: int = manifest["step"]
+        self.tensors: dict[str, dict[str, Any]] = _read_json(folder, "index.json")["tensors"]
+        self.state: dict[str, Any] = _read_json(folder, "state.json")
+        self.config_yaml = (folder / "config.yaml").read_text(encoding="utf-8")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the weights by name."""
+        return {
+            name: tuple(fields[MASTER]["shape"])
+            for name, fields in self.tensors.items()
+            if MASTER in fields
+        }
+
+    def step(self, name: str) -> float:
+        """Optimizer steps that a parameter has seen."""
+        return float(self.tensors[name][MASTER]["chunks"][0]["step"])
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a tensor; only the pages under it are read.
+
+        Raises:
+            CheckpointError: the checkpoint lacks the tensor or has it in another shape.
+        """
+        about = self.tensors.get(name, {}).get(field)
+        if about is None:
+            raise CheckpointError(f"{self.folder}: has no {field} of {name}")
+        if tuple(about["shape"]) != tuple(global_shape):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {about['shape']} there, "
+                f"{list(global_shape)} in this model"
+            )
+        box = torch.empty(size, dtype=TORCH_DTYPES[about["dtype"]])
+        missing = math.prod(size)
+        for chunk in about["chunks"]:
+            low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
+            high = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(offset, size, chunk["offset"], chunk["size"], strict=True)
+            ]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                here, there = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                    for origin in (offset, chunk["offset"])
+                )
+                box[here] = torch.from_numpy(np.array(self._stored(about, chunk)[there]))
+                missing -= box[here].numel()
+        if missing:
+            raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
+        return box
+
+    def whole(self, name: str, field: str = MASTER) -> torch.Tensor:
+        """A whole tensor in its global shape."""
+        shape = tuple(self.tensors[name][field]["shape"])
+        return self.read(name, field, shape, (0,) * len(shape), shape)
+
+    def check_model(self, module: nn.Module) -> None:
+        """Compares names and shapes of weights with a model's.
+
+        Raises:
+            CheckpointError: they differ; the first few differences are named.
+        """
+        ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        theirs = self.shapes()
+        differing = [
+            f"{name} {list(theirs.get(name, ())) or 'missing'} there, "
+            f"{list(ours.get(name, ())) or 'missing'} here"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+        if differing:
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise CheckpointError(
+                f"{self.folder}: is of another model: {'; '.join(differing[:3])}{more}"
+            )
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A persistent buffer of the model, whole."""
+        if "buffer" not in self.tensors.get(name, {}):
+            raise CheckpointError(f"{self.folder}: has no buffer {name}")
+        return self.whole(name, "buffer")
+
+    def restore_random_states(self, device: torch.device) -> bool:
+        """Continues this rank's random numbers; False if the checkpoint has none for this rank."""
+        prefix = f"rank-{comm.rank():05d}."
+        stored = {n: self.whole(n, "random") for n in self.tensors if n.startswith(prefix)}
+        if f"{prefix}torch" not in stored:
+            return False
+        torch.set_rng_state(stored[f"{prefix}torch"])
+        if device.type == "cuda" and f"{prefix}cuda" in stored:
+            torch.cuda.set_rng_state(stored[f"{prefix}cuda"], device)
+        return True
+
+    def _stored(self, about: dict[str, Any], chunk: dict[str, Any]) -> np.ndarray:
+        path, size = self.folder / chunk["file"], tuple(chunk["size"])
+        return np.memmap(path, _NUMPY[about["dtype"]], "r", chunk["begin"], size)
+
+
+class WeightsOnly:
+    """A checkpoint as the start of another run: its weights, but no moments and no steps."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """As `Checkpoint.read` for weights; zeros for optimizer state."""
+        if field != MASTER:
+            return torch.zeros(size)
+        return self._checkpoint.read(name, field, global_shape, offset, size)
+
+    def step(self, name: str) -> float:
+        """None taken."""
+        return 0.0
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.buffer`: buffers are part of the weights."""
+        return self._checkpoint.buffer(name)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints below a run's `checkpoints` folder that were committed, oldest first."""
+    if not folder.is_dir():
+        return []
+    steps = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := STEP_FOLDER.fullmatch(path.name)) and (path / "manifest.json").is_file()
+    }
+    return [steps[step] for step in sorted(steps)]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of the run folder it is.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / "manifest.json").is_file() and (path / "index.json").is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := complete_checkpoints(folder):
+            return found[-1]
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such folder")
+    raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
+
+
+def load_model(
+    path: Path | str,
+    device: torch.device | str = "cpu",
+    precision: Precision = "fp32",
+) -> nn.Module:
+    """A model with the weights of a checkpoint, on one device, in evaluation mode.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is taken.
+        device: where it goes.
+        precision: of its parameters.
+
+    Returns:
+        The model; no process group is needed.
+    """
+    checkpoint = Checkpoint(find_checkpoint(Path(path)))
+    tree = yaml.safe_load(checkpoint.config_yaml)
+    model = build_model(TypeAdapter(ModelConfig).validate_python(tree["model"]))
+    checkpoint.check_model(model)
+    weights = ((name, checkpoint.whole(name)) for name, _ in model.named_parameters())
+    buffers = [name for name, _ in persistent_buffers(model)]
+    place(model, weights, device, DTYPES[precision])
+    place(
+        model, ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers()), device
+    )
+    place(model, ((name, checkpoint.buffer(name)) for name in buffers), device)
+    return model.eval()
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: is not a complete checkpoint: no {name}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None

@@ -1,0 +1,46 @@
+"""How a run is spread over processes."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from model.config import Config
+
+
+class ParallelConfig(Config):
+    """Degrees of parallelism. The data-parallel degree follows from the number of processes."""
+
+    tensor_parallel_size: int = 1
+    """Processes that share every layer. Only 1 for now."""
+
+    expert_parallel_size: int = 1
+    """Processes that the experts are spread over. Only 1 for now."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
+    parameters too. 0 shards nothing."""
+
+    bucket_size: int = Field(default=50_000_000, ge=1)
+    """Gradient elements reduced in one call; one buffer of this size is held."""
+
+    timeout_minutes: float = Field(default=30.0, gt=0)
+    """How long a collective waits for a process that does not come."""
+
+    @field_validator("tensor_parallel_size", "expert_parallel_size")
+    @classmethod
+    def _only_one_until_built(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                "1 is the only value allowed: this kind of parallelism is not built yet"
+            )
+        return value
+
+
+class CheckpointConfig(Config):
+    """When a run is saved, and what it starts from."""
+
+    every: int = Field(default=0, ge=0)
+    """Optimizer steps between checkpoints; 0 saves at the end of the run only."""
+
+    init_from: str | None = None
+    """A checkpoint (or run) whose weights start a new run: no moments, no data position."""

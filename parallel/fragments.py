@@ -1,0 +1,233 @@
+"""Where a process keeps the weights that it optimizes, under every ZeRO stage.
+
+A fragment is a row-major range of one parameter's elements. Together the fragments of all processes
+cover every parameter; under data parallelism without ZeRO they cover it once per process.
+DeepSpeed's internals are read here and nowhere else (its version is pinned for that reason).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.zero import Engine
+
+MASTER = "master"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """Elements start .. start + numel, row-major, of this process's shard of a parameter."""
+
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    """Of this process's shard: what it would hold without ZeRO."""
+    global_shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    """Of the shard in the global tensor."""
+    key: torch.Tensor
+    """The fp32 tensor that the optimizer steps, under which it keeps its state."""
+    state: dict[str, Any]
+    position: int
+    """Of the fragment in `key`, in elements."""
+    start: int
+    numel: int
+
+    def view(self, field: str) -> torch.Tensor:
+        """The fragment's elements of the master weight or of an optimizer state, flat, in place."""
+        whole = self.key if field == MASTER else self.state[field]
+        return whole.detach().view(-1)[self.position : self.position + self.numel]
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """A range of the shard's elements as boxes of the global tensor: (offset, size)."""
+        for offset, size in boxes(self.shape, start, stop):
+            yield tuple(a + b for a, b in zip(self.origin, offset, strict=True)), size
+
+
+class Source(Protocol):
+    """Where the fragments of an engine are filled from: initial values, or a checkpoint."""
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a master weight or an optimizer state, fp32, of shape `size`."""
+        ...
+
+    def step(self, name: str) -> float:
+        """Optimizer steps that the parameter has seen."""
+        ...
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A persistent buffer, whole."""
+        ...
+
+
+def boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Splits elements start .. stop of a row-major tensor into at most 2 * dims - 1 boxes.
+
+    Args:
+        shape: of the tensor; an empty one has a single element.
+        start: first element.
+        stop: one past the last element.
+
+    Yields:
+        (offset, size) of each box. In order, their elements are exactly start .. stop.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, rest = math.prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row  # whole rows: first .. last
+    if first > last:  # inside one row
+        for offset, size in boxes(rest, start - last * row, stop - last * row):
+            yield (last, *offset), (1, *size)
+        return
+    for offset, size in boxes(rest, start - (first - 1) * row, row) if start < first * row else ():
+        yield (first - 1, *offset), (1, *size)
+    if first < last:
+        yield (first, *[0] * len(rest)), (last - first, *rest)
+    for offset, size in boxes(rest, 0, stop - last * row):
+        yield (last, *offset), (1, *size)
+
+
+def fragments(engine: Engine) -> dict[str, Fragment]:
+    """This process's fragments by parameter name. Nothing is communicated, nothing copied.
+
+    Optimizer state that does not exist yet (before the first step) is created, as zeros.
+    """
+    held: dict[str, Fragment] = {}
+    locate = {0: _locate_replicated, 1: _locate_flat, 2: _locate_flat, 3: _locate_partitioned}
+    find = locate[engine.stage](engine)
+    state = engine.deepspeed.basic_optimizer.state
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            raise TypeError(f"{name} is frozen; a constant belongs in a buffer")
+        if (found := find(parameter)) is None or found[3] <= 0:
+            continue
+        key, position, start, numel = found
+        for field in engine.state_fields:
+            if not isinstance(state[key].get(field), torch.Tensor):
+                state[key][field] = torch.zeros_like(key)
+        if "exp_avg" in engine.state_fields:
+            state[key].setdefault("step", torch.zeros((), device=_step_device(engine, key)))
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 empties `shape`
+        origin, global_shape = getattr(parameter, "placement", ((0,) * len(shape), shape))
+        held[name] = Fragment(
+            parameter=parameter,
+            shape=shape,
+            global_shape=tuple(global_shape),
+            origin=tuple(origin),
+            key=key,
+            state=state[key],
+            position=position,
+            start=start,
+            numel=numel,
+        )
+    return held
+
+
+@torch.no_grad()
+def fill(engine: Engine, source: Source) -> None:
+    """Sets master weights, optimizer state and step counters, then the weights of the forward pass.
+
+    Every process reads the boxes of its own fragments and no others.
+    """
+    held = fragments(engine)
+    for name, fragment in held.items():
+        for field in (MASTER, *engine.state_fields):
+            view, done = fragment.view(field), 0
+            for offset, size in fragment.boxes(fragment.start, fragment.start + fragment.numel):
+                box = source.read(name, field, fragment.global_shape, offset, size).reshape(-1)
+                view[done : done + box.numel()].copy_(box)
+                done += box.numel()
+        if "step" in fragment.state:
+            fragment.state["step"].fill_(source.step(name))
+    _refresh(engine, held)
+    for name, buffer in persistent_buffers(engine.module):
+        buffer.copy_(source.buffer(name))
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to a model's state, by name; every process holds them whole."""
+    for prefix, submodule in module.named_modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if name not in submodule._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _refresh(engine: Engine, held: dict[str, Fragment]) -> None:
+    """Makes the forward pass use the master weights."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.stage == 0:
+        for fragment in held.values():
+            fragment.parameter.copy_(fragment.key)
+    elif engine.stage == 3:
+        optimizer.checkpoint_event_prologue()  # drops the whole copies of small parameters
+        for fragment in held.values():
+            partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
+            partition[: fragment.numel] = fragment.view(MASTER)
+        optimizer.checkpoint_event_epilogue()  # and gathers them anew
+    else:
+        optimizer.update_lp_params()
+
+
+def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
+    """Fused and capturable optimizers count steps on the device, the others on the CPU."""
+    defaults = engine.deepspeed.basic_optimizer.defaults
+    return (
+        key.device if defaults.get("fused") or defaults.get("capturable") else torch.device("cpu")
+    )
+
+
+# Each of these gives a function: parameter -> (key, position, start, numel), or None.
+
+
+def _locate_replicated(engine: Engine) -> Any:
+    """Stage 0: all of it on every process; in bf16 DeepSpeed keeps fp32 masters beside."""
+    working, masters = (
+        [p for group in getattr(engine.deepspeed.optimizer, groups, []) for p in group]
+        for groups in ("fp16_groups", "fp32_groups")
+    )
+    master_of = {id(p): master for p, master in zip(working, masters, strict=True)}
+    return lambda p: (master_of.get(id(p), p), 0, 0, p.numel())
+
+
+def _locate_flat(engine: Engine) -> Any:
+    """Stages 1 and 2: an equal part of each flattened parameter group."""
+    groups = engine.deepspeed.basic_optimizer.param_groups
+
+    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        (key,) = groups[mapping.param_group_index]["params"]
+        whole, part = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return key, whole.start, part.start, part.numel
+
+    return find
+
+
+def _locate_partitioned(engine: Engine) -> Any:
+    """Stage 3: an equal part of every parameter, the last one padded."""
+    optimizer = engine.deepspeed.optimizer
+
+    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int]:
+        group, position, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = size * dist.get_rank(parameter.ds_process_group)
+        key = optimizer.fp32_partitioned_groups_flat[group]
+        return key, position, start, min(size, parameter.ds_numel - start)
+
+    return find

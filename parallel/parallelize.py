@@ -1,0 +1,125 @@
+"""One ordered function that turns a model on paper into an engine over all processes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from model.build import count_parameters, initial_value, place
+from model.gpt2 import compile_blocks
+from parallel import comm
+from parallel.config import ParallelConfig
+from parallel.dims import Dims
+from parallel.fragments import MASTER, Source, fill
+from parallel.zero import DTYPES, Engine, Precision, deepspeed_config, import_deepspeed
+
+# (parameter name, parameter, number of dimensions): ZeRO 3 flattens parameters, so the last is told
+NamedParameters = list[tuple[str, nn.Parameter, int]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+
+
+class InitialWeights:
+    """The source that a new run is filled from: each parameter from its own generator.
+
+    One whole parameter is held at a time. Values are exact fp32 whatever the training precision,
+    and the same on any layout.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._name, self._whole = "", torch.empty(0)
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a parameter's initial value; zeros for optimizer state."""
+        if field != MASTER:
+            return torch.zeros(size)
+        if name != self._name:
+            self._name, self._whole = name, initial_value(self._model, name, self._seed)
+        assert tuple(self._whole.shape) == tuple(global_shape)
+        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        return self._whole[box]
+
+    def step(self, name: str) -> float:
+        """None taken."""
+        return 0.0
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer's initial value."""
+        return initial_value(self._model, name, self._seed)
+
+
+def parallelize(
+    model: nn.Module,
+    dims: Dims,
+    parallel: ParallelConfig,
+    *,
+    world: comm.World,
+    make_optimizer: OptimizerFactory,
+    precision: Precision,
+    global_batch_size: int,
+    micro_batch_size: int,
+    clip_grad_norm: float,
+    source: Source,
+    compile_model: bool = False,
+) -> Engine:
+    """Spreads a model over the processes of `dims`.
+
+    Args:
+        model: on the meta device, as `build_model` returns it.
+        dims: degrees.
+        parallel: the ZeRO stage and its buffers.
+        world: this process.
+        make_optimizer: gives the optimizer for named parameters.
+        precision: of weights and activations in forward and backward; masters are fp32.
+        global_batch_size: samples in an optimizer step, over all processes.
+        micro_batch_size: samples in a forward pass of one process.
+        clip_grad_norm: largest gradient norm, 0 for no clipping.
+        source: what weights and optimizer state start from.
+        compile_model: compile every block.
+
+    Returns:
+        The engine, ready for its first step.
+    """
+    config = deepspeed_config(
+        parallel,
+        precision=precision,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=dims.accumulation_steps(global_batch_size, micro_batch_size),
+        clip_grad_norm=clip_grad_norm,
+        num_parameters=count_parameters(model),
+    )
+    # The order matters. Shapes are read while parameters are whole; storage exists before the
+    # optimizer sees it; blocks are compiled before the engine hooks them; values come last, because
+    # building an engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
+    dimensions = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    _allocate(model, world, DTYPES[precision], config)
+    if compile_model:
+        compile_blocks(model)
+    named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
+    engine = Engine(model, make_optimizer(named), config, clip_grad_norm, world.device)
+    fill(engine, source)
+    return engine
+
+
+def _allocate(model: nn.Module, world: comm.World, dtype: torch.dtype, config: dict) -> None:
+    """Gives parameters storage, one at a time; stage 3 keeps only this process's part of each."""
+    placed = None
+    if config["zero_optimization"]["stage"] == 3:
+        deepspeed = import_deepspeed()
+        init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+
+        def placed(parameter: nn.Parameter) -> None:
+            init._convert_to_zero_parameters([parameter])
+
+    named = list(model.named_parameters())
+    zeros = ((name, torch.zeros(p.shape, dtype=dtype, device=world.device)) for name, p in named)
+    place(model, zeros, world.device, dtype, placed)
+    buffers = [name for name, _ in model.named_buffers()]
+    place(model, ((name, initial_value(model, name, 0)) for name in buffers), world.device)

@@ -1,0 +1,201 @@
+"""Our configuration -> DeepSpeed's dictionary -> an engine that the training loop can drive.
+
+`Engine` is all that the rest of Polyad sees of DeepSpeed. It adds what DeepSpeed does not do at
+every stage: one rule for steps that are not finite, and a gradient norm.
+"""
+
+import logging
+import os
+import warnings
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from model.output import ModelOutput
+from parallel import comm
+from parallel.config import ParallelConfig
+
+Precision = Literal["fp32", "bf16"]
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class StepResult(NamedTuple):
+    """What became of an optimizer step, the same on every process."""
+
+    applied: bool
+    """False if any process had a loss or gradient that is not finite: nothing changed then."""
+    grad_norm: float
+    """L2 norm of the whole gradient before clipping; infinite or NaN if it was not applied."""
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, without its banner, its log lines and the C++ collective it would compile.
+
+    That collective (`deepspeed_shm_comm_op`) only serves inference; building it costs a compiler
+    and 20 seconds at the first start of a machine.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    with warnings.catch_warnings(), comm.quiet():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import deepspeed.ops
+        from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # DeepSpeed calls collectives by names that newer torch renames, thousands of times.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm_op"] = False
+    return deepspeed
+
+
+def deepspeed_config(
+    parallel: ParallelConfig,
+    *,
+    precision: Precision,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    clip_grad_norm: float,
+    num_parameters: int,
+) -> dict[str, Any]:
+    """DeepSpeed's dictionary for a run.
+
+    In bf16 gradients accumulate in fp32 at stages 1 to 3; DeepSpeed has no such mode at stage 0.
+    Stage 0 clips in `_StageZeroHook`, because DeepSpeed's own norm there leaves out experts and
+    tensor-parallel shards and is not reported.
+    """
+    stage = parallel.zero_stage
+    bucket = min(parallel.bucket_size, max(num_parameters, 1))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps,
+        "gradient_clipping": clip_grad_norm if stage else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "round_robin_gradients": False,  # the checkpoint reads DeepSpeed's fragment map
+        },
+    }
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_prefetch_bucket_size": bucket}
+    if precision == "bf16" and stage:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+class _StageZeroHook:
+    """Before the optimizer's step at stage 0: the norm, the finite check, the clip."""
+
+    def __init__(self, clip_grad_norm: float) -> None:
+        self.clip_grad_norm = clip_grad_norm
+        self.grad_norm: float | None = None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.grad_norm = torch.nn.utils.get_total_norm(gradients).item()
+        finite = self.grad_norm - self.grad_norm == 0.0
+        optimizer.overflow = not finite  # type: ignore[attr-defined]  # tells the engine
+        if not finite:
+            for parameter in parameters:
+                parameter.grad = None  # an optimizer without gradients changes nothing
+        elif 0.0 < self.clip_grad_norm < self.grad_norm:
+            # The formula of DeepSpeed's other stages.
+            torch._foreach_mul_(gradients, self.clip_grad_norm / (self.grad_norm + 1e-6))
+
+
+class Engine:
+    """A model in training over all processes.
+
+    Args:
+        module: the model, its parameters allocated (and partitioned at stage 3).
+        optimizer: over those parameters.
+        config: what `deepspeed_config` made.
+        clip_grad_norm: largest gradient norm, 0 for no clipping; used at stage 0.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        clip_grad_norm: float,
+        device: torch.device,
+    ) -> None:
+        deepspeed = import_deepspeed()
+        self.device = device
+        self.stage: int = config["zero_optimization"]["stage"]
+        self._hook = None
+        if self.stage == 0:
+            self._hook = _StageZeroHook(clip_grad_norm)
+            optimizer.register_step_pre_hook(self._hook)
+        with comm.quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config
+            )
+        self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was handed in."""
+        return self.deepspeed.module
+
+    def __call__(self, input_ids_BT: torch.Tensor) -> ModelOutput:
+        """The model's forward pass on this process's micro-batch."""
+        return self.deepspeed(input_ids_BT)
+
+    def train(self, mode: bool = True) -> None:
+        """Switches dropout on or off."""
+        self.deepspeed.train(mode)
+
+    def no_grad(self) -> AbstractContextManager[None]:
+        """For evaluation through the engine."""
+        return torch.no_grad()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch; DeepSpeed averages over those of a step.
+
+        The factor is 1, or NaN where the loss is not finite: then the gradients are too, and
+        every process skips the step, wherever in the window it happened.
+        """
+        self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
+
+    def step(self, learning_rate: float) -> StepResult | None:
+        """Follows every `backward`; the last one of a window changes the weights.
+
+        Args:
+            learning_rate: for all parameters.
+
+        Returns:
+            None inside the window, the step's result at its end.
+        """
+        boundary = self.deepspeed.is_gradient_accumulation_boundary()
+        if not boundary:
+            self.deepspeed.step()
+            return None
+        for group in self.deepspeed.basic_optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._hook:
+            self._hook.grad_norm = None
+        self.deepspeed.step()
+        applied = self.deepspeed.was_step_applied()
+        return StepResult(applied, self._grad_norm())
+
+    def _grad_norm(self) -> float:
+        norm = self._hook.grad_norm if self._hook else self.deepspeed.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+
+def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of the tensors that an optimizer keeps for every weight."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return ("exp_avg", "exp_avg_sq")
+    if isinstance(optimizer, torch.optim.SGD):
+        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
+    raise TypeError(f"no checkpoint is known for {type(optimizer).__name__}")

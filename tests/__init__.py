@@ -1,0 +1,1 @@
+"""Tests of Polyad; folders mirror the packages."""

@@ -1,0 +1,171 @@
+"""Real training of a tiny GPT-2 on random tokens, called in worker processes."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.build import build_model
+from model.gpt2 import GPT2Config
+from parallel import comm
+from parallel.checkpoint import Checkpoint
+from parallel.checkpoint_writer import save
+from parallel.config import ParallelConfig
+from parallel.dims import Dims
+from parallel.parallelize import InitialWeights, parallelize
+from parallel.zero import Engine
+from train.loop import train_step
+from train.optimizer import OptimizerConfig, build_optimizer
+
+# Odd sizes, so that fragments and padding fall everywhere.
+MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=3, sequence_length=17, vocab_size=61)
+GLOBAL_BATCH, MICRO_BATCH = 8, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    stage: int = 0
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-2
+    clip: float = 1.0
+    first_step: int = 0
+    last_step: int = 4
+    resume: str | None = None
+    save_to: str | None = None
+    momentum: float = 0.0
+    poison: str | None = None
+    """`loss` or `gradient`: made NaN on the last rank at `poison_step`, in `poison_micro_batch`."""
+    poison_step: int = -1
+    poison_micro_batch: int = 0
+    skip_data: bool = False
+    """Leave the poisoned batch out instead, as the reference."""
+    dropout: float = 0.0
+    model: GPT2Config = MODEL
+
+    def but(self, **changes: Any) -> "Case":
+        """The case with some values changed."""
+        return replace(self, **changes)
+
+
+def global_batch(step: int, config: GPT2Config) -> torch.Tensor:
+    """Token ids of a step, [GLOBAL_BATCH, T + 1], the same on any layout."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (GLOBAL_BATCH, config.sequence_length + 1)
+    return torch.randint(0, config.vocab_size or 0, shape, generator=generator)
+
+
+def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
+    """An engine for a case, filled from initial weights or from a source."""
+    world = comm.initialize()
+    config = case.model.model_copy(update={"dropout": case.dropout})
+    optimizer = OptimizerConfig(
+        kind=case.optimizer, learning_rate=case.learning_rate, momentum=case.momentum
+    )
+    engine = parallelize(
+        build_model(config),
+        Dims(world_size=world.size),
+        ParallelConfig(zero_stage=case.stage),
+        world=world,
+        make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
+        precision=case.precision,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=MICRO_BATCH,
+        clip_grad_norm=case.clip,
+        source=source or InitialWeights(build_model(config), 7),
+        compile_model=config.compile,
+    )
+    engine.train()
+    return engine, world
+
+
+def local_batches(step: int, world: comm.World, config: GPT2Config) -> list[torch.Tensor]:
+    """This rank's micro-batches of a step."""
+    pieces = global_batch(step, config).split(MICRO_BATCH)
+    return list(pieces[world.rank :: world.size])
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Trains a case; returns losses, gradient norms and which steps were applied."""
+    checkpoint = Checkpoint(Path(case.resume)) if case.resume else None
+    engine, world = build_engine(case, checkpoint)
+    comm.seed_random(5, case.first_step, world)
+    if checkpoint is not None:
+        checkpoint.restore_random_states(world.device)
+    losses, norms, applied = [], [], []
+    for step in range(case.first_step, case.last_step):
+        batches = local_batches(step, world, case.model)
+        if step == case.poison_step:
+            if case.skip_data:
+                continue
+            with poisoned(engine, case, world):
+                loss, result = train_step(engine, iter(batches), len(batches), case.learning_rate)
+        else:
+            loss, result = train_step(engine, iter(batches), len(batches), case.learning_rate)
+        losses.append(loss)
+        norms.append(result.grad_norm)
+        applied.append(result.applied)
+    if case.save_to:
+        save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
+    return {"losses": losses, "norms": norms, "applied": applied}
+
+
+class poisoned:
+    """Makes the loss, or one row of one gradient, NaN in one micro-batch of the last rank."""
+
+    def __init__(self, engine: Engine, case: Case, world: comm.World) -> None:
+        self.active = world.rank == world.size - 1
+        self.module, self.case, self.calls = engine.module, case, 0
+
+    def __enter__(self) -> None:
+        if self.active:
+            self.handle = self.module.final_norm.register_forward_hook(self._poison)
+
+    def _poison(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        micro_batch, self.calls = self.calls, self.calls + 1
+        if micro_batch != self.case.poison_micro_batch:
+            return output
+        if self.case.poison == "loss":
+            return output * torch.nan
+        row = torch.tensor(3)
+        output.register_hook(lambda gradient: gradient.index_fill(-1, row, torch.nan))
+        return output
+
+    def __exit__(self, *error: object) -> None:
+        if self.active:
+            self.handle.remove()
+
+
+def model_yaml(case: Case) -> str:
+    """The part of a config that `load_model` reads."""
+    import yaml
+
+    return yaml.safe_dump({"model": case.model.model_dump(mode="json")})
+
+
+def resave(case: Case) -> None:
+    """Loads a checkpoint into a layout and writes it again, untouched."""
+    assert case.resume
+    assert case.save_to
+    engine, _ = build_engine(case, Checkpoint(Path(case.resume)))
+    save(engine, Path(case.save_to), case.first_step, state={}, config_yaml=model_yaml(case))
+
+
+def tensors(folder: str | Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every tensor of a checkpoint by name and field, but random states."""
+    checkpoint = Checkpoint(Path(folder))
+    return {
+        (name, field): checkpoint.whole(name, field)
+        for name, fields in checkpoint.tensors.items()
+        for field in fields
+        if field != "random"
+    }
+
+
+def describe(case: Case) -> str:
+    """A case as a test's id: what is not the default."""
+    default = asdict(Case())
+    return ",".join(f"{k}={v}" for k, v in asdict(case).items() if v != default[k])

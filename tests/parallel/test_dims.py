@@ -1,0 +1,25 @@
+"""Degrees and batch sizes: arithmetic by hand."""
+
+import pytest
+
+from parallel.dims import Dims, LayoutError
+
+
+def test_accumulation_fills_the_global_batch():
+    # 4 processes x micro-batches of 3 = 12 at once; 36 needs 3 of them.
+    assert Dims(world_size=4).accumulation_steps(36, 3) == 3
+
+
+def test_tensor_parallel_processes_share_their_data():
+    assert Dims(world_size=8, tensor_parallel_size=2).data_parallel_size == 4
+
+
+def test_a_global_batch_that_does_not_divide_names_both_keys():
+    with pytest.raises(LayoutError, match=r"global_batch_size: 10 .*micro_batch_size.*3 x 2 = 6"):
+        Dims(world_size=2).accumulation_steps(10, 3)
+
+
+@pytest.mark.parametrize("degree", [3, 8])
+def test_degrees_that_do_not_fit_the_processes_are_refused(degree):
+    with pytest.raises(LayoutError, match="does not divide the 4 processes"):
+        Dims(world_size=4, tensor_parallel_size=degree)

@@ -1,0 +1,33 @@
+"""A loss or gradient that is not finite on one rank: all skip that step, and nothing changes."""
+
+import pytest
+import torch
+
+from tests.helpers.training import Case, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, micro_batch, poison):
+    case = Case(
+        stage=stage, precision=precision, poison=poison, poison_step=2,
+        poison_micro_batch=micro_batch, save_to=str(tmp_path / "poisoned"),
+    )  # fmt: skip
+    results = workers(2).run(train, case)
+    assert [result["applied"] for result in results] == [[True, True, False, True]] * 2
+    assert not torch.tensor(results[0]["norms"][2]).isfinite()
+    without = case.but(skip_data=True, save_to=str(tmp_path / "without"))
+    expected = workers(2).run(train, without)[0]
+    assert results[0]["losses"][3] == expected["losses"][2]
+    before, after = (tensors(tmp_path / n / "step-00000004") for n in ("without", "poisoned"))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_process_skips_too(workers, stage):
+    case = Case(stage=stage, poison="loss", poison_step=1)
+    assert workers(1).run(train, case)[0]["applied"] == [True, False, True, True]

@@ -1,0 +1,299 @@
+"""The configuration of a run: every room's part in one tree.
+
+    defaults in the classes  <  the YAML file  <  dotted overrides: `train.steps=100`
+
+Every key is known, typed and checked before anything is allocated. Rules that cross sections stand
+in `validate`.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from data.config import DataConfig
+from model.build import ModelConfig
+from model.config import Config
+from parallel.config import CheckpointConfig, ParallelConfig
+from parallel.dims import Dims
+from parallel.zero import Precision
+from train.errors import ConfigError
+from train.metrics import LogConfig
+from train.optimizer import OptimizerConfig
+from train.schedule import ScheduleConfig
+from train.scoring import EvaluationConfig
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class RunFolderConfig(Config):
+    """Where a run lives."""
+
+    folder: str
+    """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
+
+
+class TrainConfig(Config):
+    """How much is trained on, and in which pieces."""
+
+    steps: Count
+    """Optimizer steps of the whole run."""
+    global_batch_size: Count
+    """Samples in an optimizer step, over all processes."""
+    micro_batch_size: Count
+    """Samples in one forward pass of one process; the rest is accumulated."""
+    precision: Precision = "fp32"
+    """Of weights and activations in forward and backward; master weights are always fp32."""
+    max_skipped_steps: Count = 10
+    """Steps in a row that may be skipped for a loss or gradient that is not finite."""
+
+
+class RunConfig(Config):
+    """Everything that defines a run."""
+
+    seed: Annotated[int, Field(ge=0)] = 1234
+    """Of initial weights, the order of the data, and dropout."""
+    run: RunFolderConfig
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    log: LogConfig = LogConfig()
+
+    def to_yaml(self) -> str:
+        """The resolved tree, with every default written out."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return text
+
+
+# Keys, or whole sections, that a run may change when it goes on. All others make it another run.
+MAY_CHANGE_ON_RESUME = (
+    "run", "data.path", "data.num_workers", "train.steps", "train.micro_batch_size",
+    "train.max_skipped_steps", "optimizer.learning_rate", "schedule", "parallel", "checkpoint",
+    "evaluation", "log", "model.recompute", "model.compile",
+)  # fmt: skip
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 6e-4 is a number, and a key stands once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"line {line}: key {key!r} stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a configuration.
+
+    Args:
+        path: a YAML file.
+        overrides: `dotted.key=value`, the value in YAML.
+
+    Returns:
+        The tree, each section checked on its own; `validate` checks them together.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file{_near_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return parse_config(text, overrides, origin=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
+    """As `load_config`, from the text of a file called `origin`."""
+    tree = _parse_yaml(text, origin)
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{origin}: holds {type(tree).__name__}, a mapping of keys is needed")
+    for override in overrides:
+        apply_override(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {describe(error)}") from None
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets one `dotted.key=value` in a tree, in place.
+
+    Raises:
+        ConfigError: it is no such thing.
+    """
+    key, equals, value = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ConfigError(f"{override!r}: overrides are written key=value, as in train.steps=100")
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        if inner is None:
+            inner = tree[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key}: {section} is a value and has no keys below it")
+        tree = inner
+    tree[last] = _parse_yaml(value, override)
+
+
+def _parse_yaml(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{origin}: is not YAML: {reason}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error}") from None
+
+
+def describe(error: ValidationError) -> str:
+    """All faults in one line, the first few in full."""
+    known = set(keys(RunConfig))
+    faults = [_fault(fault, known) for fault in error.errors(include_url=False)]
+    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return "; ".join(faults[:3]) + more
+
+
+def _fault(fault: Any, known: set[str]) -> str:
+    # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
+    parts = [str(part) for part in fault["loc"]]
+    key = ".".join(parts)
+    shorter = (".".join(parts[:i] + parts[i + 1 :]) for i in range(len(parts)))
+    if key not in known:
+        key = next((k for k in shorter if k in known), key)
+    kind: str = fault["type"]
+    message: str = fault["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        section = key.rpartition(".")[0]
+        siblings = [k for k in known if k.rpartition(".")[0] == section]
+        close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
+        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        return f"unknown key {key}; the nearest is {close[0]}"
+    if kind == "missing":
+        return f"{key}: is missing"
+    if kind == "value_error" and re.match(r"[\w.]+: ", message):
+        return message  # the rule names its keys itself
+    return f"{key}: {fault['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """All dotted keys below a configuration class, sections included."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for member in _config_classes(field.annotation):
+            yield from keys(member, f"{prefix}{name}.")
+
+
+def _config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _config_classes(argument)
+
+
+def _near_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    names = [p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"}]
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    return f"; the nearest is {path.parent / close[0]}" if close else ""
+
+
+def validate(config: RunConfig, world_size: int) -> Dims:
+    """Checks what one section cannot know of another.
+
+    Args:
+        config: the tree.
+        world_size: processes that will run it.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+        LayoutError: degrees or batch sizes do not fit the processes.
+    """
+    dims = Dims(
+        world_size=world_size,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        expert_parallel_size=config.parallel.expert_parallel_size,
+    )
+    train, schedule = config.train, config.schedule
+    dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
+    decay = schedule.decay_steps or train.steps
+    if schedule.warmup_steps > decay:
+        raise ConfigError(
+            f"schedule.warmup_steps: {schedule.warmup_steps} is more than the {decay} steps that "
+            f"the schedule has"
+        )
+    stride = config.evaluation.stride
+    if stride is not None and stride > config.model.sequence_length:
+        raise ConfigError(
+            f"evaluation.stride: {stride} is more than model.sequence_length: "
+            f"{config.model.sequence_length}, so tokens would be left out"
+        )
+    if config.model.compile and config.parallel.zero_stage == 3:
+        raise ConfigError(
+            "model.compile: true is not allowed with parallel.zero_stage: 3, whose hooks gather "
+            "parameters between the compiled blocks; use stage 0, 1 or 2"
+        )
+    return dims
+
+
+def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
+    """Checks that a configuration goes on with the run that another one began.
+
+    Raises:
+        ConfigError: keys differ that define the run; they are named with both values.
+    """
+    before, after = flatten(saved.model_dump(mode="json")), flatten(now.model_dump(mode="json"))
+    changed = [
+        f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not _may_change(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{origin}: holds another run: {'; '.join(changed[:3])}"
+            + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+            + ". Take another run.folder, or change the keys back"
+        )
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE_ON_RESUME)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree as dotted keys and their values."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,132 @@
+"""`polyad evaluate`: perplexity of a checkpoint on prepared data."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from data.manifest import SplitName
+from data.windows import EvaluationWindows
+from parallel import comm
+from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
+from train.config import RunConfig, flatten, parse_config
+from train.errors import ConfigError
+from train.metrics import Console, bar, duration
+from train.resolve import open_data
+from train.scoring import perplexities, score_windows
+
+
+class Progress:
+    """A console line with share, rate and time left, for the main process."""
+
+    def __init__(self, what: str, tokens: int) -> None:
+        self._what, self._tokens, self._start = what, tokens, time.monotonic()
+        self._console, self._last = Console(sys.stderr), 0.0
+
+    def __call__(self, share: float) -> None:
+        """Shows how far it is, now and then."""
+        now = time.monotonic()
+        if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
+            return
+        self._last, seconds = now, max(now - self._start, 1e-9)
+        self._console.show(
+            f"{self._what} {bar(share)} {100 * share:3.0f}%  "
+            f"{self._tokens * share / seconds:,.0f} tok/s  "
+            f"{duration(seconds * (1 - share) / max(share, 1e-9))} left"
+        )
+        if share >= 1:
+            self._console.end()
+
+
+def evaluate(
+    path: Path,
+    *,
+    data: str | None = None,
+    split: SplitName = "validation",
+    overrides: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Evaluates a checkpoint, in one process or under torchrun.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is taken.
+        data: prepared data; None takes the run's.
+        split: `validation`, `test` or `train`.
+        overrides: `key=value` for keys that evaluation reads.
+
+    Returns:
+        The result: scores, counts, and how they were made. The same on every process.
+    """
+    checkpoint = Checkpoint(find_checkpoint(path))
+    if data is not None:
+        overrides = (*overrides, f"data.path={data}")
+    config = parse_config(checkpoint.config_yaml, overrides, origin=f"{checkpoint.folder}")
+    original = parse_config(checkpoint.config_yaml, origin=f"{checkpoint.folder}")
+    _refuse_other_keys(original, config)
+    prepared = open_data(config.data.path, checkpoint.state["tokenizer_fingerprint"], "checkpoint")
+    stride = config.evaluation.stride or config.model.sequence_length
+    windows = EvaluationWindows(
+        prepared.split(split),
+        config.model.sequence_length,
+        stride,
+        prepared.manifest.tokenizer.end_of_text_id,
+    )
+    world = comm.initialize()
+    model = load_model(checkpoint.folder, device=world.device, precision=config.train.precision)
+    counts = prepared.manifest.splits[split]
+    report = Progress(f"evaluate {split}", counts.tokens) if world.is_main else None
+    started = time.monotonic()
+    score = score_windows(
+        model,
+        windows,
+        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+        world=world,
+        report=report,
+    )
+    seconds = time.monotonic() - started
+    return {
+        "checkpoint": str(checkpoint.folder),
+        "step": checkpoint.training_step,
+        "data": str(config.data.path),
+        "split": split,
+        **perplexities(score, words=counts.words, bytes_=counts.bytes),
+        "tokens_scored": score.tokens,
+        "words": counts.words,
+        "bytes": counts.bytes,
+        "documents": counts.documents,
+        "end_of_text_scored": True,
+        "word": "separated by white space in the original text",
+        "sequence_length": config.model.sequence_length,
+        "stride": stride,
+        "precision": config.train.precision,
+        "processes": world.size,
+        "seconds": seconds,
+        "tokens_per_second": score.tokens / seconds,
+    }
+
+
+def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
+    allowed = ("evaluation.", "data.", "train.precision")
+    before, after = (flatten(c.model_dump(mode="json")) for c in (original, changed))
+    for key in after:
+        if before.get(key) != after[key] and not key.startswith(allowed):
+            raise ConfigError(
+                f"{key}: evaluation cannot change it; it can change evaluation.*, data.path and "
+                f"train.precision"
+            )
+
+
+def result_table(result: dict[str, Any]) -> str:
+    """An evaluation for a person."""
+    rows = [
+        ("checkpoint", result["checkpoint"]),
+        ("split", f"{result['split']} of {result['data']}"),
+        ("loss", f"{result['loss']:.4f} nats a token"),
+        ("perplexity", f"{result['perplexity']:.3f} a token"),
+        ("word perplexity", f"{result['word_perplexity']:.3f} (words by white space)"),
+        ("bits per byte", f"{result['bits_per_byte']:.4f}"),
+        ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
+        ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
+        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s, {result['processes']} processes"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

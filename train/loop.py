@@ -1,0 +1,196 @@
+"""The training loop: batches in, steps done, everything said and saved on the way."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel import comm
+from parallel.zero import Engine, StepResult
+from train.config import RunConfig
+from train.errors import RunError
+from train.loss import language_model_loss, split_samples
+from train.metrics import Metrics, peak_flops, peak_memory_bytes
+from train.schedule import learning_rate
+from train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What the loop calls beside training steps."""
+
+    validate: Callable[[], float]
+    """Gives the validation loss, in nats a token; all processes call it together."""
+    save: Callable[[TrainState], None]
+    """Writes a checkpoint; all processes call it together."""
+
+
+def train_loop(
+    engine: Engine,
+    micro_batches: Iterator[Tensor],
+    state: TrainState,
+    config: RunConfig,
+    *,
+    accumulation_steps: int,
+    flops_per_token: int,
+    world: comm.World,
+    hooks: Hooks,
+    metrics: Metrics | None,
+) -> None:
+    """Trains until `config.train.steps`; `state` is brought up to date after every step.
+
+    Args:
+        engine: model and optimizer.
+        micro_batches: this process's, [micro_batch_size, T + 1] token ids, in order.
+        state: progress so far.
+        config: the run's.
+        accumulation_steps: micro-batches of this process in a step.
+        flops_per_token: of forward and backward, for MFU.
+        world: this process.
+        hooks: validation and saving.
+        metrics: on the main process.
+
+    Raises:
+        RunError: too many steps in a row were not finite.
+    """
+    peak = peak_flops(config.log, config.train.precision)
+    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    engine.train()
+    saved_at = state.step
+    with _profiler(config, Path(config.run.folder), world) as tick:
+        while state.step < config.train.steps:
+            started = time.monotonic()
+            rate = learning_rate(
+                config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
+            )
+            loss, result = train_step(engine, micro_batches, accumulation_steps, rate)
+            seconds = time.monotonic() - started
+            _advance(state, config, tokens_per_step, seconds, loss, result)
+            tick()
+            rate_of_tokens = tokens_per_step / seconds
+            flops = flops_per_token * rate_of_tokens
+            record: dict[str, Any] = {
+                "step": state.step,
+                "loss": loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": rate,
+                "tokens_per_second": rate_of_tokens,
+                "step_seconds": seconds,
+                "tokens": state.tokens,
+                "mfu": flops / (peak * world.size) if peak else None,
+                "memory_bytes": peak_memory_bytes(world.device),
+                "skipped": not result.applied,
+                "skipped_steps": state.skipped_steps,
+            }
+            too_many = state.skipped_in_a_row >= config.train.max_skipped_steps
+            done = state.step == config.train.steps
+            if not too_many and _due(state.step, config.evaluation.every, done):
+                record["validation_loss"] = hooks.validate()
+                engine.train()
+            if metrics is not None:
+                metrics.write(record)
+            if too_many:
+                raise RunError(
+                    f"step {state.step}: {state.skipped_in_a_row} steps in a row had a loss or "
+                    f"gradient that is not finite (train.max_skipped_steps); the last checkpoint "
+                    f"is of step {saved_at}"
+                )
+            if _due(state.step, config.checkpoint.every, done):
+                hooks.save(state)
+                saved_at = state.step
+
+
+def train_step(
+    engine: Engine, micro_batches: Iterator[Tensor], accumulation_steps: int, learning_rate: float
+) -> tuple[float, StepResult]:
+    """One optimizer step over the global batch.
+
+    Args:
+        engine: model and optimizer.
+        micro_batches: this process's, in order.
+        accumulation_steps: how many of them make a step.
+        learning_rate: of this step.
+
+    Returns:
+        The mean loss of the global batch in nats a token, and what became of the step. Both are
+        the same on every process.
+    """
+    total = torch.zeros((), device=engine.device)
+    result: StepResult | None = None
+    for _ in range(accumulation_steps):
+        tokens = next(micro_batches).to(engine.device, non_blocking=True)
+        input_ids_BT, target_ids_BT = split_samples(tokens)
+        loss = language_model_loss(engine(input_ids_BT).logits, target_ids_BT)
+        total += loss.detach() / accumulation_steps
+        engine.backward(loss)
+        result = engine.step(learning_rate)
+    assert result is not None
+    return comm.mean_over_ranks(total).item(), result
+
+
+def _advance(
+    state: TrainState,
+    config: RunConfig,
+    tokens: int,
+    seconds: float,
+    loss: float,
+    result: StepResult,
+) -> None:
+    state.step += 1
+    state.samples += config.train.global_batch_size
+    state.tokens += tokens
+    state.seconds += seconds
+    state.skipped_steps += not result.applied
+    state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
+    if state.first_loss is None:
+        state.first_loss = loss
+
+
+def _due(step: int, every: int, done: bool) -> bool:
+    return done or (every > 0 and step % every == 0)
+
+
+def _profiler(
+    config: RunConfig, folder: Path, world: comm.World
+) -> AbstractContextManager[Callable[[], None]]:
+    """A context that gives what to call after every step: a torch profiler's tick, or nothing."""
+    wanted = config.log.profile
+    if wanted.num_steps == 0:
+        return nullcontext(lambda: None)
+    return _Trace(wanted.first_step, wanted.num_steps, folder / "profile", world)
+
+
+class _Trace:
+    """Traces steps first .. first + num - 1 of this process, written as a Chrome trace."""
+
+    def __init__(self, first: int, num: int, folder: Path, world: comm.World) -> None:
+        self._folder, self._rank = folder, world.rank
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(
+                wait=max(first - 2, 0), warmup=min(first - 1, 1), active=num, repeat=1
+            ),
+            on_trace_ready=self._write,
+            profile_memory=True,
+        )
+
+    def __enter__(self) -> Callable[[], None]:
+        self._profiler.start()
+        return self._profiler.step
+
+    def __exit__(self, *error: object) -> None:
+        self._profiler.stop()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json"))
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+        (self._folder / f"rank-{self._rank:05d}.txt").write_text(table, encoding="utf-8")

@@ -1,0 +1,59 @@
+"""Optimizers, and which weights decay."""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from model.config import Config
+
+NonNegative = Annotated[float, Field(ge=0)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Config):
+    """How weights are updated."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """`adamw` to train; `sgd` to compare layouts, since Adam hides a wrong gradient scale."""
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    """The highest, after warm-up."""
+    weight_decay: NonNegative = 0.1
+    """On matrices and embeddings; biases and LayerNorms do not decay."""
+    betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
+    """Decay of AdamW's two moments a step."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of AdamW's second moment."""
+    momentum: Momentum = 0.0
+    """Of sgd."""
+    clip_grad_norm: NonNegative = 1.0
+    """Largest L2 norm of the whole gradient; 0 does not clip."""
+
+
+def build_optimizer(
+    config: OptimizerConfig, parameters: list[tuple[str, nn.Parameter, int]]
+) -> torch.optim.Optimizer:
+    """Makes the optimizer.
+
+    Args:
+        config: kind and hyperparameters.
+        parameters: (name, parameter, number of dimensions in the model).
+
+    Returns:
+        An optimizer with two groups: matrices, which decay, and the rest, which does not.
+    """
+    groups = [
+        {
+            "params": [p for _, p, dimensions in parameters if (dimensions >= 2) is decays],
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.kind == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
+    on_gpu = parameters[0][1].is_cuda
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
+    )

@@ -1,0 +1,224 @@
+"""`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.dataset import PreparedData
+from data.sampler import TrainingSamples, micro_batches
+from data.windows import EvaluationWindows
+from model.build import build_model
+from model.gpt2 import flops_per_token
+from parallel import comm
+from parallel.checkpoint import (
+    Checkpoint,
+    WeightsOnly,
+    complete_checkpoints,
+    find_checkpoint,
+)
+from parallel.checkpoint_writer import save
+from parallel.dims import Dims
+from parallel.fragments import Source
+from parallel.parallelize import InitialWeights, parallelize
+from parallel.zero import Engine
+from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
+from train.environment import write_environment
+from train.errors import ConfigError
+from train.loop import Hooks, train_loop
+from train.metrics import Metrics
+from train.optimizer import build_optimizer
+from train.resolve import open_data, resolve
+from train.scoring import score_windows
+from train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run that was checked and can start."""
+
+    config: RunConfig
+    """Resolved: nothing is left to the data."""
+    dims: Dims
+    data: PreparedData
+    resume: Checkpoint | None
+    """What the run goes on from."""
+    init: Checkpoint | None
+    """What a new run takes its weights from."""
+
+
+def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
+    """Everything that can be checked before a process group exists or memory is taken.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    config = load_config(path, overrides)
+    dims = validate(config, world_size)
+    data = open_data(config.data.path, None, "")
+    config = resolve(config, data.manifest.tokenizer.vocab_size)
+    TrainingSamples(data.split("train"), config.model.sequence_length, config.seed)
+    model = build_model(config.model)
+    resume = find_resume(config, data)
+    init = None
+    if resume is not None:
+        resume.check_model(model)
+    elif config.checkpoint.init_from is not None:
+        init = Checkpoint(find_checkpoint(Path(config.checkpoint.init_from)))
+        init.check_model(model)
+        open_data(config.data.path, init.state["tokenizer_fingerprint"], "checkpoint.init_from")
+    return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
+
+
+def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
+    """The newest complete checkpoint of the run's folder, if the folder is this run's.
+
+    Raises:
+        ConfigError: the folder holds another run, or something that is no run.
+    """
+    folder = Path(config.run.folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.folder: {folder} is a file, a folder is needed")
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
+    found = complete_checkpoints(folder / "checkpoints")
+    if not found:
+        refuse_changes(parse_config(saved.read_text(), origin=str(saved)), config, folder)
+        return None
+    checkpoint = Checkpoint(found[-1])
+    refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
+    if checkpoint.state["data_fingerprint"] != data.manifest.fingerprint:
+        raise ConfigError(
+            f"data.path: {config.data.path} holds other data than {folder} was trained on so far"
+        )
+    return checkpoint
+
+
+def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
+    """Runs a configuration to its end, from its newest checkpoint if it has one.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+
+    Returns:
+        Where the run stands at its end.
+    """
+    plan = plan_run(path, overrides, comm.environment_world_size())
+    config, dims, data = plan.config, plan.dims, plan.data
+    world = comm.initialize(config.parallel.timeout_minutes)
+    state = _start_state(plan)
+    engine = _build_engine(plan, world)
+    _restore_random_numbers(plan, world, state)
+    batches = micro_batches(
+        TrainingSamples(data.split("train"), config.model.sequence_length, config.seed),
+        start_step=state.step,
+        num_steps=config.train.steps - state.step,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=world.rank,
+        data_parallel_size=dims.data_parallel_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
+    metrics = _open_run_folder(config, state, world)
+    try:
+        train_loop(
+            engine,
+            batches,
+            state,
+            config,
+            accumulation_steps=dims.accumulation_steps(
+                config.train.global_batch_size, config.train.micro_batch_size
+            ),
+            flops_per_token=flops_per_token(config.model),
+            world=world,
+            hooks=_hooks(engine, plan, world),
+            metrics=metrics,
+        )
+    finally:
+        if metrics is not None:
+            metrics.close()
+    return state
+
+
+def _start_state(plan: Plan) -> TrainState:
+    state = TrainState.from_json(plan.resume.state) if plan.resume else TrainState()
+    tokenizer = plan.data.manifest.tokenizer
+    state.data_fingerprint = plan.data.manifest.fingerprint
+    state.tokenizer_fingerprint = tokenizer.fingerprint
+    state.vocab_size = tokenizer.vocab_size
+    state.world_size = plan.dims.world_size
+    return state
+
+
+def _build_engine(plan: Plan, world: comm.World) -> Engine:
+    config = plan.config
+    source: Source
+    if plan.resume is not None:
+        source = plan.resume
+    elif plan.init is not None:
+        source = WeightsOnly(plan.init)
+    else:
+        source = InitialWeights(build_model(config.model), config.seed)
+    return parallelize(
+        build_model(config.model),
+        plan.dims,
+        config.parallel,
+        world=world,
+        make_optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
+        precision=config.train.precision,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        source=source,
+        compile_model=config.model.compile,
+    )
+
+
+def _restore_random_numbers(plan: Plan, world: comm.World, state: TrainState) -> None:
+    """Dropout goes on where it was, or starts from (seed, step, rank) where nothing was saved."""
+    comm.seed_random(plan.config.seed, state.step, world)
+    if plan.resume is not None:
+        plan.resume.restore_random_states(world.device)
+
+
+def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) -> Metrics | None:
+    folder = Path(config.run.folder)
+    if not world.is_main:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    write_environment(folder, world.size)
+    return Metrics(folder, config.log, state.step, config.train.steps)
+
+
+def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
+    config, data = plan.config, plan.data
+    windows = EvaluationWindows(
+        data.split("validation"),
+        config.model.sequence_length,
+        config.evaluation.stride or config.model.sequence_length,
+        data.manifest.tokenizer.end_of_text_id,
+        max_windows=config.evaluation.max_windows,
+    )
+
+    def validate_now() -> float:
+        engine.train(False)
+        batch_size = config.evaluation.batch_size or config.train.micro_batch_size
+        return score_windows(engine, windows, batch_size=batch_size, world=world).loss
+
+    def save_now(state: TrainState) -> None:
+        folder = Path(config.run.folder) / "checkpoints"
+        values: dict[str, Any] = state.to_json()
+        save(engine, folder, state.step, state=values, config_yaml=config.to_yaml())
+
+    return Hooks(validate=validate_now, save=save_now)

@@ -1,0 +1,43 @@
+"""The learning rate of every step."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from model.config import Config
+
+
+class ScheduleConfig(Config):
+    """How the learning rate moves; its highest value is `optimizer.learning_rate`."""
+
+    kind: Literal["cosine", "constant"] = "cosine"
+    """After warm-up: down a half cosine, or on a level."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear rise from 0; the last of them reaches the highest value."""
+    decay_steps: Annotated[int, Field(ge=1)] | None = None
+    """The step at which the cosine ends; null: `train.steps`."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end of the cosine and after it, as a share of the highest."""
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
+    """The learning rate of one optimizer step.
+
+    Args:
+        config: the schedule.
+        peak: the highest learning rate.
+        step: optimizer steps done before this one.
+        total_steps: of the run.
+
+    Returns:
+        The rate. Warm-up never gives 0: its first step would be wasted.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.kind == "constant":
+        return peak
+    end = config.decay_steps or total_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    floor = peak * config.final_ratio
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))

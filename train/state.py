@@ -1,0 +1,49 @@
+"""Where a run stands: what a checkpoint holds beside weights and optimizer state."""
+
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+PACKAGES = ("torch", "deepspeed", "megatron-core", "tokenizers", "numpy", "pydantic")
+
+
+@dataclass
+class TrainState:
+    """Progress of a run. The data position follows from `step` and the batch size."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones among them: each has consumed its global batch."""
+    samples: int = 0
+    """Samples consumed."""
+    tokens: int = 0
+    """Tokens predicted."""
+    skipped_steps: int = 0
+    """Steps left out because a loss or gradient was not finite."""
+    skipped_in_a_row: int = 0
+    first_loss: float | None = None
+    """Training loss of the run's first step, in nats."""
+    seconds: float = 0.0
+    """Time spent in training steps, over all processes' lives."""
+    data_fingerprint: str = ""
+    tokenizer_fingerprint: str = ""
+    vocab_size: int = 0
+    world_size: int = 1
+    """Processes that wrote this."""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, for `state.json`."""
+        return asdict(self) | {"versions": package_versions(), "saved_at": time.time()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "TrainState":
+        """What `to_json` gave; keys of other versions are left out."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
