@@ -1,0 +1,254 @@
+"""Text to a folder of tokens: split by document, encoded, written, sealed with a manifest."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from data.errors import DataError
+from data.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SPLITS,
+    TOKENIZER_FILE,
+    Manifest,
+    Request,
+    SplitName,
+    TokenizerInfo,
+    data_fingerprint,
+)
+from data.progress import Progress, Report
+from data.staging import check_replaceable, staged_folder
+from data.text import Document, Skipped, Source, open_source
+from data.tokenizer import Tokenizer, resolve_tokenizer, vocab_size_to_train
+from data.writer import DatasetWriter, cut_between_words
+
+
+class _Sources(NamedTuple):
+    """The text, by the split that it begins with, and the shares held out of the first."""
+
+    by_split: dict[SplitName, Source]
+    fractions: dict[SplitName, float]
+
+    def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
+        """Reads all sources, each document with its split; `bytes_read` counts over all."""
+        before = 0
+        for name, source in self.by_split.items():
+            fractions = self.fractions if name == "train" else {}
+            splits = split_of_documents(name, fractions)
+            for document in source.documents(skipped):
+                position = before + document.bytes_read
+                yield next(splits), document._replace(bytes_read=position)
+            before += source.total_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(source.total_bytes for source in self.by_split.values())
+
+
+def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> Iterator[SplitName]:
+    """Deals documents out to the splits, evenly and always the same way.
+
+    A held-out split takes document i (from 0) when it holds fewer than its fraction of i + 1
+    documents. So each split's share is exact within one document at any time, documents that lie
+    together in the source go to different splits in turn, and nothing needs to be known about what
+    follows.
+
+    Args:
+        first: The split of the first document and of all that no other takes.
+        fractions: The share of each other split, of all documents.
+
+    Yields:
+        The split of each document, without end.
+    """
+    counts = dict.fromkeys(fractions, 0)
+    yield first
+    number = 1
+    while True:
+        number += 1
+        for name, fraction in fractions.items():
+            if counts[name] < fraction * number:
+                counts[name] += 1
+                yield name
+                break
+        else:
+            yield first
+
+
+def prepare(
+    source: str,
+    tokenizer: str,
+    output: str | Path,
+    *,
+    validation_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+    validation_source: str | None = None,
+    test_source: str | None = None,
+    text_key: str = "text",
+    end_of_text: str | None = None,
+    overwrite: bool = False,
+    report: Report | None = None,
+) -> Manifest:
+    """Turns text into a folder that training reads.
+
+    The text is streamed, once, and once before to train a tokenizer (on the documents of the train
+    split alone). The folder appears complete or not at all. If it exists and was prepared from the
+    same request, it is kept and nothing is read.
+
+    Args:
+        source: `python-stdlib`, a file or a folder; see `data.text.open_source`.
+        tokenizer: `train:VOCAB_SIZE` or a path; see `data.tokenizer.resolve_tokenizer`.
+        output: The folder to make.
+        validation_fraction: Share of the documents held out for validation, at least 0.
+        test_fraction: Share of the documents held out for the test, at least 0.
+        validation_source: Text that is the validation split instead.
+        test_source: Text that is the test split instead.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+        end_of_text: The token that ends each document; None takes a well-known one.
+        overwrite: Whether prepared data in `output` may be replaced.
+        report: Receives each line of progress; None writes them to standard error.
+
+    Returns:
+        The manifest of the folder.
+
+    Raises:
+        DataError: An argument, the text, the tokenizer or the output folder will not do.
+    """
+    fractions = _checked_fractions(
+        {
+            "validation": 0.0 if validation_source else validation_fraction,
+            "test": 0.0 if test_source else test_fraction,
+        }
+    )
+    specs: dict[SplitName, str | None] = {
+        "train": source,
+        "validation": validation_source,
+        "test": test_source,
+    }
+    by_split = {name: open_source(spec, text_key=text_key) for name, spec in specs.items() if spec}
+    to_train = vocab_size_to_train(tokenizer) is not None
+    loaded = None if to_train else resolve_tokenizer(tokenizer, end_of_text=end_of_text)
+    request = Request(
+        source=source,
+        validation_source=validation_source,
+        test_source=test_source,
+        tokenizer=loaded.fingerprint if loaded else tokenizer,
+        end_of_text=end_of_text,
+        validation_fraction=fractions["validation"],
+        test_fraction=fractions["test"],
+        text_key=text_key,
+        listings={name: text.listing_digest() for name, text in by_split.items()},
+    )
+    output = Path(output).expanduser().resolve()
+    progress = Progress(report)
+    if existing := _prepared_before(output, request):
+        progress.say(f"{output}: already prepared from the same text and options; kept as it is")
+        return existing
+    check_replaceable(output, overwrite=overwrite)
+    sources = _Sources(by_split, fractions)
+    with contextlib.closing(progress), staged_folder(output) as folder:
+        chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
+        manifest = _write(sources, chosen, request, folder, progress)
+    _summarize(manifest, output, progress)
+    return manifest
+
+
+def _train(sources: _Sources, spec: str, end_of_text: str | None, progress: Progress) -> Tokenizer:
+    """Trains the tokenizer on the train split: held-out text must not shape the vocabulary."""
+    done = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal done
+        train_only = _Sources({"train": sources.by_split["train"]}, sources.fractions)
+        progress.start("training the tokenizer", train_only.total_bytes)
+        for split, document in train_only.assigned(Skipped()):
+            done = document.bytes_read
+            progress.update(done)
+            if split == "train":
+                yield from cut_between_words(document.text)
+
+    trained = resolve_tokenizer(spec, end_of_text=end_of_text, training_texts=texts)
+    progress.finish(done)
+    return trained
+
+
+def _write(
+    sources: _Sources, tokenizer: Tokenizer, request: Request, folder: Path, progress: Progress
+) -> Manifest:
+    skipped = Skipped()
+    writer = DatasetWriter(folder, tokenizer)
+    with contextlib.closing(writer):
+        progress.start("encoding", sources.total_bytes)
+        for split, document in sources.assigned(skipped):
+            writer.add(split, document.text, document.name)
+            progress.update(document.bytes_read, writer.tokens)
+        splits = writer.finish()
+        progress.finish(sources.total_bytes, writer.tokens)
+    for name, source in sources.by_split.items():
+        if splits[name].documents == 0:
+            raise DataError(f"{source.spec}: no text in it (for the {name} split)")
+    info = TokenizerInfo(
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        end_of_text_id=tokenizer.end_of_text_id,
+    )
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        request=request,
+        tokenizer=info,
+        splits=splits,
+        dtype="uint16" if writer.dtype.itemsize == 2 else "int32",
+        skipped_empty=skipped.empty,
+        skipped_unreadable=skipped.unreadable,
+        fingerprint=data_fingerprint(splits, info),
+    )
+    tokenizer.save(folder / TOKENIZER_FILE)
+    manifest.write(folder)
+    return manifest
+
+
+def _prepared_before(output: Path, request: Request) -> Manifest | None:
+    """Returns the manifest of what is there if it is whole and answers the same request."""
+    from data.dataset import PreparedData
+
+    if not (output / MANIFEST_FILE).is_file():
+        return None
+    try:
+        manifest = PreparedData.open(output).manifest
+    except DataError:
+        return None  # damaged: --overwrite replaces it, and without that it is refused
+    return manifest if manifest.request == request else None
+
+
+def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
+    for name, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise DataError(f"{name}_fraction {fraction}: a share of at least 0 and below 1")
+    if sum(fractions.values()) >= 1:
+        both = " + ".join(str(fraction) for fraction in fractions.values())
+        raise DataError(
+            f"validation_fraction + test_fraction = {both}: nothing is left to train on"
+        )
+    return fractions
+
+
+def _summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
+    request = manifest.request
+    wanted = {
+        "train": True,
+        "validation": bool(request.validation_source or request.validation_fraction),
+        "test": bool(request.test_source or request.test_fraction),
+    }
+    for name in SPLITS:
+        split = manifest.splits[name]
+        progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
+        if wanted[name] and split.documents == 0:
+            progress.say(f"warning: too few documents in {request.source} for a {name} split")
+    for count, what in (
+        (manifest.skipped_empty, "documents without text"),
+        (manifest.skipped_unreadable, "unreadable files"),
+    ):
+        if count:
+            progress.say(f"left out: {count:,} {what}")
+    progress.say(f"prepared {output} (vocabulary of {manifest.tokenizer.vocab_size:,})")

@@ -1,0 +1,105 @@
+"""What `polyad prepare` says while it works: one line that renews itself, or one every 10 s."""
+
+import sys
+import time
+from collections.abc import Callable
+
+Report = Callable[[str], None]
+
+TERMINAL_SECONDS, LOG_SECONDS = 0.2, 10.0
+
+
+class Progress:
+    """Tells how far a pass over the text is, how fast, and how long it will take.
+
+    Args:
+        report: Receives each line; None writes to standard error, in place on a terminal.
+    """
+
+    def __init__(self, report: Report | None = None) -> None:
+        self._report = report
+        self._in_place = report is None and sys.stderr.isatty()
+        self._line_open = False
+        self.start("", 0)
+
+    def say(self, line: str) -> None:
+        """Writes a line of its own.
+
+        Args:
+            line: The line.
+        """
+        self._end_line()
+        if self._report is not None:
+            self._report(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def start(self, what: str, total_bytes: int) -> None:
+        """Begins a pass.
+
+        Args:
+            what: What is being done.
+            total_bytes: How much there is to do.
+        """
+        self._end_line()
+        self._what, self._total_bytes = what, total_bytes
+        self._begun = self._written = time.monotonic()
+
+    def update(self, done_bytes: int, tokens: int = 0) -> None:
+        """Writes the state of the pass if the last time is long enough ago.
+
+        Args:
+            done_bytes: Bytes of the sources behind us.
+            tokens: Tokens written, where the pass makes any.
+        """
+        now = time.monotonic()
+        if now - self._written < (TERMINAL_SECONDS if self._in_place else LOG_SECONDS):
+            return
+        self._written = now
+        line = self._state(done_bytes, tokens, now - self._begun)
+        if not self._in_place:
+            self.say(line)
+            return
+        sys.stderr.write(f"\r{line}\x1b[K")  # to the end of the line: the last one was longer
+        sys.stderr.flush()
+        self._line_open = True
+
+    def finish(self, done_bytes: int, tokens: int = 0) -> None:
+        """Says what the pass did and how fast.
+
+        Args:
+            done_bytes: Bytes of the sources read.
+            tokens: Tokens written, where the pass makes any.
+        """
+        seconds = max(time.monotonic() - self._begun, 1e-9)
+        made = f", {tokens:,} tokens ({tokens / seconds:,.0f} a second)" if tokens else ""
+        megabytes = done_bytes / 1e6
+        self.say(
+            f"{self._what}: {megabytes:,.1f} MB in {_duration(seconds)} "
+            f"({megabytes / seconds:,.1f} MB/s){made}"
+        )
+
+    def close(self) -> None:
+        """Leaves the cursor on a fresh line, whatever happened."""
+        self._end_line()
+
+    def _state(self, done_bytes: int, tokens: int, seconds: float) -> str:
+        share = min(done_bytes / self._total_bytes, 1.0) if self._total_bytes else 1.0
+        rate = done_bytes / seconds
+        parts = [f"{self._what}: {share:4.0%}", f"{rate / 1e6:,.1f} MB/s"]
+        if tokens:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+        if rate > 0:
+            parts.append(f"{_duration(max(self._total_bytes - done_bytes, 0) / rate)} left")
+        return ", ".join(parts)
+
+    def _end_line(self) -> None:
+        if self._line_open:
+            sys.stderr.write("\n")
+            self._line_open = False
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,179 @@
+"""Sources of text: a name or a path becomes a stream of documents."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from data.corpus import standard_library, standard_library_files
+from data.errors import DataError, nearest
+from data.readers import READERS, Reader, read_module
+
+PYTHON_STDLIB = "python-stdlib"
+"""The source that every machine has: see `data/corpus.py`."""
+
+
+class Document(NamedTuple):
+    """One document of a source.
+
+    Attributes:
+        name: Where it comes from: the file, relative to the source, and its number there.
+        text: All of it, not empty.
+        bytes_read: How far into the source it ends, in bytes of the files on the disk.
+    """
+
+    name: str
+    text: str
+    bytes_read: int
+
+
+@dataclass
+class Skipped:
+    """Counts of what a pass over a source left out."""
+
+    empty: int = 0
+    unreadable: int = 0
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source: its place, its name relative to the source, and its size in bytes."""
+
+    path: Path
+    name: str
+    size: int
+    modified_ns: int
+    read: Reader
+
+
+@dataclass(frozen=True)
+class Source:
+    """An ordered set of files that can be read any number of times, always the same way.
+
+    Attributes:
+        spec: What the user wrote.
+        files: In the order in which they are read.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+        skip_unreadable: Whether a file that is not text is passed over instead of an error.
+    """
+
+    spec: str
+    files: tuple[SourceFile, ...]
+    text_key: str = "text"
+    skip_unreadable: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files on the disk, in bytes."""
+        return sum(file.size for file in self.files)
+
+    def listing_digest(self) -> str:
+        """Returns a SHA-256 over the names, sizes and modification times of the files.
+
+        It says whether the source is the same as before without reading it.
+        """
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size}\0{file.modified_ns}\0".encode(**_NAME_BYTES))
+        return digest.hexdigest()
+
+    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+        """Reads the source from its beginning.
+
+        Args:
+            skipped: Counts, added to, of what is left out: empty documents and unreadable files.
+
+        Yields:
+            The documents that are not empty, in order; memory holds one at a time.
+
+        Raises:
+            DataError: A file cannot be read, or does not hold what its kind promises.
+        """
+        skipped = Skipped() if skipped is None else skipped
+        before = 0
+        for file in self.files:
+            try:
+                for number, (text, position) in enumerate(file.read(file.path, self.text_key)):
+                    if text:
+                        yield Document(f"{file.name}#{number}", text, before + position)
+                    else:
+                        skipped.empty += 1
+            except (OSError, UnicodeDecodeError) as error:
+                if not self.skip_unreadable:
+                    reason = getattr(error, "strerror", None) or error
+                    raise DataError(f"{file.path}: cannot be read: {reason}") from None
+                skipped.unreadable += 1
+            before += file.size
+
+
+_NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names may be any bytes
+
+
+def open_source(spec: str, *, text_key: str = "text") -> Source:
+    """Finds the files behind a source's name or path; reads none of them.
+
+    Args:
+        spec: `python-stdlib`; a `.txt`, `.jsonl`, `.jsonl.gz` or `.parquet` file; or a folder,
+            searched for such files (hidden ones left out) and read in the order of their paths.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+
+    Returns:
+        The source.
+
+    Raises:
+        DataError: There is no such source, or it is a file or folder without text files.
+    """
+    if spec == PYTHON_STDLIB:
+        root = standard_library()
+        files = standard_library_files(root)
+        if not files:
+            raise DataError(f"{PYTHON_STDLIB}: this Python has no sources in {root}")
+        found = tuple(_source_file(path, root, read_module) for path in files)
+        return Source(spec, found, text_key, skip_unreadable=True)
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise DataError(_missing(spec, path))
+    if path.is_dir():
+        files = _text_files(path)
+        if not files:
+            raise DataError(f"{spec}: no {_endings()} file in this folder")
+        return Source(
+            spec, tuple(_source_file(file, path, _reader(file)) for file in files), text_key
+        )
+    return Source(spec, (_source_file(path, path.parent, _reader(path)),), text_key)
+
+
+def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
+    if read is None:
+        raise DataError(f"{path}: the name of a text file ends in {_endings()}")
+    status = path.stat()
+    name = path.relative_to(root).as_posix()
+    return SourceFile(path, name, status.st_size, status.st_mtime_ns, read)
+
+
+def _reader(path: Path) -> Reader | None:
+    name = path.name.lower()
+    return next((read for ending, read in READERS.items() if name.endswith(ending)), None)
+
+
+def _text_files(root: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        found.extend(path for path in paths if _reader(path) and path.is_file())
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def _endings() -> str:
+    return ", ".join(READERS)
+
+
+def _missing(spec: str, path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return (
+        f"{spec}: no such source; it is {PYTHON_STDLIB!r}, a {_endings()} file or a folder of "
+        f"those{nearest(path.name, [*siblings, PYTHON_STDLIB])}"
+    )

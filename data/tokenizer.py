@@ -1,0 +1,338 @@
+"""Text to token ids and back: a Hugging Face tokenizer that cannot be made to end a document."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from data.errors import DataError, nearest
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_END_OF_TEXT = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "<|im_end|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "[SEP]",
+)
+"""Looked for in this order when the user names none."""
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end-of-text token."""
+
+# Whole and in two pieces, each must give the same ids before long documents are cut there.
+_PROBES = (
+    ("one\n", "two"),
+    ("f(x);\n", "return x"),
+    ("12\n", "34"),
+    ("é ß\n", "漢字"),
+    ("one", " two"),
+    ("12;", " zwölf"),
+    ("'s", " s"),
+    ("漢", " 字"),
+)
+
+
+class Tokenizer:
+    """Encodes text without special tokens, truncation or padding, whatever its file asks for.
+
+    A text may contain the characters of the end-of-text token: they are encoded as the characters
+    they are. Only this package ends a document.
+
+    Args:
+        content: The text of a `tokenizer.json`.
+        end_of_text: The token that ends each document; None takes a well-known one.
+
+    Attributes:
+        end_of_text: The token that ends each document.
+        end_of_text_id: Its id.
+        vocab_size: All ids are below this.
+        fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
+    """
+
+    def __init__(self, content: str, end_of_text: str | None = None) -> None:
+        self._content = canonical(content)
+        self._backend = tokenizers.Tokenizer.from_str(self._content)
+        self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is 13 characters
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.end_of_text = _choose_end_of_text(vocabulary, end_of_text)
+        self.end_of_text_id = vocabulary[self.end_of_text]
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.fingerprint = fingerprint(self._content, self.end_of_text)
+
+    @classmethod
+    def load(cls, path: str | Path, end_of_text: str | None = None) -> "Tokenizer":
+        """Loads a `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
+
+        Args:
+            path: The file, or a folder that holds one or the other.
+            end_of_text: The token that ends each document; None takes a well-known one.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            DataError: There is no tokenizer, or it has no such token.
+        """
+        path = Path(path).expanduser()
+        if path.is_dir() and not (path / "tokenizer.json").exists():
+            return cls._load_byte_level(path, end_of_text)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.exists():
+            siblings = (
+                [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            )
+            raise DataError(
+                f"{path}: no such tokenizer; it is train:VOCAB_SIZE, a tokenizer.json file or its "
+                f"folder{nearest(path.name, siblings)}"
+            )
+        try:
+            return cls(file.read_text(encoding="utf-8"), end_of_text)
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from None
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise DataError(f"{file}: not a tokenizer.json: {error}") from None
+
+    @classmethod
+    def _load_byte_level(cls, folder: Path, end_of_text: str | None) -> "Tokenizer":
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if not (vocabulary.exists() and merges.exists()):
+            raise DataError(
+                f"{folder}: this folder has neither tokenizer.json nor vocab.json and merges.txt"
+            )
+        try:
+            model = models.BPE.from_file(str(vocabulary), str(merges))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise DataError(f"{folder}: not GPT-2's vocab.json and merges.txt: {error}") from None
+        backend = _byte_level(model)
+        known = [token for token in KNOWN_END_OF_TEXT if model.token_to_id(token) is not None]
+        backend.add_special_tokens(known)
+        try:
+            return cls(backend.to_str(), end_of_text)
+        except DataError as error:
+            raise DataError(f"{folder}: {error}") from None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes texts, in parallel where the machine has several cores.
+
+        Args:
+            texts: Any texts.
+
+        Returns:
+            The ids of each, never the end-of-text token's.
+
+        Raises:
+            DataError: A text cannot be told from the end of a document in this vocabulary.
+        """
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        batch = [list(encoding.ids) for encoding in encodings]
+        for row, ids in enumerate(batch):
+            if self.end_of_text_id in ids:
+                batch[row] = self._encode_forged(texts[row])
+        return batch
+
+    def _encode_forged(self, text: str) -> list[int]:
+        """Encodes a text that the model itself (unigram, word level) ends: cuts the mark in two."""
+        head, tail = self.end_of_text[:1], self.end_of_text[1:]
+        pieces = text.split(self.end_of_text)
+        cut = [pieces[0]]
+        for piece in pieces[1:]:
+            cut[-1] += head
+            cut.append(tail + piece)
+        encodings = self._backend.encode_batch_fast(cut, add_special_tokens=False)
+        ids = [token for encoding in encodings for token in encoding.ids]
+        if self.end_of_text_id in ids:
+            raise DataError(
+                f"a text contains what this tokenizer reads as its end-of-text token "
+                f"{self.end_of_text!r}; choose another one with --end-of-text TOKEN"
+            )
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """Encodes one text.
+
+        Args:
+            text: Any text.
+
+        Returns:
+            Its ids, never the end-of-text token's.
+        """
+        return self.encode_batch([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes ids, special tokens included.
+
+        Args:
+            ids: Token ids.
+
+        Returns:
+            Their text.
+        """
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a `tokenizer.json` that `load` reads back to the same fingerprint.
+
+        Args:
+            path: The file.
+        """
+        Path(path).write_text(self._content, encoding="utf-8")
+
+    def encodes_in_pieces(self) -> bool:
+        """Tells whether a long text can be encoded in pieces.
+
+        Returns:
+            Whether cutting it as `data.writer.cut_between_words` does leaves its ids as they are.
+            With GPT-2's pre-tokenizer and its kin it does; not with one that marks the beginning of
+            a text, for which a document is encoded whole.
+        """
+        for left, right in _PROBES:
+            whole, first, second = self.encode_batch([left + right, left, right])
+            if whole != first + second:
+                return False
+        return True
+
+
+def canonical(content: str) -> str:
+    """Brings the text of a `tokenizer.json` into one form, without truncation and padding.
+
+    Args:
+        content: The text.
+
+    Returns:
+        The same tokenizer, keys sorted.
+    """
+    # Not the library's own serialization: that may change with its version, and the fingerprint
+    # of prepared data with it.
+    value = json.loads(content)
+    if not isinstance(value, dict) or "model" not in value:
+        raise DataError("not a tokenizer.json: no key 'model'")
+    value["truncation"] = value["padding"] = None
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def fingerprint(content: str, end_of_text: str) -> str:
+    """Digests a tokenizer.
+
+    Args:
+        content: The text of a `tokenizer.json` in any form.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        A SHA-256, hexadecimal.
+    """
+    return hashlib.sha256(f"{canonical(content)}\0{end_of_text}".encode()).hexdigest()
+
+
+def train_tokenizer(
+    texts: Iterator[str], vocab_size: int, end_of_text: str = END_OF_TEXT
+) -> Tokenizer:
+    """Trains a byte-level BPE with GPT-2's pre-tokenizer; the same texts give the same tokenizer.
+
+    Args:
+        texts: The texts, read once.
+        vocab_size: Entries wanted: the end-of-text token, 256 bytes, and merges. Texts with too
+            few different words give a smaller vocabulary.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: `vocab_size` has no room for the bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(
+            f"train:{vocab_size}: a vocabulary has at least {SMALLEST_VOCABULARY} entries "
+            "(256 bytes and the end-of-text token)"
+        )
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_of_text],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return Tokenizer(backend.to_str(), end_of_text)
+
+
+def vocab_size_to_train(spec: str) -> int | None:
+    """Reads a tokenizer's specification.
+
+    Args:
+        spec: `train:VOCAB_SIZE`, or a path.
+
+    Returns:
+        The vocabulary size, or None for a path.
+
+    Raises:
+        DataError: What follows `train:` is not a usable size.
+    """
+    if not spec.startswith("train:"):
+        return None
+    digits = spec.removeprefix("train:")
+    if not (digits.isascii() and digits.isdigit() and int(digits) >= SMALLEST_VOCABULARY):
+        raise DataError(
+            f"tokenizer {spec!r}: VOCAB_SIZE in train:VOCAB_SIZE is a whole number of at least "
+            f"{SMALLEST_VOCABULARY} (256 bytes and the end-of-text token)"
+        )
+    return int(digits)
+
+
+def resolve_tokenizer(
+    spec: str,
+    *,
+    end_of_text: str | None = None,
+    training_texts: Callable[[], Iterator[str]] | None = None,
+) -> Tokenizer:
+    """Loads or trains the tokenizer that the user asked for.
+
+    Args:
+        spec: `train:VOCAB_SIZE`; a `tokenizer.json`; or a folder with one, or with GPT-2's
+            `vocab.json` and `merges.txt`.
+        end_of_text: The token that ends each document; None takes a well-known one.
+        training_texts: Gives the texts to train on; called for `train:` alone.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: There is no such tokenizer, or nothing to train it on.
+    """
+    vocab_size = vocab_size_to_train(spec)
+    if vocab_size is None:
+        return Tokenizer.load(spec, end_of_text)
+    if training_texts is None:
+        raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
+    return train_tokenizer(training_texts(), vocab_size, end_of_text or END_OF_TEXT)
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _choose_end_of_text(vocabulary: dict[str, int], wanted: str | None) -> str:
+    if wanted is not None:
+        if wanted not in vocabulary:
+            raise DataError(
+                f"the vocabulary has no token {wanted!r} to end a document"
+                f"{nearest(wanted, vocabulary)}; name one with --end-of-text TOKEN"
+            )
+        return wanted
+    for token in KNOWN_END_OF_TEXT:
+        if token in vocabulary:
+            return token
+    raise DataError(
+        f"the vocabulary has none of {', '.join(KNOWN_END_OF_TEXT)} to end a document; name one "
+        "with --end-of-text TOKEN"
+    )

@@ -1,0 +1,18 @@
+import pytest
+from pydantic import ValidationError
+
+from data.config import DataConfig
+
+
+def test_defaults_need_nothing():
+    assert DataConfig().model_dump() == {"path": None, "num_workers": 0}
+
+
+@pytest.mark.parametrize("values", [{"num_workers": -1}, {"num_workers": "2"}, {"pth": "x"}])
+def test_bad_value_is_refused(values):
+    with pytest.raises(ValidationError):
+        DataConfig(**values)
+
+
+def test_every_field_is_described():
+    assert all(field.description for field in DataConfig.model_fields.values())

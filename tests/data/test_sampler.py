@@ -1,0 +1,151 @@
+import hashlib
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.sampler import TrainingSamples, micro_batches
+
+T, SEED, B = 64, 1234, 8
+
+
+@pytest.fixture
+def samples(prepared):
+    return TrainingSamples(prepared.split("train"), T, SEED)
+
+
+def naive_epoch(stream, epoch, seed=SEED):
+    """Lays the documents end to end and cuts, without the helper."""
+    generator = np.random.Generator(np.random.PCG64((seed, epoch, 0)))
+    bounds = np.concatenate([[0], np.cumsum(stream.document_lengths)])
+    tokens = stream.read(0, stream.num_tokens)
+    order = generator.permutation(stream.num_documents)
+    laid = np.concatenate([tokens[bounds[d] : bounds[d + 1]] for d in order])
+    count = (len(laid) - 1) // T
+    rows = np.stack([laid[i * T : (i + 1) * T + 1] for i in range(count)])
+    return rows[np.random.Generator(np.random.PCG64((seed, epoch, 1))).permutation(count)]
+
+
+def global_batch(samples, step, ranks=1, micro=2, start=None, steps=1, workers=0):
+    """The rows of one step, put together from what every rank reads."""
+    start = step if start is None else start
+    rows = {}
+    for rank in range(ranks):
+        batches = list(
+            micro_batches(
+                samples,
+                start_step=start,
+                num_steps=steps,
+                global_batch_size=B,
+                micro_batch_size=micro,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                num_workers=workers,
+            )
+        )
+        per_step = B // (micro * ranks)
+        assert len(batches) == steps * per_step
+        mine = batches[(step - start) * per_step : (step - start + 1) * per_step]
+        for number, batch in enumerate(mine):
+            assert batch.shape == (micro, len(samples[0]))
+            assert batch.dtype == torch.int64
+            rows[number * ranks + rank] = batch
+    return hashlib.sha256(torch.cat([rows[i] for i in range(len(rows))]).numpy()).hexdigest()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_samples_equal_a_naive_computation(samples, prepared, epoch):
+    expected = naive_epoch(prepared.split("train"), epoch)
+    count = samples.samples_per_epoch
+    assert count == len(expected)
+    got = np.stack([samples[epoch * count + i].numpy() for i in range(count)])
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_epochs_and_seeds_differ(samples, prepared):
+    other = TrainingSamples(prepared.split("train"), T, SEED + 1)
+    count = samples.samples_per_epoch
+    first = torch.stack([samples[i] for i in range(8)])
+    assert not torch.equal(first, torch.stack([samples[count + i] for i in range(8)]))
+    assert not torch.equal(first, torch.stack([other[i] for i in range(8)]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_global_batch_is_the_same_on_any_number_of_ranks(prepared, ranks, micro):
+    of_length = (
+        TrainingSamples(prepared.split("train"), length, SEED) for length in range(T, 1, -1)
+    )
+    samples = next(some for some in of_length if some.samples_per_epoch % B)
+    last = samples.samples_per_epoch // B  # the step that straddles two epochs
+    for step in (0, 3, last, last + 1):
+        expected = torch.stack([samples[g] for g in range(step * B, (step + 1) * B)])
+        digest = hashlib.sha256(expected.numpy()).hexdigest()
+        assert global_batch(samples, step, ranks, micro) == digest
+
+
+def test_global_batch_does_not_depend_on_the_number_of_steps(samples):
+    alone = global_batch(samples, 7)
+    assert global_batch(samples, 7, start=0, steps=8) == alone
+    assert global_batch(samples, 7, start=0, steps=40) == alone
+    assert global_batch(samples, 7, start=5, steps=9, ranks=2) == alone
+
+
+def test_order_is_the_one_of_earlier_versions(samples):
+    # Frozen: a checkpoint resumes in the order in which its run began.
+    assert samples._generator(3, 0).permutation(10).tolist() == [9, 4, 6, 8, 7, 3, 1, 5, 2, 0]
+
+
+def test_workers_read_the_same(samples):
+    state = torch.get_rng_state()
+    assert global_batch(samples, 3, start=2, steps=3, workers=2) == global_batch(samples, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_workers_outlive_signals(samples):
+    options = {"global_batch_size": B, "micro_batch_size": B}
+    batches = micro_batches(samples, start_step=0, num_steps=30, num_workers=1, **options)
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGTERM)  # while it starts
+    next(batches)
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    assert len(list(batches)) == 29
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGINT}
+
+
+def test_split_shorter_than_a_sample_is_refused(prepared):
+    stream = prepared.split("validation")
+    TrainingSamples(stream, stream.num_tokens - 1, 0)
+    with pytest.raises(
+        DataError, match=rf"validation\.bin: {stream.num_tokens:,} tokens"
+    ) as caught:
+        TrainingSamples(stream, stream.num_tokens, 0)
+    assert f"needs {stream.num_tokens + 1:,}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((12, 4, 0, 2), "global_batch_size 12: not a multiple .* = 8; 8 or 16 is"),
+        ((3, 4, 0, 1), "= 4; 4 is"),
+        ((8, 0, 0, 1), "micro_batch_size 0"),
+        ((8, 4, 2, 2), "data_parallel_rank 2"),
+        ((8, 4, 0, 0), "data_parallel_size 0"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(samples, sizes, expected):
+    names = ("global_batch_size", "micro_batch_size", "data_parallel_rank", "data_parallel_size")
+    with pytest.raises(DataError, match=expected):
+        micro_batches(samples, start_step=0, num_steps=1, **dict(zip(names, sizes, strict=True)))
+
+
+def test_memory_keeps_two_epochs(samples):
+    for epoch in range(5):
+        samples[epoch * samples.samples_per_epoch]
+    assert sorted(samples._epochs) == [3, 4]
+    assert samples[0].shape == (T + 1,)

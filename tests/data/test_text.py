@@ -1,0 +1,171 @@
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data.errors import DataError
+from data.readers import DOCUMENT_BYTES, LINE_BYTES
+from data.text import PYTHON_STDLIB, Skipped, open_source
+
+
+def read(path: Path, **options: str) -> list[str]:
+    return [document.text for document in open_source(str(path), **options).documents()]
+
+
+def error_of(path: Path | str, **options: str) -> str:
+    with pytest.raises(DataError) as caught:
+        list(open_source(str(path), **options).documents())
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write_parquet(path: Path, **columns: list[object]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=100)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_txt_pieces_concatenate_to_the_file(tmp_path, library_text, ending):
+    content = library_text.replace("\n", ending).encode()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    pieces = read(path)
+    assert "".join(pieces).encode() == content
+    assert all(len(piece.encode()) <= LINE_BYTES for piece in pieces)
+    if ending != "\r":
+        assert len(pieces) >= len(content) // (2 * DOCUMENT_BYTES)
+        assert all(len(piece.encode()) >= DOCUMENT_BYTES for piece in pieces[:-1])
+        assert all(piece.endswith(f"{ending}{ending}") for piece in pieces[:3])
+
+
+def test_txt_of_64_kib_is_one_document(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x\n\n" * (DOCUMENT_BYTES // 3))
+    assert len(read(path)) == 1
+
+
+def test_txt_line_end_cuts_where_no_blank_line_is_near(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("twelve bytes\n" * 20_000)
+    pieces = read(path)
+    assert "".join(pieces) == path.read_text()
+    assert len(pieces) == 4
+    assert all(piece.endswith("bytes\n") for piece in pieces)
+
+
+def test_txt_endless_line_is_cut_between_characters(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" + "漢" * (3 * LINE_BYTES // 3))
+    pieces = read(path)
+    assert "".join(pieces) == path.read_text()
+    assert len(pieces) == 4
+
+
+def test_txt_positions_end_at_the_size(tmp_path, library_text):
+    (tmp_path / "a.txt").write_text(library_text)
+    (tmp_path / "b.txt").write_text("last")
+    source = open_source(str(tmp_path))
+    positions = [document.bytes_read for document in source.documents()]
+    assert positions == sorted(positions)
+    assert positions[-1] == source.total_bytes
+
+
+def test_invalid_utf8_names_byte_and_line(tmp_path):
+    path = tmp_path / "a.txt"
+    before = b"line\n" * 40_000
+    path.write_bytes(before + b"ab\xff")
+    message = error_of(path)
+    assert str(path) in message
+    assert f"byte {len(before) + 2} (line 40001)" in message
+
+
+def test_endless_continuation_bytes_are_an_error(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * 10 + b"\x80" * (LINE_BYTES + 100))
+    assert "byte 10 (line 1)" in error_of(path)
+
+
+def test_folder_mixes_kinds_in_sorted_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n')
+    write_parquet(tmp_path / "sub" / "c.parquet", text=["three", "four"])
+    with gzip.open(tmp_path / "sub" / "d.jsonl.gz", "wt") as file:
+        file.write('{"text": "five"}')
+    (tmp_path / "sub" / "empty.txt").touch()
+    (tmp_path / "image.png").touch()
+    (tmp_path / ".hidden.txt").write_text("no")
+    skipped = Skipped()
+    documents = open_source(str(tmp_path)).documents(skipped)
+    assert [document.text for document in documents] == ["one", "two", "three", "four", "five"]
+    assert skipped == Skipped(empty=2, unreadable=0)
+
+
+def test_text_key_chooses_key_and_column(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one", "text": 3}\n')
+    write_parquet(tmp_path / "b.parquet", body=["two"] * 250, other=[1] * 250)
+    assert read(tmp_path, text_key="body") == ["one"] + ["two"] * 250
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{nonsense", "line 2: not JSON"),
+        ("[1, 2]", "line 2: list where a JSON object is expected"),
+        ('{"txt": "a", "id": 1}', "keys present: 'txt', 'id' (did you mean 'txt'?)"),
+        ('{"text": 7}', "line 2: 'text' is 7, not a string"),
+        ('{"text": null}', "line 2: 'text' is None, not a string"),
+        (r'{"text": "\ud800"}', "line 2: 'text' has half a surrogate pair"),
+        ("[" * 100_000, "line 2: not JSON"),
+    ],
+)
+def test_bad_json_line_names_file_and_line(tmp_path, line, expected):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n{line}\n')
+    message = error_of(path)
+    assert str(path) in message
+    assert expected in message
+
+
+def test_damaged_gzip_names_the_file(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    whole = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
+    path.write_bytes(whole[:-10])
+    assert str(path) in error_of(path)
+    path.write_bytes(b"not gzip")
+    assert "not a whole gzip file" in error_of(path)
+
+
+def test_parquet_errors_name_the_columns(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", txt=["a"], id=[1])
+    message = error_of(path)
+    assert "columns present: 'txt', 'id' (did you mean 'txt'?)" in message
+    assert "'id' is of int64, not of strings" in error_of(path, text_key="id")
+    assert "row 2" in error_of(write_parquet(tmp_path / "b.parquet", text=["a", None]))
+    (tmp_path / "c.parquet").write_bytes(path.read_bytes()[:-20])
+    assert "cannot be read as Parquet" in error_of(tmp_path / "c.parquet")
+
+
+def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
+    (tmp_path / "corpus.txt").write_text("a")
+    assert "did you mean 'corpus.txt'?" in error_of(tmp_path / "corpsu.txt")
+    assert f"did you mean '{PYTHON_STDLIB}'?" in error_of("python-stdlb")
+
+
+def test_folder_and_file_of_no_known_kind_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("a")
+    assert ".jsonl" in error_of(tmp_path)
+    assert ".jsonl" in error_of(tmp_path / "a.csv")
+
+
+def test_listing_digest_sees_a_changed_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = open_source(str(path)).listing_digest()
+    assert open_source(str(path)).listing_digest() == before
+    path.write_text("three")
+    assert open_source(str(path)).listing_digest() != before
