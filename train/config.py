@@ -181,10 +181,10 @@ def describe(error: ValidationError) -> str:
 def _fault(fault: Any, known: set[str]) -> str:
     # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
     parts = [str(part) for part in fault["loc"]]
-    key = ".".join(parts)
-    shorter = (".".join(parts[:i] + parts[i + 1 :]) for i in range(len(parts)))
-    if key not in known:
-        key = next((k for k in shorter if k in known), key)
+    *sections, last = parts
+    without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
+    candidates = [s for s in (sections, *without_kind) if not s or ".".join(s) in known]
+    key = ".".join([*(candidates[0] if candidates else sections), last])
     kind: str = fault["type"]
     message: str = fault["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":

@@ -18,10 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def describe_environment(world_size: int) -> dict[str, Any]:
     """JSON values that say what ran: `environment.json` of a run."""
+    # An installed copy may lie inside somebody else's checkout, which says nothing about the code.
+    ours = _git("rev-parse", "--show-prefix") == ""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_diff": _git("diff", "HEAD"),
+        "command": shlex.join(["polyad", *sys.argv[1:]]),
+        "git_commit": _git("rev-parse", "HEAD") if ours else None,
+        "git_diff": _git("diff", "HEAD") if ours else None,
         "versions": package_versions(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),

@@ -24,8 +24,9 @@ from train.state import TrainState
 class Hooks:
     """What the loop calls beside training steps."""
 
-    validate: Callable[[], float]
-    """Gives the validation loss, in nats a token; all processes call it together."""
+    validate: Callable[[], float] | None
+    """Gives the validation loss, in nats a token; all processes call it together. None where the
+    data has no validation split."""
     save: Callable[[TrainState], None]
     """Writes a checkpoint; all processes call it together."""
 
@@ -89,7 +90,8 @@ def train_loop(
             }
             too_many = state.skipped_in_a_row >= config.train.max_skipped_steps
             done = state.step == config.train.steps
-            if not too_many and _due(state.step, config.evaluation.every, done):
+            due = not too_many and _due(state.step, config.evaluation.every, done)
+            if due and hooks.validate is not None:
                 record["validation_loss"] = hooks.validate()
                 engine.train()
             if metrics is not None:

@@ -17,7 +17,7 @@ from parallel.checkpoint import (
     complete_checkpoints,
     find_checkpoint,
 )
-from parallel.checkpoint_writer import save
+from parallel.checkpoint_writer import remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
 from parallel.parallelize import InitialWeights, parallelize
@@ -196,22 +196,18 @@ def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) ->
     if not world.is_main:
         return None
     folder.mkdir(parents=True, exist_ok=True)
+    remove_partial(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
     return Metrics(folder, config.log, state.step, config.train.steps)
 
 
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
-    config, data = plan.config, plan.data
-    windows = EvaluationWindows(
-        data.split("validation"),
-        config.model.sequence_length,
-        config.evaluation.stride or config.model.sequence_length,
-        data.manifest.tokenizer.end_of_text_id,
-        max_windows=config.evaluation.max_windows,
-    )
+    config = plan.config
+    windows = _validation_windows(plan)
 
     def validate_now() -> float:
+        assert windows is not None
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
         return score_windows(engine, windows, batch_size=batch_size, world=world).loss
@@ -221,4 +217,17 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
         values: dict[str, Any] = state.to_json()
         save(engine, folder, state.step, state=values, config_yaml=config.to_yaml())
 
-    return Hooks(validate=validate_now, save=save_now)
+    return Hooks(validate=validate_now if windows else None, save=save_now)
+
+
+def _validation_windows(plan: Plan) -> EvaluationWindows | None:
+    config, split = plan.config, plan.data.split("validation")
+    if split.num_tokens == 0:
+        return None
+    return EvaluationWindows(
+        split,
+        config.model.sequence_length,
+        config.evaluation.stride or config.model.sequence_length,
+        plan.data.manifest.tokenizer.end_of_text_id,
+        max_windows=config.evaluation.max_windows,
+    )

@@ -1,0 +1,142 @@
+"""Configuration: precedence, and errors that name the key, the value and what is allowed."""
+
+import re
+
+import pytest
+import yaml
+
+from parallel.dims import LayoutError
+from train.config import RunConfig, keys, load_config, parse_config, refuse_changes, validate
+from train.errors import ConfigError
+
+SMALLEST = """
+run: {folder: runs/x}
+model: {kind: gpt2, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 16}
+data: {path: data/x}
+train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
+"""
+
+
+def parse(*overrides, text=SMALLEST):
+    return parse_config(text, overrides, origin="run.yaml")
+
+
+def error(*overrides, text=SMALLEST):
+    with pytest.raises(ConfigError) as caught:
+        parse(*overrides, text=text)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults():
+    config = parse("train.steps=20", "optimizer.learning_rate=3e-4")
+    assert config.train.steps == 20
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.train.global_batch_size == 8
+    assert config.parallel.zero_stage == 1
+
+
+@pytest.mark.parametrize("written", ["6e-4", "6.0e-4", "0.0006", "6E-4"])
+def test_numbers_with_an_exponent_are_numbers(written):
+    assert parse(f"optimizer.learning_rate={written}").optimizer.learning_rate == 6e-4
+
+
+def test_a_resolved_config_reads_back_as_itself():
+    config = parse("model.feed_forward.hidden_size=48", "optimizer.betas=[0.8, 0.9]")
+    assert parse_config(config.to_yaml(), origin="again") == config
+    assert set(yaml.safe_load(config.to_yaml())) == set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.hiden_size=64", "unknown key model.hiden_size; the nearest is model.hidden_size"),
+        ("trian.steps=4", "unknown key trian; the nearest is train"),
+        ("model.feed_forward.hiden_size=4", "the nearest is model.feed_forward.hidden_size"),
+        ("train.steps=many", "train.steps: 'many' is not allowed: input should be a valid integer"),
+        ("train.steps=1.5", "train.steps: 1.5 is not allowed"),
+        ("train.steps=0", "train.steps: 0 is not allowed: input should be greater than or equal"),
+        ("train.precision=fp16", "train.precision: 'fp16' is not allowed: input should be 'fp32'"),
+        ("seed=true", "seed: True is not allowed"),
+        ("parallel.zero_stage=4", "parallel.zero_stage: 4 is not allowed"),
+        ("parallel.tensor_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
+        ("parallel.expert_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
+        ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
+        ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
+        ("model.feed_forward.kind=mumoe", "input should be 'dense'"),
+        ("model.num_layers.x=1", "num_layers is a value and has no keys below it"),
+        ("train.steps", "overrides are written key=value"),
+        ("train.steps=[1", "is not YAML"),
+        ("run.folder=", "run.folder: None is not allowed"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_it(override, expected):
+    assert expected in error(override)
+
+
+def test_missing_keys_are_named():
+    assert "run.folder: is missing" in error(text=SMALLEST.replace("{folder: runs/x}", "{}"))
+    assert "train: is missing" in error(text="\n".join(SMALLEST.splitlines()[:-1]))
+
+
+def test_a_key_that_stands_twice_is_refused():
+    assert "line 6: key 'seed' stands twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", "\t- x"])
+def test_a_file_that_is_no_mapping_is_refused(text):
+    assert error(text=text).startswith("run.yaml: ")
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALLEST)
+    with pytest.raises(
+        ConfigError, match=r"smal\.yaml: there is no such file; the nearest is .*small"
+    ):
+        load_config(tmp_path / "smal.yaml")
+
+
+def test_batches_that_do_not_divide_are_refused():
+    with pytest.raises(LayoutError, match=r"global_batch_size: 8 .*2 x 3 = 6"):
+        validate(parse(), 3)
+    assert validate(parse(), 2).data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("schedule.warmup_steps=11", "schedule.warmup_steps: 11"),
+        ("evaluation.stride=17", "evaluation.stride: 17 is more than model.sequence_length: 16"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(override, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validate(parse(override), 1)
+
+
+def test_a_run_may_change_some_keys_and_no_others(tmp_path):
+    saved = parse()
+    allowed = parse(
+        "train.steps=99", "optimizer.learning_rate=1e-3", "schedule.warmup_steps=3", "log.every=5",
+        "parallel.zero_stage=3", "train.micro_batch_size=4", "model.recompute=block",
+    )  # fmt: skip
+    refuse_changes(saved, allowed, tmp_path)
+    for override in ("seed=2", "model.num_layers=3", "train.global_batch_size=16",
+                     "optimizer.kind=sgd", "train.precision=bf16"):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"holds another run: {override.partition('=')[0]}: "):
+            refuse_changes(saved, parse(override), tmp_path)
+
+
+def test_every_key_has_a_description():
+    known = list(keys(RunConfig))
+    assert {"seed", "model.feed_forward.kind", "parallel.zero_stage"} <= set(known)
+    for key in known:
+        *sections, last = key.split(".")
+        owner = RunConfig
+        for section in sections:
+            annotation = owner.model_fields[section].annotation
+            owner = annotation if isinstance(annotation, type) else annotation.__args__[0]
+        field = owner.model_fields[last]
+        if not hasattr(field.annotation, "model_fields"):
+            assert field.description, key

@@ -1,0 +1,292 @@
+"""What a run will do and cost, from its configuration alone: `polyad validate`."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from data.sampler import TrainingSamples
+from model.build import build_model, count_parameters
+from model.gpt2 import GPT2Config, flops_per_token
+from parallel.dims import Dims
+from train.config import RunConfig, load_config, validate
+from train.errors import ConfigError
+from train.optimizer import OptimizerConfig
+from train.pretrain import plan_run
+
+PRECISION_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def describe_run(
+    path: Path, overrides: Sequence[str], world_size: int, *, with_data: bool = True
+) -> dict[str, Any]:
+    """Checks a run as its start would, and describes it.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes that will run it.
+        with_data: whether the data folder is read; without it the configuration has to say
+            `model.vocab_size`, and the run's folder is not looked at.
+
+    Returns:
+        JSON values, as `describe` makes them, and the step the run would go on from.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    if with_data:
+        plan = plan_run(path, overrides, world_size)
+        config, dims = plan.config, plan.dims
+        stream = plan.data.split("train")
+        samples = TrainingSamples(stream, config.model.sequence_length, config.seed)
+        epoch, step = samples.samples_per_epoch, plan.resume.training_step if plan.resume else 0
+    else:
+        config, epoch, step = load_config(path, overrides), None, None
+        dims = validate(config, world_size)
+        if config.model.vocab_size is None:
+            raise ConfigError(
+                "model.vocab_size: null takes it from the data; without the data a number is "
+                "needed, as in model.vocab_size=50257"
+            )
+    check_compiler(config)
+    return describe(config, dims, samples_per_epoch=epoch) | {"goes_on_from_step": step}
+
+
+def describe(
+    config: RunConfig, dims: Dims, *, samples_per_epoch: int | None = None
+) -> dict[str, Any]:
+    """What a run will do and cost.
+
+    Args:
+        config: resolved: `model.vocab_size` is a number.
+        dims: the layout.
+        samples_per_epoch: of the data; None where it is not known.
+
+    Returns:
+        JSON values; `description_table` shows them to a person.
+    """
+    model = build_model(config.model)
+    parameters = count_parameters(model)
+    train = config.train
+    tokens_per_step = train.global_batch_size * config.model.sequence_length
+    samples = train.steps * train.global_batch_size
+    flops = flops_per_token(config.model)
+    state_tensors = num_state_tensors(config.optimizer)
+    return {
+        "run": config.run.folder,
+        "model": {
+            "kind": config.model.kind,
+            "parameters": parameters,
+            "embedding_parameters": _count(model, "token_embedding", "position_embedding"),
+            "block_parameters": [
+                count_parameters(block) for block in model.get_submodule("blocks").children()
+            ],
+            "flops_per_token": flops,
+        },
+        "training": {
+            "steps": train.steps,
+            "tokens_per_step": tokens_per_step,
+            "tokens": train.steps * tokens_per_step,
+            "epochs": samples / samples_per_epoch if samples_per_epoch else None,
+            "flops": flops * train.steps * tokens_per_step,
+            "precision": train.precision,
+            "optimizer": config.optimizer.kind,
+            "schedule": schedule_line(config),
+        },
+        "layout": {
+            "processes": dims.world_size,
+            "data_parallel_size": dims.data_parallel_size,
+            "tensor_parallel_size": dims.tensor_parallel_size,
+            "expert_parallel_size": dims.expert_parallel_size,
+            "zero_stage": config.parallel.zero_stage,
+            "micro_batch_size": train.micro_batch_size,
+            "accumulation_steps": dims.accumulation_steps(
+                train.global_batch_size, train.micro_batch_size
+            ),
+        },
+        "memory_bytes_per_process": memory_per_process(config, dims, parameters),
+        "checkpoint_bytes": 4 * parameters * (1 + state_tensors),
+    }
+
+
+def num_state_tensors(config: OptimizerConfig) -> int:
+    """Tensors of a weight's shape that the optimizer keeps beside the master weight."""
+    if config.kind == "adamw":
+        return 2
+    return 1 if config.momentum else 0
+
+
+def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[str, int]:
+    """An estimate of what a process holds at the peak of a step, in bytes.
+
+    With P parameters, D data-parallel processes, s bytes a number of the precision:
+
+        weights       s P          / D from stage 3
+        gradients     4 P          / D from stage 2    (bf16: accumulated in fp32)
+        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments; fp32 at
+                                                        stage 0 steps its weights themselves: m 0)
+        buffers       2 s min(bucket_size, P)          (reduction and gathering)
+        activations   see `activation_bytes`
+
+    Python and its libraries, some 0.5 GB, and what allocators waste are not in it.
+
+    Args:
+        config: the run's, resolved.
+        dims: the layout.
+        parameters: P.
+
+    Returns:
+        Bytes by name, and their `total`.
+    """
+    stage, size = config.parallel.zero_stage, PRECISION_BYTES[config.train.precision]
+    ranks = dims.data_parallel_size
+    masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
+    moments = num_state_tensors(config.optimizer)
+    bucket = min(config.parallel.bucket_size, parameters)
+    parts = {
+        "weights": size * parameters // (ranks if stage >= 3 else 1),
+        "gradients": 4 * parameters // (ranks if stage >= 2 else 1),
+        "optimizer": 4 * (masters + moments) * parameters // (ranks if stage >= 1 else 1),
+        "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
+        "activations": activation_bytes(config.model, config.train.micro_batch_size, size),
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def activation_bytes(model: GPT2Config, micro_batch_size: int, size: int) -> int:
+    """A rough estimate of what the backward pass needs from the forward pass, in bytes.
+
+    A token leaves 8 D + 2 F numbers in a block of width D and inner width F: the inputs of both
+    LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the feed-forward, and
+    its inner values before and after the activation function (Korthikanti et al. 2022, section 4,
+    without the attention matrix, which fused attention never stores). Recomputation keeps the
+    block's input alone, and one block at a time is whole again. The output adds logits, and their
+    log-softmax and gradient in fp32.
+
+    Args:
+        model: its configuration, with the vocabulary size filled in.
+        micro_batch_size: samples in a forward pass.
+        size: bytes of a number.
+
+    Returns:
+        Bytes.
+    """
+    width = model.hidden_size
+    inner_twice = model.feed_forward.matmul_parameters_per_token(width) // width
+    block = 8 * width + inner_twice
+    if model.recompute == "block":
+        blocks = model.num_layers * width + block
+    else:
+        blocks = model.num_layers * block
+    output = model.known_vocab_size() * (size + 8)
+    return micro_batch_size * model.sequence_length * (blocks * size + output)
+
+
+def schedule_line(config: RunConfig) -> str:
+    """The learning rate over the run, in words."""
+    schedule, peak = config.schedule, config.optimizer.learning_rate
+    start = f"up to {peak:g} in {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
+    if schedule.kind == "constant":
+        return f"{start}, then constant" if start else f"constant {peak:g}"
+    end = schedule.decay_steps or config.train.steps
+    fall = f"cosine from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
+    return f"{start}, {fall}" if start else fall
+
+
+def check_compiler(config: RunConfig) -> None:
+    """Checks that there is a C++ compiler if one is wanted: torch.compile needs it, nothing else.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if config.model.compile and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"model.compile: true needs a C++ compiler, and there is no {compiler}; install one "
+            f"(Debian: apt install g++), name it in CXX, or set model.compile=false"
+        )
+
+
+def description_table(description: dict[str, Any]) -> str:
+    """A description for a person.
+
+    Args:
+        description: what `describe` made.
+
+    Returns:
+        Aligned lines.
+    """
+    rows = [
+        ("run", _run_row(description)),
+        *_model_rows(description["model"]),
+        *_training_rows(description["training"]),
+        ("layout", _layout_row(description["layout"])),
+        ("memory", _memory_row(description["memory_bytes_per_process"])),
+        ("checkpoint", _bytes(description["checkpoint_bytes"])),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _run_row(description: dict[str, Any]) -> str:
+    step = description.get("goes_on_from_step")
+    state = {None: "data and folder not looked at", 0: "a new run"}.get(
+        step, f"goes on from step {step}"
+    )
+    return f"{description['run']}  ({state})"
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    low, high = min(model["block_parameters"]), max(model["block_parameters"])
+    block = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return [
+        ("model", f"{model['kind']}, {len(model['block_parameters'])} blocks"),
+        (
+            "parameters",
+            f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}, "
+            f"a block {block})",
+        ),
+        ("FLOPs a token", f"{model['flops_per_token']:.3g}  (forward and backward)"),
+    ]
+
+
+def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
+    epochs = training["epochs"]
+    seen = f", {epochs:.2f} epochs of the data" if epochs is not None else ""
+    return [
+        ("steps", f"{training['steps']:,} of {training['tokens_per_step']:,} tokens"),
+        ("tokens", f"{training['tokens']:,}{seen}"),
+        ("FLOPs", f"{training['flops']:.3g}"),
+        ("optimizer", f"{training['optimizer']}, {training['precision']}"),
+        ("learning rate", training["schedule"]),
+    ]
+
+
+def _layout_row(layout: dict[str, Any]) -> str:
+    return (
+        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, "
+        f"ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} micro-batches of "
+        f"{layout['micro_batch_size']} a step in each"
+    )
+
+
+def _memory_row(memory: dict[str, int]) -> str:
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items() if name != "total")
+    return f"about {_bytes(memory['total'])} a process, beside the libraries' own  ({parts})"
+
+
+def _count(model: nn.Module, *prefixes: str) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefixes))
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
