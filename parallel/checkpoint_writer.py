@@ -93,6 +93,12 @@ def save(
     return final
 
 
+def remove_partial(folder: Path) -> None:
+    """Removes what a crash left of checkpoints that were never committed."""
+    for partial in folder.glob(".step-*.partial"):
+        shutil.rmtree(partial)
+
+
 def _together(work: Callable[[], Any]) -> Any:
     """Runs one phase on every process; if it fails on any, it fails on all and none hangs."""
     error: OSError | None = None

@@ -1,10 +1,20 @@
 """Fixtures of the whole suite."""
 
+import argparse
+import inspect
+import json
+import pydoc_data.topics
+import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from data.dataset import PreparedData
+from data.prepare import prepare
 from tests.helpers.workers import WorkerPool
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +28,42 @@ def workers() -> Iterator[Callable[[int], WorkerPool]]:
     yield pool
     for each in pools.values():
         each.stop()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip(f"no small real data in {SHARED}")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def library_text() -> str:
+    """Some 300 KB of real text with blank lines, long lines and non-ASCII characters."""
+    modules = (typing, argparse, pydoc_data.topics)
+    return "".join(inspect.getsource(module) for module in modules) + "Ünïcödé 漢字 🙂\n"
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory, library_text: str) -> Path:
+    """A folder of 60 small documents, all from the standard library."""
+    path = tmp_path_factory.mktemp("texts") / "modules.jsonl"
+    size = len(library_text) // 60
+    with path.open("w") as file:
+        for number in range(60):
+            # Of different lengths, so that samples begin and end everywhere.
+            text = library_text[number * size : (number + 1) * size - number * 37]
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
+    path = tmp_path_factory.mktemp("prepared") / "modules"
+    prepare(str(texts), "train:400", path, report=lambda line: None)
+    return path
+
+
+@pytest.fixture
+def prepared(prepared_path: Path) -> PreparedData:
+    return PreparedData.open(prepared_path)

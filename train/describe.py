@@ -133,7 +133,7 @@ def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[s
         buffers       2 s min(bucket_size, P)          (reduction and gathering)
         activations   see `activation_bytes`
 
-    Python and its libraries, some 0.5 GB, and what allocators waste are not in it.
+    Python and its libraries, some 0.4 GB, and what allocators waste are not in it.
 
     Args:
         config: the run's, resolved.

@@ -56,7 +56,7 @@ class WorkerPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, port, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = context.Process(target=_serve, args=arguments)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

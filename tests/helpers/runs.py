@@ -1,0 +1,68 @@
+"""Whole runs, called in worker processes: configuration to checkpoint, and evaluation."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from train.evaluate import evaluate
+from train.pretrain import main
+
+
+def write_config(path: Path, data: Path, **changes: Any) -> Path:
+    """A small run's configuration; `changes` are dotted keys with `__` for the dot."""
+    tree: dict[str, Any] = {
+        "seed": 3,
+        "run": {"folder": str(path.parent / "run")},
+        "model": {
+            "kind": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+            "sequence_length": 32, "feed_forward": {"kind": "dense"},
+        },
+        "data": {"path": str(data)},
+        "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32"},
+        "optimizer": {"kind": "adamw", "learning_rate": 0.01, "clip_grad_norm": 1.0},
+        "schedule": {"kind": "constant"},
+        "parallel": {"zero_stage": 1},
+        "checkpoint": {"every": 3},
+        "evaluation": {"every": 3, "max_windows": 5},
+    }  # fmt: skip
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def run(config: Path, *overrides: str) -> int:
+    """`polyad train`; returns the steps done."""
+    return main(config, overrides).step
+
+
+def run_expecting_error(config: Path, *overrides: str) -> tuple[str, str, int]:
+    """The error that a run ends with: class, text, exit status."""
+    try:
+        main(config, overrides)
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "exit_status", -1)
+    return "none", "", 0
+
+
+def evaluation(path: Path, **options: Any) -> dict[str, Any]:
+    """`polyad evaluate`."""
+    return evaluate(path, **options)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def process_id() -> int:
+    """Of the worker."""
+    return os.getpid()

@@ -1,0 +1,118 @@
+"""Perplexity: against an independent computation, and the same by any number of processes."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import PreparedData
+from parallel.checkpoint import load_model
+from tests.helpers.reference import reference_of
+from tests.helpers.runs import evaluation, run, write_config
+from train.scoring import Score, perplexities
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    folder = tmp_path_factory.mktemp("evaluated")
+    config = write_config(folder / "config.yaml", prepared_path, train__steps=20)
+    workers(2).run(run, config)
+    return folder / "run"
+
+
+def reference_loss(run_folder, data, split, stride):
+    """Sum of nats by transformers, one window at a time, from the raw file; and how many tokens."""
+    reference, _ = reference_of(load_model(run_folder))
+    reference.eval()
+    manifest = json.loads((data / "manifest.json").read_text())
+    tokens = np.fromfile(data / f"{split}.bin", manifest["dtype"]).astype(np.int64)
+    stream = torch.cat([torch.tensor([manifest["tokenizer"]["end_of_text_id"]]),
+                        torch.from_numpy(tokens)])  # fmt: skip
+    length, total, scored = 32, 0.0, 0
+    while scored < len(tokens):
+        # Scores targets scored .. stop, the last of a window that begins as early as it can.
+        stop = min(scored + (length if scored == 0 else stride), len(tokens))
+        begin = max(0, stop - length)
+        if scored and stop == len(tokens):  # our last window starts on the stride and is short
+            begin = scored - (length - stride)
+        with torch.no_grad():
+            logits = reference(stream[None, begin:stop]).logits[0].double()
+        picked = logits.log_softmax(-1).gather(1, stream[begin + 1 : stop + 1, None])[:, 0]
+        total -= picked[scored - begin :].sum().item()
+        scored = stop
+    return total, scored
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+@pytest.mark.parametrize("stride", [32, 8, 5])
+def test_perplexity_equals_transformers(workers, finished, prepared_path, split, stride):
+    overrides = (f"evaluation.stride={stride}",)
+    result = workers(1).run(evaluation, finished, split=split, overrides=overrides)[0]
+    nats, tokens = reference_loss(finished, prepared_path, split, stride)
+    info = PreparedData.open(prepared_path).manifest.splits[split]
+    assert result["tokens_scored"] == tokens == info.tokens
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-4)
+    assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert result["word_perplexity"] == pytest.approx(math.exp(nats / info.words), rel=1e-3)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / info.bytes, rel=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_two_processes_score_what_one_scores(workers, finished, batch_size):
+    # Windows that neither the batch size nor the processes divide, and more room than windows.
+    overrides = (f"evaluation.batch_size={batch_size}", "evaluation.stride=7")
+    one = workers(1).run(evaluation, finished, overrides=overrides)[0]
+    two = workers(2).run(evaluation, finished, overrides=overrides)
+    assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two[0]["tokens_scored"] == one["tokens_scored"]
+
+
+def test_more_context_scores_better(workers, finished):
+    scores = [
+        workers(1).run(evaluation, finished, overrides=(f"evaluation.stride={stride}",))[0]["loss"]
+        for stride in (4, 32)
+    ]
+    assert scores[0] < scores[1]
+
+
+def test_bf16_is_near_fp32(workers, finished):
+    full = workers(1).run(evaluation, finished)[0]["loss"]
+    half = workers(1).run(evaluation, finished, overrides=("train.precision=bf16",))[0]["loss"]
+    assert half == pytest.approx(full, rel=5e-3)
+    assert half != full
+
+
+def test_measures_by_hand():
+    # 12 nats over 4 tokens, 3 words, 10 bytes.
+    result = perplexities(Score(12.0, 4), words=3, bytes_=10)
+    assert result["loss"] == 3.0
+    assert result["perplexity"] == pytest.approx(20.0855, rel=1e-5)
+    assert result["word_perplexity"] == pytest.approx(54.5982, rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(1.2 / 0.693147, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.num_layers=1",), "model.num_layers: evaluation cannot change it"),
+        (("evaluation.stride=33",), "stride 33"),
+        (("data.path=nowhere",), "nowhere"),
+        (("evaluation.strid=3",), "unknown key evaluation.strid"),
+    ],
+)
+def test_bad_options_are_refused(finished, overrides, expected):
+    with pytest.raises(ValueError, match=expected) as caught:
+        evaluation(finished, overrides=overrides)
+    assert caught.value.exit_status == 2
+
+
+def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):
+    from data.prepare import prepare
+
+    prepare(str(texts), "train:500", tmp_path / "other", report=print)
+    with pytest.raises(ValueError, match="their token ids mean different things"):
+        evaluation(finished, data=str(tmp_path / "other"))

@@ -1,0 +1,203 @@
+"""Whole runs: the folder, going on after a stop, and what is refused."""
+
+import json
+import shutil
+import time
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.helpers.runs import records, run, run_expecting_error, write_config
+from tests.helpers.training import tensors
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def config(tmp_path, prepared_path):
+    return write_config(tmp_path / "config.yaml", prepared_path)
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    """A finished run of 6 steps by 2 processes."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder / "config.yaml", prepared_path)
+    assert workers(2).run(run, config) == [6, 6]
+    return folder
+
+
+def test_a_run_folder_holds_everything(finished):
+    folder = finished / "run"
+    resolved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert resolved["model"]["vocab_size"] == 400  # from the data
+    assert resolved["optimizer"]["betas"] == [0.9, 0.95]  # a default, written out
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["command"].startswith("polyad")
+    assert {"git_commit", "git_diff", "world_size"} <= set(environment)
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000003", "step-00000006"]
+    assert (folder / "checkpoints" / "latest").read_text() == "step-00000006\n"
+    state = json.loads((folder / "checkpoints" / "step-00000006" / "state.json").read_text())
+    assert (state["step"], state["samples"], state["tokens"]) == (6, 48, 48 * 32)
+
+
+def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
+    lines = records(finished / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert ["validation_loss" in line for line in lines] == [False, False, True] * 2
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    events = EventAccumulator(str(finished / "run" / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "validation_loss"):
+        expected = {line["step"]: line[name] for line in lines if name in line}
+        actual = {event.step: event.value for event in events.Scalars(name)}
+        assert actual == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+def test_a_run_goes_on_by_itself_on_another_layout(
+    workers, finished, tmp_path, prepared_path, first, second
+):
+    config = write_config(tmp_path / "config.yaml", prepared_path)
+    workers(first).run(run, config, "train.steps=4", "checkpoint.every=3")
+    folder = tmp_path / "run"
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")  # as if killed after step 4
+    time.sleep(1.1)  # TensorBoard orders files by the second in their names
+    (folder / "metrics.jsonl").open("a").write('{"step": 5, "lo')
+    assert workers(second).run(run, config, "parallel.zero_stage=2")[0] == 6
+    lines, expected = records(folder), records(finished / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # none twice, none lost
+    losses = torch.tensor([[a["loss"], b["loss"]] for a, b in zip(lines, expected, strict=True)])
+    assert torch.allclose(losses[:, 0], losses[:, 1], rtol=1e-5, atol=0)
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_finished_run_has_nothing_left_to_do(workers, finished):
+    before = records(finished / "run")
+    assert workers(2).run(run, finished / "config.yaml") == [6, 6]
+    assert records(finished / "run") == before
+
+
+def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
+    source = finished / "run"
+    workers(1).run(
+        run, config, f"checkpoint.init_from={source}", "train.steps=1", "optimizer.kind=sgd",
+        "optimizer.learning_rate=1e-12", "optimizer.clip_grad_norm=0",
+    )  # fmt: skip
+    before = tensors(source / "checkpoints" / "step-00000006")
+    after = tensors(tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert {field for _, field in after} == {"master"}
+    for name, field in after:
+        torch.testing.assert_close(after[name, field], before[name, field], rtol=0, atol=1e-9)
+    assert records(tmp_path / "run")[0]["step"] == 1
+
+
+@pytest.mark.parametrize("workers_count", [0, 2])
+def test_batches_do_not_depend_on_loader_workers(
+    workers, finished, config, tmp_path, workers_count
+):
+    workers(2).run(run, config, f"data.num_workers={workers_count}")
+    ours = [line["loss"] for line in records(tmp_path / "run")]
+    assert ours == [line["loss"] for line in records(finished / "run")]
+
+
+def test_a_profile_is_written_on_request(workers, config, tmp_path):
+    workers(1).run(run, config, "log.profile.first_step=2", "log.profile.num_steps=2")
+    trace = json.loads((tmp_path / "run" / "profile" / "rank-00000.json").read_text())
+    assert any("addmm" in event.get("name", "") for event in trace["traceEvents"])
+    assert "Self CPU" in (tmp_path / "run" / "profile" / "rank-00000.txt").read_text()
+
+
+def test_data_without_a_validation_split_trains(workers, tmp_path, texts):
+    from data.prepare import prepare
+
+    prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.0, report=print)
+    config = write_config(tmp_path / "config.yaml", tmp_path / "data")
+    assert workers(1).run(run, config) == [6]
+    assert "validation_loss" not in records(tmp_path / "run")[-1]
+
+
+def test_too_many_steps_that_are_not_finite_end_the_run(workers, config, tmp_path):
+    # The learning rate throws the weights so far that every later loss overflows.
+    name, text, status = workers(2).run(
+        run_expecting_error, config, "optimizer.learning_rate=1e30", "train.max_skipped_steps=2",
+        "optimizer.clip_grad_norm=0", "train.steps=50",
+    )[0]  # fmt: skip
+    assert (name, status) == ("RunError", 1)
+    assert "2 steps in a row" in text
+    last = records(tmp_path / "run")[-1]
+    assert last["skipped"]
+    assert last["loss"] is None
+
+
+def refused(workers, config, *overrides):
+    results = workers(2).run(run_expecting_error, config, *overrides)
+    assert results[0] == results[1]
+    _, text, status = results[0]
+    assert status == 2
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("key", ["seed=9", "model.num_layers=3", "optimizer.kind=sgd"])
+def test_a_folder_that_holds_another_run_is_refused(workers, finished, key):
+    text = refused(workers, finished / "config.yaml", key)
+    assert f"holds another run: {key.partition('=')[0]}: " in text
+
+
+def test_a_folder_that_is_no_run_is_refused(workers, config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    assert "something that is not a run" in refused(workers, config)
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_other_data_under_the_same_run_is_refused(workers, finished, tmp_path, texts):
+    from data.prepare import prepare
+
+    prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.2, report=print)
+    text = refused(workers, finished / "config.yaml", f"data.path={tmp_path / 'other'}")
+    assert "holds other data" in text
+
+
+def test_weights_of_another_model_or_tokenizer_are_refused(
+    workers, finished, config, tmp_path, texts
+):
+    from data.prepare import prepare
+
+    init = f"checkpoint.init_from={finished / 'run'}"
+    assert "is of another model" in refused(workers, config, init, "model.num_layers=1")
+    prepare(str(texts), "train:401", tmp_path / "other", report=print)
+    other = f"data.path={tmp_path / 'other'}"
+    text = refused(workers, config, init, other, "model.vocab_size=401")
+    assert "another model" in text
+    prepare(str(texts), "train:400", tmp_path / "third", validation_fraction=0.3, report=print)
+    text = refused(workers, config, init, f"data.path={tmp_path / 'third'}")
+    assert "their token ids mean different things" in text
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(workers, config):
+    text = refused(workers, config, "model.vocab_size=100")
+    assert "model.vocab_size: 100 is less than the 400 tokens" in text
+
+
+def test_a_corpus_smaller_than_one_sample_is_refused(workers, config):
+    assert "needs 1,000,001" in refused(workers, config, "model.sequence_length=1000000")
+
+
+def test_missing_data_is_refused(workers, config):
+    assert "nowhere" in refused(workers, config, "data.path=nowhere")
+    assert "data.path: is missing" in refused(workers, config, "data.path=null")
+
+
+def test_damaged_checkpoints_are_refused_by_name(workers, finished, config, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    assert str(path) in refused(workers, config)
