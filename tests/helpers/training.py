@@ -1,8 +1,12 @@
 """Real training of a tiny GPT-2 on random tokens, called in worker processes."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -15,7 +19,9 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
+from train import loop
 from train.loop import train_step
+from train.loss import language_model_loss
 from train.optimizer import OptimizerConfig, build_optimizer
 
 # Odd sizes, so that fragments and padding fall everywhere.
@@ -113,30 +119,23 @@ def train(case: Case) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "applied": applied}
 
 
-class poisoned:
-    """Makes the loss, or one row of one gradient, NaN in one micro-batch of the last rank."""
+@contextmanager
+def poisoned(engine: Engine, case: Case, world: comm.World) -> Iterator[None]:
+    """Spoils one micro-batch of the last rank: a NaN loss whose gradients are finite, or a finite
+    loss with NaN in one column of one gradient, which under ZeRO one rank owns.
+    """
+    losses = itertools.count()
 
-    def __init__(self, engine: Engine, case: Case, world: comm.World) -> None:
-        self.active = world.rank == world.size - 1
-        self.module, self.case, self.calls = engine.module, case, 0
+    def spoiled_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        here = next(losses) == case.poison_micro_batch and world.rank == world.size - 1
+        if here and case.poison == "gradient":
+            column = torch.tensor(3)
+            logits.register_hook(lambda gradient: gradient.index_fill(-1, column, torch.nan))
+        loss = language_model_loss(logits, targets)
+        return loss + torch.nan if here and case.poison == "loss" else loss
 
-    def __enter__(self) -> None:
-        if self.active:
-            self.handle = self.module.final_norm.register_forward_hook(self._poison)
-
-    def _poison(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        micro_batch, self.calls = self.calls, self.calls + 1
-        if micro_batch != self.case.poison_micro_batch:
-            return output
-        if self.case.poison == "loss":
-            return output * torch.nan
-        row = torch.tensor(3)
-        output.register_hook(lambda gradient: gradient.index_fill(-1, row, torch.nan))
-        return output
-
-    def __exit__(self, *error: object) -> None:
-        if self.active:
-            self.handle.remove()
+    with mock.patch.object(loop, "language_model_loss", spoiled_loss):
+        yield
 
 
 def model_yaml(case: Case) -> str:

@@ -1,0 +1,60 @@
+"""Every shipped configuration is valid, complete and explained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.cli import run
+from train.config import RunConfig, flatten, keys
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
+
+# The processes that a configuration names, the vocabulary of its tokenizer, and its parameters.
+EXPECTED = {
+    "gpt2/124m.yaml": (8, 50257, 124_337_664),
+    "quickstart/gpt2.yaml": (2, 8192, 5_322_240),
+}
+
+
+def test_every_shipped_config_is_listed_here() -> None:
+    assert sorted(EXPECTED) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_config_is_valid(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    processes, vocab_size, parameters = EXPECTED[name]
+    arguments = ["validate", str(ROOT / "configs" / name), "--without-data", "--json", "-"]
+    status = run([*arguments, "--processes", str(processes), f"model.vocab_size={vocab_size}"])
+    captured = capfd.readouterr()
+    assert (status, captured.err) == (0, "")
+    assert json.loads(captured.out)["model"]["parameters"] == parameters
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
+def test_a_shipped_config_has_every_key(path: Path) -> None:
+    written = set(flatten(yaml.safe_load(path.read_text())))
+    sections = {key.rpartition(".")[0] for key in keys(RunConfig)}
+    wanted = set(keys(RunConfig)) - sections
+    assert wanted - written == set()
+    assert written - wanted == set()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
+def test_a_shipped_config_explains_every_key(path: Path) -> None:
+    bare = [
+        line
+        for line in path.read_text().splitlines()
+        if line.strip() and not line.strip().startswith("#") and not line.partition(" # ")[2]
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
+def test_a_shipped_config_says_how_it_is_run_and_what_it_takes(path: Path) -> None:
+    head = path.read_text().partition("\nseed:")[0]
+    for word in ("# Command", "polyad ", "# Hardware", "# Time", "# Memory"):
+        assert word in head, word

@@ -1,0 +1,81 @@
+"""A little real text, prepared once, and a run that is small enough to start often."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.cli import run
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "model": {
+        **{"kind": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 2},
+        "sequence_length": 32,
+    },
+    "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
+    "schedule": {"decay_steps": 4},
+    "checkpoint": {"every": 2},
+}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten modules of the standard library as text files."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(os.__file__).parent
+    names = ("abc", "argparse", "bisect", "calendar", "cmd", "copy", "csv", "glob", "heapq", "queue")
+    for name in names:
+        (folder / f"{name}.txt").write_text((library / f"{name}.py").read_text(encoding="utf-8"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, prepared."""
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    options = ["--validation-fraction", "0.2", "--tokenizer", "train:400", "--output", str(folder)]
+    assert run(["prepare", "--source", str(text), *options]) == 0
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, data: Path) -> Path:
+    """A small configuration whose run folder does not exist yet."""
+    tree = SMALL | {"run": {"folder": str(tmp_path / "run")}, "data": {"path": str(data)}}
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture(scope="session")
+def polyad() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command in a process of its own, from the clone."""
+
+    def call(*arguments: object, module: str = "launch") -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+        return subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            **{"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT},
+            env=environment,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: Path,
+    polyad: Callable[..., subprocess.CompletedProcess[str]],
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run of two processes to its end, and what `polyad launch` printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    tree = SMALL | {"run": {"folder": str(folder / "run")}, "data": {"path": str(data)}}
+    (folder / "small.yaml").write_text(yaml.safe_dump(tree))
+    done = polyad("launch", folder / "small.yaml", "--processes-per-node", 2, "seed=7")
+    return folder / "run", done

@@ -1,0 +1,248 @@
+"""The command line: help, statuses, one-line errors, and standard output kept for results."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train.pretrain
+from launch.cli import COMMANDS, run
+from train.errors import RunError
+
+Polyad = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def error_line(captured: str) -> str:
+    """The one line that a user's error is."""
+    lines = captured.splitlines()
+    assert len(lines) == 1, captured
+    assert lines[0].startswith("polyad: error: ")
+    return lines[0]
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['polyad', '--help']\n"
+        "from launch.cli import run\n"
+        "assert run(['--help']) == 0\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'deepspeed', 'megatron'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"\n  {name} " in done.stdout
+    assert "example:" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself_with_an_example(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([name, "--help"]) == 0
+    captured = capfd.readouterr()
+    assert f"usage: polyad {name}" in captured.out
+    assert "example:\n  polyad " in captured.out
+    assert captured.err == ""
+
+
+def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out.startswith("polyad ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["a command is needed", "prepare, train, launch, evaluate, validate"]),
+        (["trian"], ["'trian'", "nearest is train"]),
+        (["train"], ["train: ", "CONFIG"]),
+        (["evaluate"], ["CHECKPOINT_OR_RUN"]),
+        (["prepare", "--source", "x"], ["--tokenizer", "--output"]),
+        (["launch", "x.yaml"], ["--processes-per-node"]),
+        (["launch", "x.yaml", "--processes-per-node", "two"], ["'two'", "at least 1"]),
+        (["validate", "x.yaml", "--process", "2"], ["--process", "nearest is --processes"]),
+        (["validate", "x.yaml", "--processes", "0"], ["'0'", "at least 1"]),
+        (["train", "x.yaml", "--train.steps=3"], ["no dashes: train.steps=3"]),
+        (["evaluate", "x", "--split", "valid"], ["'valid'", "'validation', 'test', 'train'"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in error_line(captured.err)
+
+
+@pytest.mark.parametrize("command", ["validate", "train", "launch"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.num_layer=3", ["model.num_layer", "model.num_layers"]),
+        ("trian.steps=3", ["trian", "train"]),
+        ("train.steps=many", ["train.steps", "'many'", "integer"]),
+        ("train.steps", ["'train.steps'", "key=value"]),
+        ("model.num_heads=5", ["model.hidden_size", "32", "model.num_heads", "5", "30"]),
+        ("train.global_batch_size=5", ["train.global_batch_size", "5", "2 x 1"]),
+        ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "not built yet"]),
+        ("parallel.expert_parallel_size=2", ["parallel.expert_parallel_size", "not built yet"]),
+        ("parallel.zero_stage=4", ["parallel.zero_stage", "4", "0, 1, 2 or 3"]),
+        ("train.precision=fp16", ["train.precision", "'fp16'", "'fp32' or 'bf16'"]),
+        ("data.path=/no/such/data", ["/no/such/data", "polyad prepare"]),
+        ("data.path=null", ["data.path"]),
+        ("model.vocab_size=10", ["model.vocab_size", "10", "400"]),
+        ("model.sequence_length=1000000", ["one sample", "1,000,00"]),
+        ("checkpoint.init_from=/no/such/run", ["/no/such/run"]),
+    ],
+)
+def test_a_wrong_key_is_one_line_before_anything_starts(
+    command: str, override: str, words: list[str], config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--processes-per-node", "1"] if command == "launch" else []
+    assert run([command, str(config), *arguments, override]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in error_line(captured.err)
+    assert not (config.parent / "run").exists()
+
+
+def test_a_missing_config_names_the_nearest(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = config.with_name("smal.yaml")
+    assert run(["validate", str(wrong)]) == 2
+    assert f"nearest is {config}" in error_line(capfd.readouterr().err)
+
+
+def test_processes_that_do_not_divide_the_batch_are_refused(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", "--processes", "3", str(config)]) == 2
+    line = error_line(capfd.readouterr().err)
+    assert "train.global_batch_size: 4 is not divisible by" in line
+    assert "2 x 3 = 6" in line
+
+
+def test_a_folder_that_is_no_run_is_not_written_to(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = config.parent / "run"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("precious")
+    assert run(["train", str(config)]) == 2
+    assert f"run.folder: {folder}" in error_line(capfd.readouterr().err)
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    arguments = ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
+    assert run(["prepare", "--source", str(tmp_path / "empty.txt"), *arguments]) == 2
+    assert "empty.txt" in capfd.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_prepare_prints_its_counts_on_stdout_and_progress_on_stderr(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
+    assert run(["prepare", *arguments, "--source", str(text), "--test-fraction", "0"]) == 0
+    captured = capfd.readouterr()
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()[:4]}
+    assert rows["split"] == ["documents", "tokens", "words", "bytes"]
+    for name, split in manifest["splits"].items():
+        counts = [split[key] for key in rows["split"]]
+        assert [int(cell.replace(",", "")) for cell in rows[name]] == counts
+    assert "tokens/s" in captured.out
+    assert str(tmp_path / "out") in captured.out
+    assert "encoding" in captured.err
+
+
+def test_a_config_may_stand_between_options_and_overrides(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(config), "train.steps=6", "--processes", "2", "train.micro_batch_size=1"]
+    assert run(["validate", *arguments, "--json", "-", "seed=3"]) == 0
+    captured = capfd.readouterr()
+    description = json.loads(captured.out)
+    assert captured.err == ""
+    assert description["training"]["steps"] == 6
+    assert description["layout"]["micro_batch_size"] == 1
+    assert description["layout"]["accumulation_steps"] == 2
+
+
+def test_evaluate_without_a_checkpoint_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["evaluate", str(tmp_path)]) == 2
+    assert str(tmp_path) in error_line(capfd.readouterr().err)
+
+
+def test_a_result_that_cannot_be_written_is_one_line_and_status_1(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", str(config), "--json", str(tmp_path / "no" / "folder.json")]) == 1
+    assert "folder.json: No such file" in error_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RunError("step 3: too many\nsteps"), 1, "step 3: too many steps"),
+        (OSError(28, "No space left on device", "run/x"), 1, "run/x: No space left on device"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_failed_run_has_one_line_and_its_status(
+    error: BaseException,
+    status: int,
+    words: str,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        print("noise of a library")
+        os.write(1, b"and of its C++\n")
+        raise error
+
+    monkeypatch.setattr(train.pretrain, "main", fail)
+    assert run(["train", str(config)]) == status
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == f"polyad: error: {words}"
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train.pretrain, "main", lambda *_: [][0])
+    assert run(["train", str(config)]) == 1
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_another_rank_leaves_the_error_to_rank_zero(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("launch.cli.time.sleep", waited.append)
+    assert run(["validate", str(config), "train.stps=3"]) == 2
+    assert "rank 1: " in error_line(capfd.readouterr().err)
+    assert waited == [2.0]
+
+
+def test_a_wrong_launch_ends_as_a_process_with_one_line(config: Path, polyad: Polyad) -> None:
+    done = polyad("launch", config, "--processes-per-node", 3)
+    assert done.returncode == 2
+    assert "train.global_batch_size" in error_line(done.stderr)
+    assert done.stdout == ""

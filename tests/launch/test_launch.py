@@ -1,0 +1,89 @@
+"""Runs in processes: what they print, what they leave behind, how they fail."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.command import torchrun
+
+Polyad = Callable[..., subprocess.CompletedProcess[str]]
+Finished = tuple[Path, subprocess.CompletedProcess[str]]
+
+pytestmark = pytest.mark.distributed
+
+
+def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> None:
+    folder, done = finished_run
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 steps done; last loss ")
+    assert str(folder) in done.stdout
+    # Nothing but our own lines: no warning, no banner of a library.
+    assert len(done.stderr.splitlines()) == 4, done.stderr
+    assert all(line.startswith("step ") for line in done.stderr.splitlines())
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "environment.json", "tensorboard", "checkpoints"),
+    }
+    assert json.loads((folder / "environment.json").read_text())["world_size"] == 2
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_evaluate_in_two_processes_prints_once_and_equals_one(
+    finished_run: Finished, polyad: Polyad
+) -> None:
+    folder, _ = finished_run
+    one = polyad("evaluate", folder, "--json", "-")
+    options = ["--standalone", "--nproc-per-node", 2, "-m", "launch", "evaluate", folder]
+    two = polyad(*options, "--json", "-", module="torch.distributed.run")
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    alone, shared = json.loads(one.stdout), json.loads(two.stdout)
+    assert shared["processes"] == 2
+    assert shared["tokens_scored"] == alone["tokens_scored"]
+    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def test_evaluate_writes_json_beside_the_table(
+    finished_run: Finished, polyad: Polyad, tmp_path: Path
+) -> None:
+    folder, _ = finished_run
+    newest = folder / "checkpoints" / "step-00000004"
+    done = polyad("evaluate", newest, "--json", tmp_path / "out.json", "evaluation.stride=16")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["stride"] == 16
+    assert f"{result['perplexity']:.3f}" in done.stdout
+
+
+def test_a_run_that_fails_is_one_line_without_torchruns_report(
+    config: Path, polyad: Polyad
+) -> None:
+    # A learning rate that makes the second step infinite: known only once it runs.
+    done = polyad(
+        *("launch", config, "--processes-per-node", 2, "optimizer.kind=sgd"),
+        *("optimizer.learning_rate=1e30", "optimizer.clip_grad_norm=0", "train.steps=9"),
+        *("train.max_skipped_steps=2", "checkpoint.every=0"),
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith("polyad: error: step ")
+    assert all(line.startswith("step ") for line in lines[:-1]), done.stderr
+
+
+def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Polyad) -> None:
+    options = ["--nproc-per-node", 2, "-m", "launch", "train", config, "train.stps=3"]
+    done = polyad("--standalone", *options, module="torch.distributed.run")
+    assert done.returncode == 1  # torchrun's own
+    errors = [line for line in done.stderr.splitlines() if line.startswith("polyad: error:")]
+    assert len(errors) == 1
+    assert "train.stps" in errors[0]
+
+
+def test_our_torchrun_gives_the_workers_status(config: Path) -> None:
+    command = torchrun(config, ["train.stps=3"], processes_per_node=2, max_restarts=0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
