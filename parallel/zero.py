@@ -33,8 +33,8 @@ class StepResult(NamedTuple):
 def import_deepspeed() -> Any:
     """DeepSpeed, without its banner, its log lines and the C++ collective it would compile.
 
-    That collective (`deepspeed_shm_comm_op`) only serves inference; building it costs a compiler
-    and 20 seconds at the first start of a machine.
+    That collective (`deepspeed_shm_comm`) only serves inference; building it would need a compiler
+    and 20 seconds at the first start on a machine, and probing for it a second at each start.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings(), comm.quiet():
@@ -46,7 +46,7 @@ def import_deepspeed() -> Any:
     logger.setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that newer torch renames, thousands of times.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm_op"] = False
+    deepspeed.ops.__compatible_ops__ = {}  # of what could be compiled: nothing
     return deepspeed
 
 

@@ -258,8 +258,8 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         )
     if config.model.compile and config.parallel.zero_stage == 3:
         raise ConfigError(
-            "model.compile: true is not allowed with parallel.zero_stage: 3, whose hooks gather "
-            "parameters between the compiled blocks; use stage 0, 1 or 2"
+            "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "
+            "hooks on every module send the compiler back to eager code; use stage 0, 1 or 2"
         )
     return dims
 

@@ -1,0 +1,53 @@
+"""The engine's surroundings: what DeepSpeed is told, and what it is kept from."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from parallel.config import ParallelConfig
+from parallel.zero import deepspeed_config
+
+
+def made(stage, precision="fp32"):
+    return deepspeed_config(
+        ParallelConfig(zero_stage=stage),
+        precision=precision,
+        micro_batch_size=3,
+        accumulation_steps=5,
+        clip_grad_norm=0.7,
+        num_parameters=1000,
+    )
+
+
+def test_buckets_are_no_larger_than_the_model():
+    assert made(2)["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+def test_stage_0_clips_in_our_hook_and_the_others_in_deepspeed():
+    assert [made(stage)["gradient_clipping"] for stage in range(4)] == [0.0, 0.7, 0.7, 0.7]
+
+
+def test_bf16_accumulates_in_fp32_where_deepspeed_can():
+    kinds = [made(stage, "bf16").get("data_types") for stage in range(4)]
+    assert kinds == [None] + [{"grad_accum_dtype": "fp32"}] * 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("stage", "path"), [(3, ""), (0, os.environ["PATH"])])
+def test_no_compiler_is_needed_or_used(tmp_path, stage, path):
+    # Neither found on an empty PATH, nor called where there is one.
+    code = (
+        "from tests.helpers.training import Case, train\n"
+        "if __name__ == '__main__':\n"
+        f"    print(train(Case(stage={stage}, last_step=1)))\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    environment = clean | {"PATH": path, "TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": "."}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("{'losses': [")  # and nothing before it
+    assert not list(tmp_path.iterdir())
