@@ -25,10 +25,10 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten modules of the standard library as text files."""
+    """Nine modules of the standard library as text files."""
     folder = tmp_path_factory.mktemp("text")
     library = Path(os.__file__).parent
-    names = ("abc", "argparse", "bisect", "calendar", "cmd", "copy", "csv", "glob", "heapq", "queue")
+    names = ("abc", "argparse", "bisect", "calendar", "cmd", "copy", "csv", "glob", "heapq")
     for name in names:
         (folder / f"{name}.txt").write_text((library / f"{name}.py").read_text(encoding="utf-8"))
     return folder

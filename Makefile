@@ -1,0 +1,52 @@
+# `make help` lists the targets. Everything runs in .venv; `setup` makes it when it is missing, or
+# when pyproject.toml or constraints.txt have changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Checkers are called as modules: the scripts in bin/ break when the clone is moved.
+RUN := $(BIN)/python -m
+
+.PHONY: help setup quickstart test test-slow check clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
+
+setup: $(INSTALLED)  ## the virtual environment with pinned packages
+
+quickstart: setup  ## text to perplexity in two processes: minutes
+	@$(RUN) launch.quickstart
+
+test: setup  ## the whole suite but the slow part
+	@$(RUN) pytest -q -m "not slow"
+
+test-slow: setup  ## the slow part of the suite
+	@$(RUN) pytest -q -m slow
+
+check: setup  ## lint, format, types, the direction of imports
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+	@$(BIN)/python -c 'import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())' --no-logo
+
+clean:  ## remove caches; keeps .venv and runs/
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build *.egg-info
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# On a terminal pip's lines renew a single one; its warnings are shown only if it fails.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) > /dev/null || { echo "make: there is no $(PYTHON); name a Python 3.11 or newer: make PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "make: $(PYTHON) is $$($(PYTHON) --version), 3.11 or newer is needed: make PYTHON=..." >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing the pinned packages into $(VENV): a minute, or as long as the downloads take" >&2
+	@$(RUN) pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' 2> $(VENV)/install.log \
+	  | if [ -t 2 ]; then while IFS= read -r line; do printf '\r\033[K%.78s' "$$line" >&2; done; printf '\r\033[K' >&2; else cat > /dev/null; fi \
+	  || { cat $(VENV)/install.log >&2; exit 1; }
+	@touch $@
+	@echo "installed" >&2

@@ -1,0 +1,5 @@
+"""`python -m launch` is `polyad`."""
+
+from launch.cli import main
+
+main()

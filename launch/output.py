@@ -1,0 +1,71 @@
+"""What a command prints: results on standard output, everything else on standard error."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@contextmanager
+def only_results_on_stdout() -> Iterator[TextIO]:
+    """Sends to standard error whatever libraries print to standard output.
+
+    Works on the file descriptor, because compilers and C++ code print too.
+
+    Yields:
+        The real standard output, for the results.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(saved), "w", encoding="utf-8") as stdout:
+            yield stdout
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def show(result: dict[str, Any], table: str, json_path: str | None, stdout: TextIO) -> None:
+    """Hands over a result: the table to a person, JSON to a program.
+
+    Args:
+        result: JSON values.
+        table: the same for a person.
+        json_path: a file for the JSON; `-` puts it on standard output instead of the table; None
+            wants no JSON.
+        stdout: where results go.
+    """
+    text = json.dumps(strict(result), indent=2, allow_nan=False) + "\n"
+    if json_path == "-":
+        stdout.write(text)
+        return
+    if json_path is not None:
+        Path(json_path).write_text(text, encoding="utf-8")
+    stdout.write(table + "\n")
+
+
+def strict(value: Any) -> Any:
+    """The same value with null for numbers that JSON cannot write: NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: strict(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def align(rows: list[tuple[str, ...]]) -> str:
+    """Rows as columns: the first to the left, as names are, the others to the right, as numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,75 @@
+"""argparse with errors of one line that name the nearest match, and options anywhere."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable
+from typing import NoReturn
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+    exit_status = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command.
+
+    Args:
+        command: its name.
+        summary: what it does.
+        example: lines for the end of `--help`.
+    """
+
+    def __init__(self, command: str, summary: str, example: str) -> None:
+        super().__init__(
+            prog=f"polyad {command}".strip(),
+            description=summary,
+            epilog=f"example:\n{_indent(example)}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing the usage, so that there is one way for errors.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{self._command}: {self._explain(message)}")
+
+    def _explain(self, message: str) -> str:
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown is None:
+            return f"{message} (see `{self.prog} --help`)"
+        option = unknown[1]
+        if re.match(r"--?\w+(\.\w+)*=", option) and "." in option.partition("=")[0]:
+            return f"unknown option {option}; keys have no dashes: {option.lstrip('-')}"
+        return f"unknown option {option}{nearest(option, self._long_options())}"
+
+    def _long_options(self) -> list[str]:
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known."""
+    known = list(known)
+    close = difflib.get_close_matches(name.partition("=")[0], known, n=1, cutoff=0.0)
+    return f"; the nearest is {close[0]}, of {', '.join(known)}"
+
+
+def positive(text: str) -> int:
+    """The type of a count on the command line."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

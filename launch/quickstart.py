@@ -1,0 +1,200 @@
+"""`make quickstart`: the whole way once, from text to perplexity, with a table at the end.
+
+text -> tokens -> two processes train half way, and end -> two new ones go on -> perplexity
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.cli import guard
+from launch.cli import run as run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = Path("configs/quickstart/gpt2.yaml")
+FOLDER = Path("runs/quickstart")
+DATA, RUN, RESULT = FOLDER / "data", FOLDER / "run", FOLDER / "validation.json"
+VOCAB_SIZE, PROCESSES = 8192, 2
+OURS = frozenset(
+    {"config.yaml", "metrics.jsonl", "environment.json", "tensorboard", "checkpoints", "profile"}
+)
+"""What a run folder holds; a folder with anything else is not deleted."""
+
+
+class StepFailed(Exception):
+    """A step of the quickstart failed, and has said why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+def main() -> int:
+    """Runs the quickstart; all that it writes lies below runs/quickstart in the clone.
+
+    Returns:
+        The exit status of the first step that failed, 0 if none did.
+    """
+    os.chdir(ROOT)
+    started = time.monotonic()
+    try:
+        rows = _steps()
+    except StepFailed as error:
+        return error.status
+    rows.append(("time", f"{time.monotonic() - started:.0f} s"))
+    width = max(len(name) for name, _ in rows)
+    print("\n" + "\n".join(f"{name:{width}}  {value}" for name, value in rows), flush=True)
+    return 0
+
+
+def _steps() -> list[tuple[str, str]]:
+    from train.config import load_config
+
+    remove_previous_run(RUN)
+    half = load_config(CONFIG).checkpoint.every
+    _say("1/5  prepare: Python's standard library -> a byte-level BPE -> tokens")
+    _prepare()
+    _say(f"2/5  train a GPT-2 in {PROCESSES} processes, ZeRO 1, to step {half}")
+    _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS, f"train.steps={half}")
+    _say(f"3/5  go on in {PROCESSES} new processes from the sharded checkpoint of step {half}")
+    _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS)
+    _say("4/5  evaluate on the validation split")
+    _polyad("evaluate", str(RUN), "--json", str(RESULT))
+    _say("5/5  compare with a unigram model on the same tokens")
+    return summary(RUN, DATA, json.loads(RESULT.read_text(encoding="utf-8")), half)
+
+
+_PROCESS_OPTIONS = ("--processes-per-node", str(PROCESSES))
+
+
+def _prepare() -> None:
+    status = run_command(
+        [
+            *("prepare", "--source", "python-stdlib", "--tokenizer", f"train:{VOCAB_SIZE}"),
+            *("--output", str(DATA), "--validation-fraction", "0.02", "--test-fraction", "0.02"),
+            "--overwrite",  # another Python has another library
+        ]
+    )
+    if status:
+        raise StepFailed(status)
+
+
+def _polyad(*arguments: str) -> None:
+    """Runs a command in processes of its own: nothing but the checkpoint goes from one to the next.
+
+    Raises:
+        StepFailed: it failed.
+    """
+    child = subprocess.Popen([sys.executable, "-m", "launch", *arguments])
+    try:
+        status = child.wait()
+    except KeyboardInterrupt:  # the terminal has told the child as well, which says so
+        child.wait()
+        raise StepFailed(130) from None
+    if status:
+        raise StepFailed(status if status > 0 else 128 - status)
+
+
+def remove_previous_run(folder: Path) -> None:
+    """Deletes a run folder, if it is nothing else.
+
+    Args:
+        folder: where the quickstart's run is going to be.
+
+    Raises:
+        ConfigError: it holds something that no run writes.
+    """
+    from train.errors import ConfigError
+
+    if not folder.exists():
+        return
+    others = sorted({entry.name for entry in folder.iterdir()} - OURS)
+    if others or not (folder / "config.yaml").is_file():
+        found = f"holds {others[0]}" if others else "has no config.yaml"
+        raise ConfigError(f"{folder}: {found}, so it is not a run; move it away")
+    shutil.rmtree(folder)
+
+
+def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tuple[str, str]]:
+    """What the quickstart shows.
+
+    Args:
+        run: the run's folder.
+        data: its prepared data.
+        result: what `polyad evaluate` wrote.
+        half: the step it went on from.
+
+    Returns:
+        Names and values.
+    """
+    from data.dataset import PreparedData
+    from train.config import load_config, validate
+    from train.describe import describe
+    from train.unigram import unigram_perplexity
+
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    prepared = PreparedData.open(data)
+    unigram = unigram_perplexity(
+        prepared.split("train"),
+        prepared.split("validation"),
+        prepared.manifest.tokenizer.vocab_size,
+    )
+    config = load_config(run / "config.yaml")
+    parameters = describe(config, validate(config, PROCESSES))["model"]["parameters"]
+    return [
+        ("parameters", f"{parameters:,}"),
+        (
+            "training loss",
+            f"{records[0]['loss']:.3f} at first, {_last_loss(records):.3f} over the last 10 steps",
+        ),
+        (
+            "perplexity",
+            f"{result['perplexity']:.1f} on {result['tokens_scored']:,} held-out tokens",
+        ),
+        ("of a unigram model", f"{unigram:.1f} on the same tokens"),
+        ("word perplexity", f"{result['word_perplexity']:,.0f}"),
+        ("bits per byte", f"{result['bits_per_byte']:.3f}"),
+        ("speed", f"{_rate(records):,.0f} tokens/s in training, {PROCESSES} processes"),
+        ("peak memory", f"{_memory(records) / 2**30:.2f} GiB a process"),
+        ("went on", f"at step {half:,} in new processes, from {_checkpoint(run, half)}"),
+        ("run folder", f"{run}"),
+        ("curves", f"{_tensorboard()} --logdir {run / 'tensorboard'}"),
+    ]
+
+
+def _last_loss(records: Sequence[dict[str, Any]]) -> float:
+    """The mean of the last ten steps: single ones jump."""
+    losses = [record["loss"] for record in records[-10:] if record["loss"] is not None]
+    return statistics.fmean(losses) if losses else float("nan")
+
+
+def _rate(records: Sequence[dict[str, Any]]) -> float:
+    return float(statistics.median(record["tokens_per_second"] for record in records))
+
+
+def _memory(records: Sequence[dict[str, Any]]) -> int:
+    return max(int(record["memory_bytes"]) for record in records)
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def _tensorboard() -> str:
+    command = Path(sys.executable).parent / "tensorboard"
+    return os.path.relpath(command) if command.is_relative_to(Path.cwd()) else "tensorboard"
+
+
+def _say(line: str) -> None:
+    print(f"\n== {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

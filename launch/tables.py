@@ -1,0 +1,62 @@
+"""What a command that succeeded prints at its end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.output import align
+
+if TYPE_CHECKING:
+    from data.manifest import Manifest
+    from train.state import TrainState
+
+
+def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
+    """Prepared data by split.
+
+    Args:
+        manifest: what was prepared.
+        folder: where it is.
+        seconds: it took.
+
+    Returns:
+        A few lines.
+    """
+    rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes")]
+    for name, split in manifest.splits.items():
+        counts = (split.documents, split.tokens, split.words, split.bytes)
+        rows.append((name, *(f"{count:,}" for count in counts)))
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    return (
+        f"{align(rows)}\n"
+        f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+        f"vocabulary {manifest.tokenizer.vocab_size:,}\n"
+        f"in {folder}"
+    )
+
+
+def trained_table(state: "TrainState", config: Path, overrides: Sequence[str]) -> str:
+    """Where a run stands at its end.
+
+    Args:
+        state: of training.
+        config: the run's file.
+        overrides: `key=value`.
+
+    Returns:
+        A line.
+    """
+    from train.config import load_config
+
+    folder = Path(load_config(config, overrides).run.folder)
+    skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""
+    last = _last_loss(folder / "metrics.jsonl")
+    return f"{state.step:,} steps done{skipped}; {last}in {folder}"
+
+
+def _last_loss(metrics: Path) -> str:
+    import json
+
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    loss = json.loads(lines[-1])["loss"] if lines else None
+    return "" if loss is None else f"last loss {loss:.4f}; "
