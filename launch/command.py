@@ -24,10 +24,9 @@ def launch(
         ValueError: with an `exit_status` of 2: the run would not start. No process was started.
     """
     prepare_environment()
-    from train.describe import check_compiler
     from train.pretrain import plan_run
 
-    check_compiler(plan_run(config, overrides, processes_per_node).config)
+    plan_run(config, overrides, processes_per_node)
     share_cores(processes_per_node)
     # Replacing this process leaves nobody between the terminal and torchrun: signals reach it as
     # they are, and its exit status is ours.

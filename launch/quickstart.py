@@ -159,7 +159,6 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
             f"{result['perplexity']:.1f} on {result['tokens_scored']:,} held-out tokens",
         ),
         ("of a unigram model", f"{unigram:.1f} on the same tokens"),
-        ("word perplexity", f"{result['word_perplexity']:,.0f}"),
         ("bits per byte", f"{result['bits_per_byte']:.3f}"),
         ("speed", f"{_rate(records):,.0f} tokens/s in training, {PROCESSES} processes"),
         ("peak memory", f"{_memory(records) / 2**30:.2f} GiB a process"),

@@ -1,8 +1,5 @@
 """What a run will do and cost, from its configuration alone: `polyad validate`."""
 
-import os
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from model.build import build_model, count_parameters
 from model.gpt2 import GPT2Config, flops_per_token
 from parallel.dims import Dims
 from train.config import RunConfig, load_config, validate
+from train.environment import check_compiler
 from train.errors import ConfigError
 from train.optimizer import OptimizerConfig
 from train.pretrain import plan_run
@@ -196,20 +194,6 @@ def schedule_line(config: RunConfig) -> str:
     end = schedule.decay_steps or config.train.steps
     fall = f"cosine from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
     return f"{start}, {fall}" if start else fall
-
-
-def check_compiler(config: RunConfig) -> None:
-    """Checks that there is a C++ compiler if one is wanted: torch.compile needs it, nothing else.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if config.model.compile and shutil.which(compiler) is None:
-        raise ConfigError(
-            f"model.compile: true needs a C++ compiler, and there is no {compiler}; install one "
-            f"(Debian: apt install g++), name it in CXX, or set model.compile=false"
-        )
 
 
 def description_table(description: dict[str, Any]) -> str:

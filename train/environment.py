@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from train.config import RunConfig
+from train.errors import ConfigError
 from train.state import package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +48,20 @@ def write_environment(folder: Path, world_size: int) -> None:
             earlier = []
     now = describe_environment(world_size) | {"earlier": earlier}
     path.write_text(json.dumps(now, indent=1), encoding="utf-8")
+
+
+def check_compiler(config: RunConfig) -> None:
+    """Checks that there is a C++ compiler if one is wanted: torch.compile needs it, nothing else.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if config.model.compile and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"model.compile: true needs a C++ compiler, and there is no {compiler}; install one "
+            f"(Debian: apt install g++), name it in CXX, or set model.compile=false"
+        )
 
 
 def _git(*arguments: str) -> str | None:

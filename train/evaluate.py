@@ -122,11 +122,12 @@ def result_table(result: dict[str, Any]) -> str:
         ("split", f"{result['split']} of {result['data']}"),
         ("loss", f"{result['loss']:.4f} nats a token"),
         ("perplexity", f"{result['perplexity']:.3f} a token"),
-        ("word perplexity", f"{result['word_perplexity']:.3f} (words by white space)"),
+        ("word perplexity", f"{result['word_perplexity']:,.3f} (words by white space)"),
         ("bits per byte", f"{result['bits_per_byte']:.4f}"),
         ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
         ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
-        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s, {result['processes']} processes"),
+        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s"),
+        ("processes", f"{result['processes']}"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

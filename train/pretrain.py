@@ -23,7 +23,7 @@ from parallel.fragments import Source
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
-from train.environment import write_environment
+from train.environment import check_compiler, write_environment
 from train.errors import ConfigError
 from train.loop import Hooks, train_loop
 from train.metrics import Metrics
@@ -60,6 +60,7 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     """
     config = load_config(path, overrides)
     dims = validate(config, world_size)
+    check_compiler(config)
     data = open_data(config.data.path, None, "")
     config = resolve(config, data.manifest.tokenizer.vocab_size)
     TrainingSamples(data.split("train"), config.model.sequence_length, config.seed)
