@@ -10,8 +10,9 @@ from model.config import Config
 class ParallelConfig(Config):
     """Degrees of parallelism. The data-parallel degree follows from the number of processes."""
 
-    tensor_parallel_size: int = 1
-    """Processes that share every layer. Only 1 for now."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes that share every layer: heads, inner units and vocabulary are cut. Keep it within a
+    host."""
 
     expert_parallel_size: int = 1
     """Processes that the experts are spread over. Only 1 for now."""
@@ -26,7 +27,7 @@ class ParallelConfig(Config):
     timeout_minutes: float = Field(default=30.0, gt=0)
     """How long a collective waits for a process that does not come."""
 
-    @field_validator("tensor_parallel_size", "expert_parallel_size")
+    @field_validator("expert_parallel_size")
     @classmethod
     def _only_one_until_built(cls, value: int) -> int:
         if value != 1:

@@ -242,6 +242,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         expert_parallel_size=config.parallel.expert_parallel_size,
     )
+    check_tensor_parallel(config.model, dims.tensor_parallel_size)
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -262,6 +263,24 @@ def validate(config: RunConfig, world_size: int) -> Dims:
             "hooks on every module send the compiler back to eager code; use stage 0, 1 or 2"
         )
     return dims
+
+
+def check_tensor_parallel(model: ModelConfig, size: int) -> None:
+    """Checks that what tensor parallelism cuts has equal parts.
+
+    Raises:
+        ConfigError: it does not divide heads, width or inner width.
+    """
+    inner = model.feed_forward.inner_size(model.hidden_size)
+    for key, value in (
+        ("model.num_heads", model.num_heads),
+        ("model.hidden_size", model.hidden_size),
+        ("model.feed_forward.hidden_size", inner),
+    ):
+        if value % size:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size: {size} does not divide {key}: {value}"
+            )
 
 
 def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:

@@ -26,6 +26,7 @@ from train.config import RunConfig, load_config, parse_config, refuse_changes, v
 from train.environment import check_compiler, write_environment
 from train.errors import ConfigError
 from train.loop import Hooks, train_loop
+from train.loss import token_losses
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
 from train.resolve import open_data, resolve
@@ -115,7 +116,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     """
     plan = plan_run(path, overrides, comm.environment_world_size())
     config, dims, data = plan.config, plan.dims, plan.data
-    world = comm.initialize(config.parallel.timeout_minutes)
+    world = comm.initialize(config.parallel.timeout_minutes, dims.tensor_parallel_size)
     state = _start_state(plan)
     engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
@@ -125,7 +126,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
         num_steps=config.train.steps - state.step,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        data_parallel_rank=world.rank,
+        data_parallel_rank=world.data_parallel_rank,
         data_parallel_size=dims.data_parallel_size,
         num_workers=config.data.num_workers,
         pin_memory=world.device.type == "cuda",
@@ -181,6 +182,7 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
         micro_batch_size=config.train.micro_batch_size,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         source=source,
+        token_losses=token_losses,
         compile_model=config.model.compile,
     )
 
@@ -211,7 +213,9 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
         assert windows is not None
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-        return score_windows(engine, windows, batch_size=batch_size, world=world).loss
+        return score_windows(
+            engine, windows, batch_size=batch_size, world=world, losses=engine.token_losses
+        ).loss
 
     def save_now(state: TrainState) -> None:
         folder = Path(config.run.folder) / "checkpoints"

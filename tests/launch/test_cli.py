@@ -91,7 +91,7 @@ def test_a_wrong_command_line_is_one_line(
         ("train.steps", ["'train.steps'", "key=value"]),
         ("model.num_heads=5", ["model.hidden_size", "32", "model.num_heads", "5", "30"]),
         ("train.global_batch_size=5", ["train.global_batch_size", "5", "2 x 1"]),
-        ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "not built yet"]),
+        ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "2 does not divide"]),
         ("parallel.expert_parallel_size=2", ["parallel.expert_parallel_size", "not built yet"]),
         ("parallel.zero_stage=4", ["parallel.zero_stage", "4", "0, 1, 2 or 3"]),
         ("train.precision=fp16", ["train.precision", "'fp16'", "'fp32' or 'bf16'"]),

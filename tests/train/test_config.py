@@ -60,7 +60,7 @@ def test_a_resolved_config_reads_back_as_itself():
         ("train.precision=fp16", "train.precision: 'fp16' is not allowed: input should be 'fp32'"),
         ("seed=true", "seed: True is not allowed"),
         ("parallel.zero_stage=4", "parallel.zero_stage: 4 is not allowed"),
-        ("parallel.tensor_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
+        ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size: 0 is not allowed"),
         ("parallel.expert_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
         ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
@@ -101,6 +101,24 @@ def test_batches_that_do_not_divide_are_refused():
     with pytest.raises(LayoutError, match=r"global_batch_size: 8 .*2 x 3 = 6"):
         validate(parse(), 3)
     assert validate(parse(), 2).data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.num_heads=2", "model.hidden_size=6"), "does not divide model.num_heads: 2"),
+        (("model.num_heads=8",), "does not divide the 6 processes"),
+        (
+            ("model.feed_forward.hidden_size=30",),
+            "does not divide model.feed_forward.hidden_size: 30",
+        ),
+    ],
+)
+def test_tensor_parallel_processes_that_do_not_fit_are_refused(overrides, expected):
+    config = parse("parallel.tensor_parallel_size=4", *overrides)
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        validate(config, 6 if "processes" in expected else 8)
+    assert caught.value.exit_status == 2
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,16 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
         assert actual == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensor_parallel_processes_train_and_validate_alike(
+    workers, finished, config, tmp_path, processes
+):
+    workers(processes).run(run, config, "parallel.tensor_parallel_size=2")
+    for ours, theirs in zip(records(tmp_path / "run"), records(finished / "run"), strict=True):
+        for key in ("loss", "grad_norm", "validation_loss"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-5)
+
+
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
 def test_a_run_goes_on_by_itself_on_another_layout(
     workers, finished, tmp_path, prepared_path, first, second
