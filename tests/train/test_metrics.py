@@ -71,7 +71,10 @@ def test_records_behind_a_step_and_half_lines_are_dropped(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 def test_peak_memory_is_this_processs_own():
     ballast = torch.ones(150_000_000)  # 600 MB here, and none of it there
-    code = "import torch; from train.metrics import peak_memory_bytes as p; print(p(torch.device('cpu')))"
+    code = (
+        "import torch; from train.metrics import peak_memory_bytes\n"
+        "print(peak_memory_bytes(torch.device('cpu')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ballast.sum() > 0
     assert peak_memory_bytes(torch.device("cpu")) - int(done.stdout) > 400e6
