@@ -36,15 +36,20 @@ class TokenStream:
         prefix: The files' common path, without `.bin` and `.idx`.
         num_tokens: Tokens in all, the ends of documents included.
         num_documents: Documents.
+        vocab_size: Every token is below it, which each read checks; None checks nothing.
 
     Attributes:
         prefix: As given.
         num_tokens: As given.
         num_documents: As given.
+        vocab_size: As given.
     """
 
-    def __init__(self, prefix: Path, num_tokens: int, num_documents: int) -> None:
+    def __init__(
+        self, prefix: Path, num_tokens: int, num_documents: int, vocab_size: int | None = None
+    ) -> None:
         self.prefix = prefix
+        self.vocab_size = vocab_size
         self.num_tokens = num_tokens
         self.num_documents = num_documents
 
@@ -71,6 +76,7 @@ class TokenStream:
 
         Raises:
             IndexError: The range is not inside the stream.
+            DataError: A token is not in the vocabulary.
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
@@ -78,6 +84,12 @@ class TokenStream:
             return np.zeros(0, dtype=np.int64)
         index = self._files.index
         tokens = self._files.bin_reader.read(index.dtype, stop - start, start * index.dtype_size)
+        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+            where = start + int(np.argmax(tokens >= self.vocab_size))
+            raise DataError(
+                f"{self.prefix}.bin: damaged: token {where:,} is {int(tokens.max()):,}, the "
+                f"vocabulary has {self.vocab_size:,}"
+            )
         return np.asarray(tokens, dtype=np.int64)
 
     def read_document(
@@ -111,6 +123,7 @@ class TokenStream:
             "prefix": self.prefix,
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
+            "vocab_size": self.vocab_size,
         }
 
 
@@ -172,7 +185,8 @@ class PreparedData:
             Its tokens; there may be none.
         """
         info = self.manifest.splits[name]
-        return TokenStream(self.path / name, info.tokens, info.documents)
+        vocab_size = self.manifest.tokenizer.vocab_size
+        return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
     def verify(self) -> None:
         """Reads every token file and compares its digest.

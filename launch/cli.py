@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from launch.output import only_results_on_stdout, show
-from launch.parser import Parser, UsageError, nearest, positive
+from launch.output import check_json_path, only_results_on_stdout, show
+from launch.parser import Parser, UsageError, nearest, non_negative, positive
 
 OUTPUT_ERRORS = frozenset(
     {
@@ -116,13 +116,15 @@ def _report(error: Exception) -> int:
         where = f"{error.filename}: " if error.filename else ""
         _say(f"{where}{error.strerror}")
         return 1
+    if _rank():  # often only the echo of rank 0's end, which torchrun then answers
+        time.sleep(RANK_ZERO_SPEAKS_FIRST)
     traceback.print_exc()
     return 1
 
 
 def _say(message: str) -> None:
     """One line on standard error, from rank 0; from another one only if rank 0 has none."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _rank()
     if rank:
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
         message = f"rank {rank}: {message}"
@@ -156,7 +158,12 @@ def _version() -> str:
 
 
 def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return _rank() == 0
+
+
+def _rank() -> int:
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def _prepare_arguments(parser: Parser) -> None:
@@ -196,9 +203,10 @@ def _override_arguments(parser: Parser) -> None:
 
 
 def _train(options: Namespace) -> None:
-    from launch.machine import prepare_environment
+    from launch.machine import end_with_launcher, prepare_environment
     from launch.tables import trained_table
 
+    end_with_launcher()
     prepare_environment()
     from parallel import comm
     from train.pretrain import main as train
@@ -214,7 +222,13 @@ def _launch_arguments(parser: Parser) -> None:
     _config_arguments(parser)
     add = parser.add_argument
     add("--processes-per-node", type=positive, required=True, metavar="P", help="on this machine")
-    add("--max-restarts", type=int, default=0, metavar="N", help="after failures; default 0")
+    add(
+        "--max-restarts",
+        type=non_negative,
+        default=0,
+        metavar="N",
+        help="after failures; default 0",
+    )
 
 
 def _launch(options: Namespace) -> None:
@@ -244,6 +258,7 @@ def _evaluate(options: Namespace) -> None:
     from parallel import comm
     from train.evaluate import evaluate, result_table
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
         result = evaluate(
             options.path,
@@ -270,6 +285,7 @@ def _validate(options: Namespace) -> None:
     from parallel.comm import environment_world_size
     from train.describe import describe_run, description_table
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
         description = describe_run(
             options.config,

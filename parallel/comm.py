@@ -13,6 +13,8 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from parallel.dims import LayoutError
+
 T = TypeVar("T")
 
 
@@ -49,13 +51,20 @@ class World:
 
 
 def environment_world_size() -> int:
-    """Processes that torchrun started, 1 without it; reads the environment only."""
+    """Processes that torchrun started, 1 without it; reads the environment only.
+
+    Raises:
+        LayoutError: the environment is half that of torchrun.
+    """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        value = os.environ.get(name)
+        if value is not None and not value.isdecimal():
+            raise LayoutError(f"{name}: {value!r} in the environment is not a number")
+    if "RANK" in os.environ:
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise LayoutError(f"{name}: is missing in the environment, though RANK is there")
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def environment_rank() -> int:
-    """This process's rank under torchrun, 0 without it; reads the environment only."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def initialize(timeout_minutes: float = 30.0, tensor_parallel_size: int = 1) -> World:

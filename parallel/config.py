@@ -1,7 +1,5 @@
 """How a run is spread over processes."""
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from model.config import Config
@@ -17,14 +15,14 @@ class ParallelConfig(Config):
     expert_parallel_size: int = 1
     """Processes that the experts are spread over. Only 1 for now."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: int = Field(default=1, ge=0, le=3)
     """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
     parameters too. 0 shards nothing."""
 
     bucket_size: int = Field(default=50_000_000, ge=1)
     """Gradient elements reduced in one call; one buffer of this size is held."""
 
-    timeout_minutes: float = Field(default=30.0, gt=0)
+    timeout_minutes: float = Field(default=30.0, gt=0, le=7 * 24 * 60)
     """How long a collective waits for a process that does not come."""
 
     @field_validator("expert_parallel_size")

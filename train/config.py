@@ -86,9 +86,9 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: 6e-4 is a number, and a key stands once."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = str(key_node.value)
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: key {key!r} stands twice")
@@ -163,6 +163,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{origin}: is nested too deeply") from None
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{origin}: is not YAML: {reason}") from None
@@ -190,11 +192,15 @@ def _fault(fault: Any, known: set[str]) -> str:
     if kind == "extra_forbidden":
         section = key.rpartition(".")[0]
         siblings = [k for k in known if k.rpartition(".")[0] == section]
-        close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
-        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        return f"unknown key {key}; the nearest is {close[0]}"
+        close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        if close:
+            return f"unknown key {key}; the nearest is {close[0]}"
+        return f"unknown key {key}; there are {', '.join(sorted(siblings))}"
     if kind == "missing":
         return f"{key}: is missing"
+    if kind in {"model_type", "model_attributes_type"}:
+        return f"{key}: {fault['input']!r} is not allowed: a section of keys is needed"
     if kind == "value_error" and re.match(r"[\w.]+: ", message):
         return message  # the rule names its keys itself
     return f"{key}: {fault['input']!r} is not allowed: {message[0].lower()}{message[1:]}"

@@ -1,5 +1,6 @@
 """`polyad evaluate`: perplexity of a checkpoint on prepared data."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -58,9 +59,10 @@ def evaluate(
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     if data is not None:
-        overrides = (*overrides, f"data.path={data}")
-    config = parse_config(checkpoint.config_yaml, overrides, origin=f"{checkpoint.folder}")
-    original = parse_config(checkpoint.config_yaml, origin=f"{checkpoint.folder}")
+        overrides = (*overrides, f"data.path={json.dumps(data)}")
+    saved = checkpoint.folder / "config.yaml"
+    original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
+    config = parse_config(checkpoint.config_yaml, overrides, origin=f"{saved} with overrides")
     _refuse_other_keys(original, config)
     prepared = open_data(config.data.path, checkpoint.state["tokenizer_fingerprint"], "checkpoint")
     stride = config.evaluation.stride or config.model.sequence_length

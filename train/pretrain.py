@@ -1,5 +1,6 @@
 """`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from train.loss import token_losses
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
 from train.resolve import open_data, resolve
+from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.state import TrainState
 
@@ -84,22 +86,30 @@ def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
         ConfigError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.run.folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run.folder: {folder} is a file, a folder is needed")
-    if not folder.exists() or not any(folder.iterdir()):
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
         return None
     saved = folder / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
     found = complete_checkpoints(folder / "checkpoints")
     if not found:
-        refuse_changes(parse_config(saved.read_text(), origin=str(saved)), config, folder)
+        refuse_changes(load_config(saved), config, folder)
         return None
     checkpoint = Checkpoint(found[-1])
     refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
     if checkpoint.state["data_fingerprint"] != data.manifest.fingerprint:
         raise ConfigError(
             f"data.path: {config.data.path} holds other data than {folder} was trained on so far"
+        )
+    if checkpoint.training_step > config.train.steps:
+        raise ConfigError(
+            f"train.steps: {config.train.steps} is less than the {checkpoint.training_step} steps "
+            f"that {folder} has done; at least as many are allowed"
         )
     return checkpoint
 
@@ -117,6 +127,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     plan = plan_run(path, overrides, comm.environment_world_size())
     config, dims, data = plan.config, plan.dims, plan.data
     world = comm.initialize(config.parallel.timeout_minutes, dims.tensor_parallel_size)
+    lock = RunLock(Path(config.run.folder), world)
     state = _start_state(plan)
     engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
@@ -149,6 +160,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     finally:
         if metrics is not None:
             metrics.close()
+        lock.release()
     return state
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from data.dataset import PreparedData
+from data.errors import DataError
 from train.config import RunConfig
 from train.errors import ConfigError
 
@@ -20,7 +21,10 @@ def open_data(path: str | None, tokenizer_fingerprint: str | None, owner: str) -
     """
     if path is None:
         raise ConfigError("data.path: is missing; `polyad prepare` makes such a folder")
-    prepared = PreparedData.open(Path(path))
+    try:
+        prepared = PreparedData.open(Path(path))
+    except DataError as error:
+        raise ConfigError(f"data.path: {error}") from None
     theirs = prepared.manifest.tokenizer.fingerprint
     if tokenizer_fingerprint is not None and theirs != tokenizer_fingerprint:
         raise ConfigError(

@@ -204,6 +204,40 @@ def test_a_folder_without_manifest_is_no_checkpoint(saved, tmp_path):
         Checkpoint(new)
 
 
+@pytest.mark.parametrize("layout", [ONE, TWO])
+def test_a_flipped_byte_in_a_shard_is_refused_by_name(saved, tmp_path, layout):
+    path = copy(saved(layout), tmp_path / "step-00000003")
+    shard = path / "rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    chunk = Checkpoint(path).tensors["token_embedding.weight"]["master"]["chunks"][0]
+    data[chunk["begin"] + 5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: damaged: the crc32 of"):
+        load_model(path)
+    # What is elsewhere in the file can still be read.
+    Checkpoint(path).whole("token_embedding.weight", "exp_avg")
+
+
+@pytest.mark.parametrize("name", ["index.json", "state.json", "config.yaml"])
+def test_a_changed_small_file_of_the_same_size_is_refused(saved, tmp_path, name):
+    path = copy(saved(TWO), tmp_path / "step-00000003")
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: its crc32 differs"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{}", b"\xff", b"", b'{"format": "other", "version": 1, "step": 1, "files": {}}'],
+)
+def test_a_manifest_that_is_none_is_refused(saved, tmp_path, content):
+    path = copy(saved(TWO), tmp_path / "step-00000003")
+    (path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: it is no manifest"):
+        Checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json", "state.json"])
 def test_a_truncated_or_missing_file_is_named(saved, tmp_path, name):
     path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
@@ -212,7 +246,7 @@ def test_a_truncated_or_missing_file_is_named(saved, tmp_path, name):
     with pytest.raises(CheckpointError, match=name):
         Checkpoint(path)
     (path / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"{name}: missing"):
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: missing"):
         Checkpoint(path)
 
 

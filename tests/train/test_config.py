@@ -64,7 +64,14 @@ def test_a_resolved_config_reads_back_as_itself():
         ("parallel.expert_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
         ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
-        ("model.feed_forward.kind=mumoe", "input should be 'dense'"),
+        ("model.feed_forward.kind=mumoe", "'mumoe' is not allowed: this kind is not built yet"),
+        ("model.feed_forward.kind=mlp", "input should be 'dense'"),
+        ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, model"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
+        ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),
+        ("parallel.zero_stage=true", "parallel.zero_stage: True is not allowed"),
+        ("log.device=h300", "log.device: 'h300' is not allowed: input should be 'auto'"),
+        ("model=7", "model: 7 is not allowed: a section of keys is needed"),
         ("model.num_layers.x=1", "num_layers is a value and has no keys below it"),
         ("train.steps", "overrides are written key=value"),
         ("train.steps=[1", "is not YAML"),
@@ -84,7 +91,16 @@ def test_a_key_that_stands_twice_is_refused():
     assert "line 6: key 'seed' stands twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", "\t- x"])
+def test_merge_keys_and_anchors_work():
+    text = SMALLEST.replace("train: {", "train: &t {") + "data_: {}\n"
+    assert "unknown key data_" in error(text=text)
+    merged = SMALLEST.replace("data: {path: data/x}", "data: {<<: {path: data/y}}")
+    assert parse(text=merged).data.path == "data/y"
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "just words", "a: [", "\t- x", "? [a]\n: b", "[" * 5000]
+)
 def test_a_file_that_is_no_mapping_is_refused(text):
     assert error(text=text).startswith("run.yaml: ")
 
