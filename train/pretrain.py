@@ -33,6 +33,9 @@ from train.resolve import open_data, resolve
 from train.scoring import score_windows
 from train.state import TrainState
 
+LAUNCH_FOLDER = "launch"
+"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -86,7 +89,7 @@ def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
     folder = Path(config.run.folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.folder: {folder} is a file, a folder is needed")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or {entry.name for entry in folder.iterdir()} <= {LAUNCH_FOLDER}:
         return None
     saved = folder / "config.yaml"
     if not saved.exists():
