@@ -63,7 +63,7 @@ def endpoint(text: str, option: str) -> str:
     Raises:
         LaunchError: the host or the port is none.
     """
-    bracketed = re.fullmatch(r"\[([^\[\]]*)\](?::([^:]*))?", text)
+    bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::([^:]*))?", text)
     if bracketed:
         host, port = bracketed[1], bracketed[2]
         return f"[{host_name(host, option)}]:{_port(port, option)}"
