@@ -1,8 +1,8 @@
 """`python -m launch.torchrun` is torchrun without its report of 40 lines when a worker fails.
 
 The worker has already said what is wrong; what torchrun adds hides it. The status is that of the
-worker which failed first, so that bad input stays apart from a failed run. Hosts that do not meet are one
-line too.
+worker which failed first, so that bad input stays apart from a failed run. Hosts that do not meet
+are one line too.
 """
 
 import logging

@@ -70,8 +70,10 @@ def test_a_name_with_special_characters_is_refused(option: str, value: str) -> N
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400)]
-    + [("1-2:30:05", 95405)],
+    [
+        *(("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400)),
+        ("1-2:30:05", 95405),
+    ],
 )
 def test_times_are_those_of_slurm(text: str, number: int) -> None:
     assert seconds(text) == number
