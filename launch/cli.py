@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch.output import check_json_path, only_results_on_stdout, show
-from launch.parser import Parser, UsageError, nearest, non_negative, positive
+from launch.parser import Parser, UsageError, nearest, positive
 
 OUTPUT_ERRORS = frozenset(
     {
@@ -219,27 +219,16 @@ def _train(options: Namespace) -> None:
 
 
 def _launch_arguments(parser: Parser) -> None:
+    from launch.options import launch_arguments
+
     _config_arguments(parser)
-    add = parser.add_argument
-    add("--processes-per-node", type=positive, required=True, metavar="P", help="on this machine")
-    add(
-        "--max-restarts",
-        type=non_negative,
-        default=0,
-        metavar="N",
-        help="after failures; default 0",
-    )
+    launch_arguments(parser)
 
 
 def _launch(options: Namespace) -> None:
-    from launch.command import launch
+    from launch.options import launch_from
 
-    launch(
-        options.config,
-        options.overrides,
-        processes_per_node=options.processes_per_node,
-        max_restarts=options.max_restarts,
-    )
+    launch_from(options)
 
 
 def _evaluate_arguments(parser: Parser) -> None:
@@ -312,9 +301,13 @@ COMMANDS: dict[str, Command] = {
         handler=_train,
     ),
     "launch": Command(
-        summary="Checks a run, then trains it in P processes of this machine.",
+        summary="Checks a run, then trains it in P processes of this machine, or of N hosts.",
         example="polyad launch configs/quickstart/gpt2.yaml --processes-per-node 2 "
-        "data.path=runs/stdlib",
+        "data.path=runs/stdlib\n"
+        "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
+        "--rdzv-endpoint node-1:29400\n"
+        "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
+        "--gpus-per-node 4 --time 24:00:00 --dry-run",
         arguments=_launch_arguments,
         handler=_launch,
     ),

@@ -31,6 +31,7 @@ OURS = frozenset(
         "checkpoints",
         "profile",
         ".lock",
+        "launch",
     }
 )
 """What a run folder holds; a folder with anything else is not deleted."""

@@ -35,6 +35,9 @@ from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.state import TrainState
 
+LAUNCH_FOLDER = "launch"
+"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -91,7 +94,10 @@ def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
         raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {
+        LOCK_FILE,
+        LAUNCH_FOLDER,
+    }:
         return None
     saved = folder / "config.yaml"
     if not saved.exists():

@@ -15,7 +15,11 @@ NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
 
 # The processes that a configuration names, the vocabulary of its tokenizer, and its parameters.
 EXPECTED = {
+    "gpt2/124m-wikitext103.yaml": (8, 50257, 124_337_664),
     "gpt2/124m.yaml": (8, 50257, 124_337_664),
+    "gpt2/1558m.yaml": (32, 50257, 1_557_611_200),  # as OpenAI's, with biases
+    "gpt2/355m.yaml": (8, 50257, 354_823_168),
+    "gpt2/774m.yaml": (16, 50257, 774_030_080),
     "quickstart/gpt2.yaml": (2, 8192, 5_322_240),
 }
 
