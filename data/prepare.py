@@ -18,8 +18,9 @@ from data.manifest import (
     data_fingerprint,
 )
 from data.progress import Progress, Report
+from data.source import Document, Skipped, Source
 from data.staging import check_replaceable, staged_folder
-from data.text import Document, Skipped, Source, open_source
+from data.text import open_source, open_splits
 from data.tokenizer import Tokenizer, resolve_tokenizer, vocab_size_to_train
 from data.writer import DatasetWriter, cut_between_words
 
@@ -86,6 +87,7 @@ def prepare(
     test_source: str | None = None,
     text_key: str = "text",
     end_of_text: str | None = None,
+    streaming: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Manifest:
@@ -96,15 +98,18 @@ def prepare(
     same request, it is kept and nothing is read.
 
     Args:
-        source: `python-stdlib`, a file or a folder; see `data.text.open_source`.
+        source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
+            taken where it has them; see `data.text.open_source`.
         tokenizer: `train:VOCAB_SIZE` or a path; see `data.tokenizer.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0.
         test_fraction: Share of the documents held out for the test, at least 0.
         validation_source: Text that is the validation split instead.
         test_source: Text that is the test split instead.
-        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         end_of_text: The token that ends each document; None takes a well-known one.
+        streaming: Whether Hugging Face data sets are read without a copy on the disk; the result
+            is the same.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -114,18 +119,14 @@ def prepare(
     Raises:
         DataError: An argument, the text, the tokenizer or the output folder will not do.
     """
-    fractions = _checked_fractions(
-        {
-            "validation": 0.0 if validation_source else validation_fraction,
-            "test": 0.0 if test_source else test_fraction,
-        }
-    )
-    specs: dict[SplitName, str | None] = {
-        "train": source,
-        "validation": validation_source,
-        "test": test_source,
-    }
-    by_split = {name: open_source(spec, text_key=text_key) for name, spec in specs.items() if spec}
+    fractions = _checked_fractions({"validation": validation_fraction, "test": test_fraction})
+    by_split = open_splits(source, text_key=text_key, streaming=streaming)
+    held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
+    for name, spec in held_out.items():
+        if spec:
+            by_split[name] = open_source(spec, text_key=text_key, streaming=streaming, split=name)
+    by_split = {name: by_split[name] for name in SPLITS if name in by_split}
+    fractions |= {name: 0.0 for name in by_split if name in fractions}
     to_train = vocab_size_to_train(tokenizer) is not None
     loaded = None if to_train else resolve_tokenizer(tokenizer, end_of_text=end_of_text)
     request = Request(
@@ -237,8 +238,8 @@ def _summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
     request = manifest.request
     wanted = {
         "train": True,
-        "validation": bool(request.validation_source or request.validation_fraction),
-        "test": bool(request.test_source or request.test_fraction),
+        "validation": bool(request.validation_fraction),
+        "test": bool(request.test_fraction),
     }
     for name in SPLITS:
         split = manifest.splits[name]

@@ -161,14 +161,26 @@ def _is_main() -> bool:
 
 def _prepare_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("--source", required=True, help="python-stdlib, or a .txt, .jsonl, .parquet file or folder")
-    add("--tokenizer", required=True, help="train:VOCAB_SIZE, a tokenizer.json, or GPT-2's folder")
+    add(
+        "--source",
+        required=True,
+        help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
+        "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
+        ".parquet file or folder",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        help="train:VOCAB_SIZE, words or words:VOCAB_SIZE (of the train split), a tokenizer.json, "
+        "a SentencePiece .model, or GPT-2's folder",
+    )
     add("--output", required=True, metavar="DIR", help="the folder to make")
     add("--validation-fraction", type=float, default=0.05, metavar="F", help="of all documents")
     add("--test-fraction", type=float, default=0.05, metavar="F", help="of all documents")
     add("--validation-source", metavar="SOURCE", help="text that is the validation split instead")
     add("--test-source", metavar="SOURCE", help="text that is the test split instead")
     add("--text-key", default="text", metavar="KEY", help="of the text in .jsonl and .parquet")
+    add("--streaming", action="store_true", help="read a Hugging Face data set without a copy")
     add("--end-of-text", metavar="TOKEN", help="ends each document; default: a well-known one")
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
 
