@@ -10,7 +10,6 @@ from data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     SPLITS,
-    TOKENIZER_FILE,
     Manifest,
     Request,
     SplitName,
@@ -21,7 +20,7 @@ from data.progress import Progress, Report
 from data.source import Document, Skipped, Source
 from data.staging import check_replaceable, staged_folder
 from data.text import open_source, open_splits
-from data.tokenizer import Tokenizer, resolve_tokenizer, vocab_size_to_train
+from data.tokenizer import Tokenizer, resolve_tokenizer, training_wanted
 from data.writer import DatasetWriter, cut_between_words
 
 
@@ -100,7 +99,8 @@ def prepare(
     Args:
         source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
             taken where it has them; see `data.text.open_source`.
-        tokenizer: `train:VOCAB_SIZE` or a path; see `data.tokenizer.resolve_tokenizer`.
+        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or a path; see
+            `data.tokenizer.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0.
         test_fraction: Share of the documents held out for the test, at least 0.
@@ -127,7 +127,7 @@ def prepare(
             by_split[name] = open_source(spec, text_key=text_key, streaming=streaming, split=name)
     by_split = {name: by_split[name] for name in SPLITS if name in by_split}
     fractions |= {name: 0.0 for name in by_split if name in fractions}
-    to_train = vocab_size_to_train(tokenizer) is not None
+    to_train = training_wanted(tokenizer) is not None
     loaded = None if to_train else resolve_tokenizer(tokenizer, end_of_text=end_of_text)
     request = Request(
         source=source,
@@ -190,6 +190,7 @@ def _write(
             raise DataError(f"{source.spec}: no text in it (for the {name} split)")
     info = TokenizerInfo(
         fingerprint=tokenizer.fingerprint,
+        file=tokenizer.file_name,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         end_of_text_id=tokenizer.end_of_text_id,
@@ -204,7 +205,7 @@ def _write(
         skipped_unreadable=skipped.unreadable,
         fingerprint=data_fingerprint(splits, info),
     )
-    tokenizer.save(folder / TOKENIZER_FILE)
+    tokenizer.save(folder / tokenizer.file_name)
     manifest.write(folder)
     return manifest
 

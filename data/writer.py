@@ -12,7 +12,7 @@ import numpy.typing as npt
 from data.errors import DataError
 from data.indexed import indexed_dataset
 from data.manifest import SPLITS, SplitInfo, SplitName, ends_digest, flush_to_disk
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, UnknownWordError
 
 PIECE_CHARACTERS = 128 * 1024
 """A document longer than this is encoded in pieces of about this many characters."""
@@ -178,7 +178,10 @@ class DatasetWriter:
             self._encode_pending()
 
     def _encode_pending(self) -> None:
-        batch = self._tokenizer.encode_batch([piece.text for piece in self._pending])
+        try:
+            batch = self._tokenizer.encode_batch([piece.text for piece in self._pending])
+        except UnknownWordError as error:
+            raise DataError(f"{self._pending[error.row].name}: {error}") from None
         for piece, ids in zip(self._pending, batch, strict=True):
             self._splits[piece.split].add(ids, piece.text, is_last=piece.is_last, name=piece.name)
         self._pending.clear()
