@@ -26,6 +26,9 @@ FILES = frozenset(
 )
 """Everything that a prepared folder may hold."""
 
+LENGTHS_SUFFIX = ".lengths"
+"""Of a file that lies beside the others while they are written."""
+
 INDEX_HEADER_BYTES = 34
 """Of an .idx file: 9 magic, 8 version, 1 type code, 8 sequences, 8 document bounds."""
 END_BYTES = 64 * 1024

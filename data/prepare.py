@@ -1,6 +1,7 @@
 """Text to a folder of tokens: split by document, encoded, written, sealed with a manifest."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +18,15 @@ from data.manifest import (
     data_fingerprint,
 )
 from data.progress import Progress, Report
+from data.resume import Resume, read_resume, remove_resume, save_resume
 from data.source import Document, Skipped, Source
 from data.staging import check_replaceable, staged_folder
 from data.text import open_source, open_splits
-from data.tokenizer import Tokenizer, resolve_tokenizer, training_wanted
+from data.tokenizer import Tokenizer, all_cores, resolve_tokenizer, training_wanted
 from data.writer import DatasetWriter, cut_between_words
+
+SAVE_SECONDS = 30.0
+"""An interrupted call loses at most this much of its work."""
 
 
 class _Sources(NamedTuple):
@@ -94,7 +99,8 @@ def prepare(
 
     The text is streamed, once, and once before to train a tokenizer (on the documents of the train
     split alone). The folder appears complete or not at all. If it exists and was prepared from the
-    same request, it is kept and nothing is read.
+    same request, it is kept and nothing is read; if such a request was interrupted, the files are
+    those that it would have written, and only what it had not yet saved is encoded.
 
     Args:
         source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
@@ -147,9 +153,19 @@ def prepare(
         return existing
     check_replaceable(output, overwrite=overwrite)
     sources = _Sources(by_split, fractions)
-    with contextlib.closing(progress), staged_folder(output) as folder:
-        chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
-        manifest = _write(sources, chosen, request, folder, progress)
+    with (
+        contextlib.closing(progress),
+        all_cores(),
+        staged_folder(output, lambda folder: read_resume(folder, request) is not None) as folder,
+    ):
+        resume = read_resume(folder, request)
+        if resume is not None:
+            progress.say(f"{output}: goes on behind {resume.documents:,} documents")
+            chosen = Tokenizer.load(folder / resume.tokenizer_file, resume.end_of_text)
+        else:
+            chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
+            chosen.save(folder / chosen.file_name)
+        manifest = _write(sources, chosen, request, folder, progress, resume)
     _summarize(manifest, output, progress)
     return manifest
 
@@ -174,13 +190,27 @@ def _train(sources: _Sources, spec: str, end_of_text: str | None, progress: Prog
 
 
 def _write(
-    sources: _Sources, tokenizer: Tokenizer, request: Request, folder: Path, progress: Progress
+    sources: _Sources,
+    tokenizer: Tokenizer,
+    request: Request,
+    folder: Path,
+    progress: Progress,
+    resume: Resume | None,
 ) -> Manifest:
     skipped = Skipped()
-    writer = DatasetWriter(folder, tokenizer)
+    writer = DatasetWriter(folder, tokenizer, resume.splits if resume else None)
+    done = resume.documents if resume else 0
+    trained = training_wanted(request.tokenizer) is not None
+    # A tokenizer that was trained is worth keeping before any text is encoded.
+    saved_at = -SAVE_SECONDS if trained and not resume else time.monotonic()
     with contextlib.closing(writer):
         progress.start("encoding", sources.total_bytes)
-        for split, document in sources.assigned(skipped):
+        for number, (split, document) in enumerate(sources.assigned(skipped)):
+            if number < done:
+                continue  # read again, and not encoded: a small part of the work
+            if time.monotonic() - saved_at >= SAVE_SECONDS:
+                save_resume(folder, request, tokenizer, number, writer.states())
+                saved_at = time.monotonic()
             writer.add(split, document.text, document.name)
             progress.update(document.bytes_read, writer.tokens)
         splits = writer.finish()
@@ -205,7 +235,7 @@ def _write(
         skipped_unreadable=skipped.unreadable,
         fingerprint=data_fingerprint(splits, info),
     )
-    tokenizer.save(folder / tokenizer.file_name)
+    remove_resume(folder)
     manifest.write(folder)
     return manifest
 

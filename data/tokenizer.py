@@ -1,7 +1,9 @@
 """Text to token ids and back: a Hugging Face tokenizer that cannot be made to end a document."""
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,6 +29,7 @@ KNOWN_END_OF_TEXT = (
 """Looked for in this order when the user names none."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """How a tokenizer is asked for that is made from the train split."""
 
@@ -162,7 +165,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # bare; a vocabulary of words without one for unknown ones
             raise self._unknown_word(texts) or error from None
-        batch = [list(encoding.ids) for encoding in encodings]
+        batch: list[list[int]] = [encoding.ids for encoding in encodings]
         for row, ids in enumerate(batch):
             if self.end_of_text_id in ids:
                 batch[row] = self._encode_forged(texts[row])
@@ -254,6 +257,24 @@ def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
     content = file.read_text(encoding="utf-8")
     kind = WordTokenizer if is_word_vocabulary(content) else Tokenizer
     return kind(content, end_of_text)
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Encodes with every core, or with RAYON_NUM_THREADS threads, within the block.
+
+    TOKENIZERS_PARALLELISM=false is what a process that trains wants, and what `launch/machine.py`
+    sets; inherited, it would leave all cores but one idle here.
+    """
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARALLELISM]
+        else:
+            os.environ[PARALLELISM] = before
 
 
 def canonical(content: str) -> str:
