@@ -101,6 +101,11 @@ class TrainingData:
         """The tokenizer of all parts."""
         return self.parts[0].data.manifest.tokenizer
 
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer's file: of Hugging Face `tokenizers`, or of SentencePiece."""
+        return self.parts[0].data.path / self.tokenizer.file
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Names what training sees: of one folder its own, of several with their shares."""

@@ -33,8 +33,7 @@ class SentencePieceTokenizer(Tokenizer):
         if size == 0:
             raise DataError("not a SentencePiece model")
         self._model = model
-        pieces = self._processor.id_to_piece(list(range(size)))
-        vocabulary = {piece: number for number, piece in enumerate(pieces)}
+        vocabulary = self.vocabulary()
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
         self.vocab_size = size
@@ -64,6 +63,11 @@ class SentencePieceTokenizer(Tokenizer):
                     f"{self.end_of_text!r}; choose another one with --end-of-text TOKEN"
                 )
         return batch
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every piece and its id."""
+        pieces = self._processor.id_to_piece(list(range(self._processor.get_piece_size())))
+        return {piece: number for number, piece in enumerate(pieces)}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids, the end-of-text piece included.

@@ -91,11 +91,14 @@ def guard(work: Callable[[], int]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     name = argv[0] if argv else ""
+    if " ".join(argv[:2]) in COMMANDS:  # as `bench data`
+        name = " ".join(argv[:2])
     if name in COMMANDS:
         command = COMMANDS[name]
         parser = Parser(name, command.summary, command.example)
         command.arguments(parser)
-        return command.handler(parser.parse_intermixed_args(argv[1:])) or 0
+        rest = argv[len(name.split()) :]
+        return command.handler(parser.parse_intermixed_args(rest)) or 0
     if name in {"-h", "--help"}:
         print(_overview())
         return 0
@@ -292,6 +295,29 @@ def _validate(options: Namespace) -> None:
         show(description, description_table(description), options.json, stdout)
 
 
+def _bench_data_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--source", default="python-stdlib", help="of the text, as for prepare")
+    add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
+    add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
+    add("--sequence-length", type=positive, default=1024, metavar="T", help="default 1024")
+    add("--micro-batch-size", type=positive, default=8, metavar="B", help="default 8")
+    add("--num-workers", type=int, default=0, metavar="N", help="loader processes; default 0")
+    add("--consumption", type=float, metavar="TOKENS", help="a second, that training takes")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _bench_data(options: Namespace) -> None:
+    from launch.bench.data import bench_data, data_table
+
+    arguments = dict(vars(options))
+    json_path = arguments.pop("json")
+    with only_results_on_stdout() as stdout:
+        result = bench_data(**arguments)
+        show(result, data_table(result), json_path, stdout)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
@@ -327,5 +353,11 @@ COMMANDS: dict[str, Command] = {
         "model.vocab_size=50257",
         arguments=_validate_arguments,
         handler=_validate,
+    ),
+    "bench data": Command(
+        summary="Times encoding beside the tokenizers library, and the loader.",
+        example="polyad bench data --consumption 400 --json data.json",
+        arguments=_bench_data_arguments,
+        handler=_bench_data,
     ),
 }
