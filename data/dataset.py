@@ -16,14 +16,13 @@ from data.manifest import (
     INDEX_HEADER_BYTES,
     MANIFEST_FILE,
     SPLITS,
-    TOKENIZER_FILE,
     Manifest,
     SplitInfo,
     SplitName,
     ends_digest,
     index_bytes,
 )
-from data.tokenizer import Tokenizer, fingerprint
+from data.tokenizer import Tokenizer, file_fingerprint
 
 
 class TokenStream:
@@ -171,8 +170,8 @@ class PreparedData:
             The tokenizer that made the tokens.
         """
         if self._tokenizer is None:
-            end_of_text = self.manifest.tokenizer.end_of_text
-            self._tokenizer = Tokenizer.load(self.path / TOKENIZER_FILE, end_of_text)
+            info = self.manifest.tokenizer
+            self._tokenizer = Tokenizer.load(self.path / info.file, info.end_of_text)
         return self._tokenizer
 
     def split(self, name: SplitName) -> TokenStream:
@@ -266,9 +265,9 @@ def _largest_id(path: Path, dtype: str) -> int:
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    path = folder / TOKENIZER_FILE
+    path = folder / manifest.tokenizer.file
     try:
-        found = fingerprint(path.read_text(encoding="utf-8"), manifest.tokenizer.end_of_text)
+        found = file_fingerprint(path, manifest.tokenizer.end_of_text)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable tokenizer: {error}") from None
     if found != manifest.tokenizer.fingerprint:

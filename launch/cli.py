@@ -91,11 +91,14 @@ def guard(work: Callable[[], int]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     name = argv[0] if argv else ""
+    if " ".join(argv[:2]) in COMMANDS:  # as `bench data`
+        name = " ".join(argv[:2])
     if name in COMMANDS:
         command = COMMANDS[name]
         parser = Parser(name, command.summary, command.example)
         command.arguments(parser)
-        return command.handler(parser.parse_intermixed_args(argv[1:])) or 0
+        rest = argv[len(name.split()) :]
+        return command.handler(parser.parse_intermixed_args(rest)) or 0
     if name in {"-h", "--help"}:
         print(_overview())
         return 0
@@ -168,14 +171,26 @@ def _rank() -> int:
 
 def _prepare_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("--source", required=True, help="python-stdlib, or a .txt, .jsonl, .parquet file or folder")
-    add("--tokenizer", required=True, help="train:VOCAB_SIZE, a tokenizer.json, or GPT-2's folder")
+    add(
+        "--source",
+        required=True,
+        help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
+        "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
+        ".parquet file or folder",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        help="train:VOCAB_SIZE, words or words:VOCAB_SIZE (of the train split), a tokenizer.json, "
+        "a SentencePiece .model, or GPT-2's folder",
+    )
     add("--output", required=True, metavar="DIR", help="the folder to make")
     add("--validation-fraction", type=float, default=0.05, metavar="F", help="of all documents")
     add("--test-fraction", type=float, default=0.05, metavar="F", help="of all documents")
     add("--validation-source", metavar="SOURCE", help="text that is the validation split instead")
     add("--test-source", metavar="SOURCE", help="text that is the test split instead")
     add("--text-key", default="text", metavar="KEY", help="of the text in .jsonl and .parquet")
+    add("--streaming", action="store_true", help="read a Hugging Face data set without a copy")
     add("--end-of-text", metavar="TOKEN", help="ends each document; default: a well-known one")
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
 
@@ -285,6 +300,29 @@ def _validate(options: Namespace) -> None:
         show(description, description_table(description), options.json, stdout)
 
 
+def _bench_data_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--source", default="python-stdlib", help="of the text, as for prepare")
+    add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
+    add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
+    add("--sequence-length", type=positive, default=1024, metavar="T", help="default 1024")
+    add("--micro-batch-size", type=positive, default=8, metavar="B", help="default 8")
+    add("--num-workers", type=int, default=0, metavar="N", help="loader processes; default 0")
+    add("--consumption", type=float, metavar="TOKENS", help="a second, that training takes")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _bench_data(options: Namespace) -> None:
+    from launch.bench.data import bench_data, data_table
+
+    arguments = dict(vars(options))
+    json_path = arguments.pop("json")
+    with only_results_on_stdout() as stdout:
+        result = bench_data(**arguments)
+        show(result, data_table(result), json_path, stdout)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
@@ -324,5 +362,11 @@ COMMANDS: dict[str, Command] = {
         "model.vocab_size=50257",
         arguments=_validate_arguments,
         handler=_validate,
+    ),
+    "bench data": Command(
+        summary="Times encoding beside the tokenizers library, and the loader.",
+        example="polyad bench data --consumption 400 --json data.json",
+        arguments=_bench_data_arguments,
+        handler=_bench_data,
     ),
 }

@@ -6,7 +6,7 @@ from typing import Any
 from launch.agent import Rendezvous
 from launch.command import MAX_RESTARTS, launch
 from launch.hosts import LaunchError
-from launch.parser import Parser, not_negative, positive
+from launch.parser import Parser, non_negative, positive
 from launch.slurm import SlurmJob
 
 ONLY_TORCHRUN = ("rdzv_endpoint", "rdzv_id", "rdzv_is_host", "local_addr")
@@ -24,7 +24,7 @@ def launch_arguments(parser: Parser) -> None:
     add("--via", choices=tuple(MAX_RESTARTS), default="local", help="default local: this machine")
     add(
         "--max-restarts",
-        type=not_negative,
+        type=non_negative,
         metavar="R",
         help="starts after a failure, from the newest checkpoint; default 0 local, else 3",
     )

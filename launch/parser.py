@@ -81,10 +81,5 @@ def positive(text: str) -> int:
     return number
 
 
-def not_negative(text: str) -> int:
-    """The type of a count that may be none."""
-    return 0 if text == "0" else positive(text)
-
-
 def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())

@@ -76,9 +76,10 @@ class RunConfig(Config):
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
-    "run", "data.path", "data.num_workers", "train.steps", "train.micro_batch_size",
-    "train.max_skipped_steps", "optimizer.learning_rate", "schedule", "parallel", "checkpoint",
-    "evaluation", "log", "model.recompute", "model.compile",
+    # What the data is, by path or mixture, its fingerprint says.
+    "run", "data.path", "data.mixture", "data.num_workers", "train.steps",
+    "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
+    "parallel", "checkpoint", "evaluation", "log", "model.recompute", "model.compile",
 )  # fmt: skip
 
 
@@ -185,12 +186,12 @@ def _fault(fault: Any, known: set[str]) -> str:
     parts = [str(part) for part in fault["loc"]]
     *sections, last = parts
     without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
-    candidates = [s for s in (sections, *without_kind) if not s or ".".join(s) in known]
+    candidates = [s for s in (sections, *without_kind) if not s or _without_index(s) in known]
     key = ".".join([*(candidates[0] if candidates else sections), last])
     kind: str = fault["type"]
     message: str = fault["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        section = key.rpartition(".")[0]
+        section = _without_index(key.split(".")[:-1])
         siblings = [k for k in known if k.rpartition(".")[0] == section]
         close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
         close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
@@ -204,6 +205,11 @@ def _fault(fault: Any, known: set[str]) -> str:
     if kind == "value_error" and re.match(r"[\w.]+: ", message):
         return message  # the rule names its keys itself
     return f"{key}: {fault['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
+
+
+def _without_index(sections: list[str]) -> str:
+    """The dotted key, without the place in a list: data.mixture.0 is data.mixture."""
+    return ".".join(section for section in sections if not section.isdigit())
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

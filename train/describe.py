@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from data.sampler import TrainingSamples
 from model.build import build_model, count_parameters
 from model.gpt2 import GPT2Config, flops_per_token
 from parallel.dims import Dims
@@ -40,8 +39,7 @@ def describe_run(
     if with_data:
         plan = plan_run(path, overrides, world_size)
         config, dims = plan.config, plan.dims
-        stream = plan.data.split("train")
-        samples = TrainingSamples(stream, config.model.sequence_length, config.seed)
+        samples = plan.data.samples(config.model.sequence_length, config.seed)
         epoch, step = samples.samples_per_epoch, plan.resume.training_step if plan.resume else 0
     else:
         config, epoch, step = load_config(path, overrides), None, None

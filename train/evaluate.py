@@ -59,11 +59,14 @@ def evaluate(
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     if data is not None:
-        overrides = (*overrides, f"data.path={json.dumps(data)}")
+        overrides = (*overrides, f"data.path={json.dumps(data)}", "data.mixture=null")
     saved = checkpoint.folder / "config.yaml"
     original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
     config = parse_config(checkpoint.config_yaml, overrides, origin=f"{saved} with overrides")
     _refuse_other_keys(original, config)
+    if config.data.mixture is not None:
+        folders = ", ".join(source.path for source in config.data.mixture)
+        raise ConfigError(f"data.mixture: evaluate one folder at a time, with --data, of {folders}")
     prepared = open_data(config.data.path, checkpoint.state["tokenizer_fingerprint"], "checkpoint")
     stride = config.evaluation.stride or config.model.sequence_length
     windows = EvaluationWindows(

@@ -24,9 +24,9 @@ from train.state import TrainState
 class Hooks:
     """What the loop calls beside training steps."""
 
-    validate: Callable[[], float] | None
-    """Gives the validation loss, in nats a token; all processes call it together. None where the
-    data has no validation split."""
+    validate: Callable[[], dict[str, float]] | None
+    """Gives `validation_loss`, in nats a token, and of a mixture that of each source; all processes
+    call it together. None where the data has no validation split."""
     save: Callable[[TrainState], None]
     """Writes a checkpoint; all processes call it together."""
 
@@ -92,7 +92,7 @@ def train_loop(
             done = state.step == config.train.steps
             due = not too_many and _due(state.step, config.evaluation.every, done)
             if due and hooks.validate is not None:
-                record["validation_loss"] = hooks.validate()
+                record |= hooks.validate()
                 engine.train()
             if metrics is not None:
                 metrics.write(record)

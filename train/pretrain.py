@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.dataset import PreparedData
-from data.sampler import TrainingSamples, micro_batches
+from data.dataset import TokenStream
+from data.mixture import TrainingData
+from data.sampler import micro_batches
 from data.windows import EvaluationWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
@@ -30,7 +31,7 @@ from train.loop import Hooks, train_loop
 from train.loss import token_losses
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import open_data, resolve
+from train.resolve import check_tokenizer, data_named, resolve
 from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.state import TrainState
@@ -46,7 +47,7 @@ class Plan:
     config: RunConfig
     """Resolved: nothing is left to the data."""
     dims: Dims
-    data: PreparedData
+    data: TrainingData
     resume: Checkpoint | None
     """What the run goes on from."""
     init: Checkpoint | None
@@ -67,9 +68,9 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     config = load_config(path, overrides)
     dims = validate(config, world_size)
     check_compiler(config)
-    data = open_data(config.data.path, None, "")
-    config = resolve(config, data.manifest.tokenizer.vocab_size)
-    TrainingSamples(data.split("train"), config.model.sequence_length, config.seed)
+    data = TrainingData.open(config.data)
+    config = resolve(config, data.tokenizer.vocab_size)
+    data.samples(config.model.sequence_length, config.seed)
     model = build_model(config.model)
     resume = find_resume(config, data)
     init = None
@@ -78,11 +79,16 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     elif config.checkpoint.init_from is not None:
         init = Checkpoint(find_checkpoint(Path(config.checkpoint.init_from)))
         init.check_model(model)
-        open_data(config.data.path, init.state["tokenizer_fingerprint"], "checkpoint.init_from")
+        check_tokenizer(
+            data_named(config.data),
+            data.tokenizer.fingerprint,
+            init.state["tokenizer_fingerprint"],
+            "checkpoint.init_from",
+        )
     return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
 
 
-def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
+def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
     """The newest complete checkpoint of the run's folder, if the folder is this run's.
 
     Raises:
@@ -108,9 +114,11 @@ def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
         return None
     checkpoint = Checkpoint(found[-1])
     refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
-    if checkpoint.state["data_fingerprint"] != data.manifest.fingerprint:
+    if checkpoint.state["data_fingerprint"] != data.fingerprint:
+        weights = " or mixes it by other weights" if config.data.mixture else ""
         raise ConfigError(
-            f"data.path: {config.data.path} holds other data than {folder} was trained on so far"
+            f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "
+            "far"
         )
     if checkpoint.training_step > config.train.steps:
         raise ConfigError(
@@ -138,7 +146,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
     batches = micro_batches(
-        TrainingSamples(data.split("train"), config.model.sequence_length, config.seed),
+        data.samples(config.model.sequence_length, config.seed),
         start_step=state.step,
         num_steps=config.train.steps - state.step,
         global_batch_size=config.train.global_batch_size,
@@ -172,8 +180,8 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
 
 def _start_state(plan: Plan) -> TrainState:
     state = TrainState.from_json(plan.resume.state) if plan.resume else TrainState()
-    tokenizer = plan.data.manifest.tokenizer
-    state.data_fingerprint = plan.data.manifest.fingerprint
+    tokenizer = plan.data.tokenizer
+    state.data_fingerprint = plan.data.fingerprint
     state.tokenizer_fingerprint = tokenizer.fingerprint
     state.vocab_size = tokenizer.vocab_size
     state.world_size = plan.dims.world_size
@@ -225,32 +233,36 @@ def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) ->
 
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     config = plan.config
-    windows = _validation_windows(plan)
+    parts = plan.data.validation()
+    windows = {part.name: _windows(plan, part.stream) for part in parts}
 
-    def validate_now() -> float:
-        assert windows is not None
+    def validate_now() -> dict[str, float]:
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-        return score_windows(
-            engine, windows, batch_size=batch_size, world=world, losses=engine.token_losses
-        ).loss
+        losses = {
+            name: score_windows(
+                engine, split, batch_size=batch_size, world=world, losses=engine.token_losses
+            ).loss
+            for name, split in windows.items()
+        }
+        mean = sum(part.share * losses[part.name] for part in parts)
+        each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
+        return {"validation_loss": mean} | (each if len(plan.data.parts) > 1 else {})
 
     def save_now(state: TrainState) -> None:
         folder = Path(config.run.folder) / "checkpoints"
         values: dict[str, Any] = state.to_json()
         save(engine, folder, state.step, state=values, config_yaml=config.to_yaml())
 
-    return Hooks(validate=validate_now if windows else None, save=save_now)
+    return Hooks(validate=validate_now if parts else None, save=save_now)
 
 
-def _validation_windows(plan: Plan) -> EvaluationWindows | None:
-    config, split = plan.config, plan.data.split("validation")
-    if split.num_tokens == 0:
-        return None
+def _windows(plan: Plan, split: TokenStream) -> EvaluationWindows:
+    config = plan.config
     return EvaluationWindows(
         split,
         config.model.sequence_length,
         config.evaluation.stride or config.model.sequence_length,
-        plan.data.manifest.tokenizer.end_of_text_id,
+        plan.data.tokenizer.end_of_text_id,
         max_windows=config.evaluation.max_windows,
     )

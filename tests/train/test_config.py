@@ -169,8 +169,9 @@ def test_every_key_has_a_description():
         *sections, last = key.split(".")
         owner = RunConfig
         for section in sections:
-            annotation = owner.model_fields[section].annotation
-            owner = annotation if isinstance(annotation, type) else annotation.__args__[0]
+            owner = owner.model_fields[section].annotation
+            while not hasattr(owner, "model_fields"):  # a union, a list or both
+                owner = owner.__args__[0]
         field = owner.model_fields[last]
         if not hasattr(field.annotation, "model_fields"):
             assert field.description, key
