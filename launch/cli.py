@@ -256,6 +256,25 @@ def _evaluate(options: Namespace) -> None:
         comm.shutdown()
 
 
+def _convert_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="a checkpoint, a run, or a GPT-2 folder")
+    add("destination", type=Path, metavar="DESTINATION", help="the folder to make")
+    add("--to", choices=("huggingface", "polyad"), required=True, help="the format to write")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _convert(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.convert import conversion_table, convert
+
+    with only_results_on_stdout() as stdout:
+        result = convert(options.source, options.destination, options.to)
+        show(result, conversion_table(result), options.json, stdout)
+
+
 def _validate_arguments(parser: Parser) -> None:
     _config_arguments(parser)
     add = parser.add_argument
@@ -308,6 +327,13 @@ COMMANDS: dict[str, Command] = {
         "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json",
         arguments=_evaluate_arguments,
         handler=_evaluate,
+    ),
+    "convert": Command(
+        summary="Weights to a Hugging Face folder, or from one to a checkpoint.",
+        example="polyad convert runs/quickstart/run exported --to huggingface\n"
+        "polyad convert gpt2 runs/gpt2-start --to polyad",
+        arguments=_convert_arguments,
+        handler=_convert,
     ),
     "validate": Command(
         summary="Checks a run without starting it, and says what it will do and cost.",

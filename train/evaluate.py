@@ -12,7 +12,7 @@ from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
 from train.config import RunConfig, flatten, parse_config
 from train.errors import ConfigError
 from train.metrics import Console, bar, duration
-from train.resolve import open_data
+from train.resolve import open_data, tokenizer_of
 from train.scoring import perplexities, score_windows
 
 
@@ -62,7 +62,12 @@ def evaluate(
     config = parse_config(checkpoint.config_yaml, overrides, origin=f"{checkpoint.folder}")
     original = parse_config(checkpoint.config_yaml, origin=f"{checkpoint.folder}")
     _refuse_other_keys(original, config)
-    prepared = open_data(config.data.path, checkpoint.state["tokenizer_fingerprint"], "checkpoint")
+    prepared = open_data(
+        config.data.path,
+        checkpoint.state["tokenizer_fingerprint"],
+        "checkpoint",
+        lambda: tokenizer_of(checkpoint),
+    )
     stride = config.evaluation.stride or config.model.sequence_length
     windows = EvaluationWindows(
         prepared.split(split),

@@ -12,6 +12,7 @@ from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
 from parallel.checkpoint import (
+    TOKENIZER_FILE,
     Checkpoint,
     WeightsOnly,
     complete_checkpoints,
@@ -20,6 +21,7 @@ from parallel.checkpoint import (
 from parallel.checkpoint_writer import remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
+from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
@@ -28,7 +30,7 @@ from train.errors import ConfigError
 from train.loop import Hooks, train_loop
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import open_data, resolve
+from train.resolve import open_data, resolve, tokenizer_of
 from train.scoring import score_windows
 from train.state import TrainState
 
@@ -43,7 +45,7 @@ class Plan:
     data: PreparedData
     resume: Checkpoint | None
     """What the run goes on from."""
-    init: Checkpoint | None
+    init: Checkpoint | HuggingFaceWeights | None
     """What a new run takes its weights from."""
 
 
@@ -70,10 +72,26 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     if resume is not None:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
-        init = Checkpoint(find_checkpoint(Path(config.checkpoint.init_from)))
-        init.check_model(model)
-        open_data(config.data.path, init.state["tokenizer_fingerprint"], "checkpoint.init_from")
+        init = _open_init(config)
     return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
+
+
+def _open_init(config: RunConfig) -> Checkpoint | HuggingFaceWeights:
+    """What a new run takes its weights from, if it is of this model and knows these token ids."""
+    path = Path(config.checkpoint.init_from or "")
+    weights: Checkpoint | HuggingFaceWeights
+    if is_huggingface_folder(path):
+        weights = HuggingFaceWeights(path)
+        weights.check_config(config.model)
+        tokenizer = tokenizer_of(weights)
+        fingerprint = tokenizer.fingerprint if tokenizer else None
+    else:
+        weights = Checkpoint(find_checkpoint(path))
+        weights.check_model(build_model(config.model))
+        fingerprint = weights.state["tokenizer_fingerprint"]
+    owner = "checkpoint.init_from"
+    open_data(config.data.path, fingerprint, owner, lambda: tokenizer_of(weights))
+    return weights
 
 
 def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
@@ -156,6 +174,7 @@ def _start_state(plan: Plan) -> TrainState:
     tokenizer = plan.data.manifest.tokenizer
     state.data_fingerprint = plan.data.manifest.fingerprint
     state.tokenizer_fingerprint = tokenizer.fingerprint
+    state.end_of_text = tokenizer.end_of_text
     state.vocab_size = tokenizer.vocab_size
     state.world_size = plan.dims.world_size
     return state
@@ -166,8 +185,10 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
     source: Source
     if plan.resume is not None:
         source = plan.resume
-    elif plan.init is not None:
+    elif isinstance(plan.init, Checkpoint):
         source = WeightsOnly(plan.init)
+    elif plan.init is not None:
+        source = plan.init
     else:
         source = InitialWeights(build_model(config.model), config.seed)
     return parallelize(
@@ -206,6 +227,9 @@ def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) ->
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     config = plan.config
     windows = _validation_windows(plan)
+    # Read at the start: the data may be gone from where it is when the run ends.
+    file = plan.data.path / TOKENIZER_FILE
+    tokenizer_json = file.read_text(encoding="utf-8") if world.is_main else None
 
     def validate_now() -> float:
         assert windows is not None
@@ -216,7 +240,14 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     def save_now(state: TrainState) -> None:
         folder = Path(config.run.folder) / "checkpoints"
         values: dict[str, Any] = state.to_json()
-        save(engine, folder, state.step, state=values, config_yaml=config.to_yaml())
+        save(
+            engine,
+            folder,
+            state.step,
+            state=values,
+            config_yaml=config.to_yaml(),
+            tokenizer_json=tokenizer_json,
+        )
 
     return Hooks(validate=validate_now if windows else None, save=save_now)
 

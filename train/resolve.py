@@ -1,19 +1,31 @@
 """What a configuration leaves to the data: the vocabulary, and whether the two belong together."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 from data.dataset import PreparedData
-from train.config import RunConfig
+from data.tokenizer import Tokenizer
+from parallel.checkpoint import TOKENIZER_FILE, Checkpoint
+from parallel.huggingface import HuggingFaceWeights
+from train.config import RunConfig, parse_config
 from train.errors import ConfigError
 
 
-def open_data(path: str | None, tokenizer_fingerprint: str | None, owner: str) -> PreparedData:
+def open_data(
+    path: str | None,
+    tokenizer_fingerprint: str | None,
+    owner: str,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> PreparedData:
     """Opens prepared data and checks that its tokenizer is the one the weights know.
 
     Args:
         path: the folder, from `data.path`.
         tokenizer_fingerprint: that of the weights; None if there are none yet.
         owner: who has those weights, for the error.
+        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
+            the same id is as good.
 
     Raises:
         DataError: it is missing, damaged, or made with another tokenizer.
@@ -22,12 +34,93 @@ def open_data(path: str | None, tokenizer_fingerprint: str | None, owner: str) -
         raise ConfigError("data.path: is missing; `polyad prepare` makes such a folder")
     prepared = PreparedData.open(Path(path))
     theirs = prepared.manifest.tokenizer.fingerprint
-    if tokenizer_fingerprint is not None and theirs != tokenizer_fingerprint:
+    if tokenizer_fingerprint not in (None, theirs):
+        ours = tokenizer()
+        if ours is not None and same_ids(ours, prepared.tokenizer()):
+            return prepared
         raise ConfigError(
             f"data.path: {path} was made with tokenizer {theirs[:12]}, the {owner} with "
             f"{tokenizer_fingerprint[:12]}: their token ids mean different things"
         )
     return prepared
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether token ids mean the same in two tokenizers; they may cut text differently."""
+    return one.end_of_text == other.end_of_text and one.vocabulary() == other.vocabulary()
+
+
+def tokenizer_of(weights: Checkpoint | HuggingFaceWeights) -> Tokenizer | None:
+    """The tokenizer whose ids a model knows: the one beside its weights, or that of its data.
+
+    Raises:
+        DataError: there is one, and it cannot be read.
+    """
+    if isinstance(weights, HuggingFaceWeights):
+        return _their_tokenizer(weights.folder)
+    end_of_text = weights.state.get("end_of_text")
+    file = weights.folder / TOKENIZER_FILE
+    if not file.exists():  # written before checkpoints had one
+        data = parse_config(weights.config_yaml, origin=str(weights.folder)).data.path
+        file = Path(data or "") / TOKENIZER_FILE
+        if data is None or not file.exists():
+            return None
+    tokenizer = Tokenizer.load(file, end_of_text)
+    known = weights.state.get("tokenizer_fingerprint")
+    return tokenizer if known in (None, tokenizer.fingerprint) else None
+
+
+def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) -> Tokenizer:
+    """The tokenizer that a user names, or that of the weights.
+
+    Args:
+        weights: the model's.
+        given: a tokenizer.json or a folder with one; None takes that of the weights.
+
+    Raises:
+        ConfigError: there is none, or it is not the one that the weights know.
+        DataError: it cannot be read.
+    """
+    own = tokenizer_of(weights)
+    if given is None:
+        if own is None:
+            raise ConfigError(
+                f"{weights.folder}: has no tokenizer beside it; name one with --tokenizer"
+            )
+        return own
+    end_of_text = None
+    if isinstance(weights, Checkpoint):
+        end_of_text = weights.state.get("end_of_text")
+    tokenizer = Tokenizer.load(given, end_of_text)
+    known = (
+        None
+        if isinstance(weights, HuggingFaceWeights)
+        else weights.state.get("tokenizer_fingerprint")
+    )
+    differs = (
+        known not in (None, tokenizer.fingerprint) if own is None else not same_ids(own, tokenizer)
+    )
+    if differs:
+        raise ConfigError(
+            f"--tokenizer {given}: is not the one that {weights.folder} was trained with: their "
+            f"token ids mean different things"
+        )
+    return tokenizer
+
+
+def _their_tokenizer(folder: Path) -> Tokenizer | None:
+    names = {path.name for path in folder.iterdir()}
+    if TOKENIZER_FILE not in names and not {"vocab.json", "merges.txt"} <= names:
+        return None
+    end_of_text = None
+    about = folder / "tokenizer_config.json"
+    if about.exists():
+        try:
+            token = json.loads(about.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{about}: cannot be read: {error}") from None
+        end_of_text = token.get("content") if isinstance(token, dict) else token
+    return Tokenizer.load(folder, end_of_text)
 
 
 def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
