@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from model.cache import LayerCache, attend_cached
 from model.initialization import Initializer, linear_initializers
 
 
@@ -61,12 +62,15 @@ class CausalSelfAttention(nn.Module):
             **linear_initializers("projection", self.projection, self.residual_std),
         }
 
-    def forward(self, x_BTD: Tensor, *, need_qkv: bool = False) -> tuple[Tensor, QKV | None]:
+    def forward(
+        self, x_BTD: Tensor, *, need_qkv: bool = False, cache: LayerCache | None = None
+    ) -> tuple[Tensor, QKV | None]:
         """Attends.
 
         Args:
             x_BTD: Normalized input.
             need_qkv: Whether to hand out q, k and v; otherwise they can be freed.
+            cache: The tokens before these, to which these are added; None: there are none.
 
         Returns:
             The output [B, T, D], before the residual, and q, k, v [B, A, T, H] if asked for.
@@ -75,13 +79,16 @@ class CausalSelfAttention(nn.Module):
         # -1 and not A: under tensor parallelism a process holds some of the heads.
         qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
         q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
-        heads_BATH = scaled_dot_product_attention(
-            q_BATH,
-            k_BATH,
-            v_BATH,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-        )
+        if cache is not None:
+            heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
+        else:
+            heads_BATH = scaled_dot_product_attention(
+                q_BATH,
+                k_BATH,
+                v_BATH,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=True,
+            )
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
         y_BTD = self.residual_dropout(self.projection(merged_BTD))
         return y_BTD, QKV(q_BATH, k_BATH, v_BATH) if need_qkv else None

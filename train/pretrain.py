@@ -16,12 +16,11 @@ from parallel.checkpoint import (
     Checkpoint,
     WeightsOnly,
     complete_checkpoints,
-    find_checkpoint,
 )
 from parallel.checkpoint_writer import remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
-from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.huggingface import HuggingFaceWeights
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
@@ -30,7 +29,7 @@ from train.errors import ConfigError
 from train.loop import Hooks, train_loop
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import open_data, resolve, tokenizer_of
+from train.resolve import open_data, open_weights, resolve, tokenizer_of
 from train.scoring import score_windows
 from train.state import TrainState
 
@@ -78,15 +77,12 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
 
 def _open_init(config: RunConfig) -> Checkpoint | HuggingFaceWeights:
     """What a new run takes its weights from, if it is of this model and knows these token ids."""
-    path = Path(config.checkpoint.init_from or "")
-    weights: Checkpoint | HuggingFaceWeights
-    if is_huggingface_folder(path):
-        weights = HuggingFaceWeights(path)
+    weights = open_weights(Path(config.checkpoint.init_from or ""))
+    if isinstance(weights, HuggingFaceWeights):
         weights.check_config(config.model)
         tokenizer = tokenizer_of(weights)
         fingerprint = tokenizer.fingerprint if tokenizer else None
     else:
-        weights = Checkpoint(find_checkpoint(path))
         weights.check_model(build_model(config.model))
         fingerprint = weights.state["tokenizer_fingerprint"]
     owner = "checkpoint.init_from"

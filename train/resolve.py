@@ -6,8 +6,8 @@ from pathlib import Path
 
 from data.dataset import PreparedData
 from data.tokenizer import Tokenizer
-from parallel.checkpoint import TOKENIZER_FILE, Checkpoint
-from parallel.huggingface import HuggingFaceWeights
+from parallel.checkpoint import TOKENIZER_FILE, Checkpoint, find_checkpoint
+from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from train.config import RunConfig, parse_config
 from train.errors import ConfigError
 
@@ -45,6 +45,17 @@ def open_data(
     return prepared
 
 
+def open_weights(path: Path) -> Checkpoint | HuggingFaceWeights:
+    """The weights that a path means: a checkpoint, a run's newest one, or a Hugging Face folder.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
+    """
+    if is_huggingface_folder(path):
+        return HuggingFaceWeights(path)
+    return Checkpoint(find_checkpoint(path))
+
+
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether token ids mean the same in two tokenizers; they may cut text differently."""
     return one.end_of_text == other.end_of_text and one.vocabulary() == other.vocabulary()
@@ -71,7 +82,7 @@ def tokenizer_of(weights: Checkpoint | HuggingFaceWeights) -> Tokenizer | None:
 
 
 def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) -> Tokenizer:
-    """The tokenizer that a user names, or that of the weights.
+    """The tokenizer that a user names, or that of the weights; its ids are all in the model.
 
     Args:
         weights: the model's.
@@ -82,28 +93,26 @@ def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) 
         DataError: it cannot be read.
     """
     own = tokenizer_of(weights)
-    if given is None:
-        if own is None:
+    state = weights.state if isinstance(weights, Checkpoint) else {}
+    tokenizer = own
+    if given is not None:
+        tokenizer = Tokenizer.load(given, state.get("end_of_text"))
+        known = state.get("tokenizer_fingerprint")
+        right = same_ids(own, tokenizer) if own else known in (None, tokenizer.fingerprint)
+        if not right:
             raise ConfigError(
-                f"{weights.folder}: has no tokenizer beside it; name one with --tokenizer"
+                f"--tokenizer {given}: is not the one that {weights.folder} was trained with: "
+                f"their token ids mean different things"
             )
-        return own
-    end_of_text = None
-    if isinstance(weights, Checkpoint):
-        end_of_text = weights.state.get("end_of_text")
-    tokenizer = Tokenizer.load(given, end_of_text)
-    known = (
-        None
-        if isinstance(weights, HuggingFaceWeights)
-        else weights.state.get("tokenizer_fingerprint")
-    )
-    differs = (
-        known not in (None, tokenizer.fingerprint) if own is None else not same_ids(own, tokenizer)
-    )
-    if differs:
+    if tokenizer is None:
         raise ConfigError(
-            f"--tokenizer {given}: is not the one that {weights.folder} was trained with: their "
-            f"token ids mean different things"
+            f"{weights.folder}: has no tokenizer beside it; name one with --tokenizer"
+        )
+    model_size = weights.shapes()["token_embedding.weight"][0]
+    if tokenizer.vocab_size > model_size:
+        raise ConfigError(
+            f"{given or weights.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the "
+            f"model {model_size}"
         )
     return tokenizer
 
