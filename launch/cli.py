@@ -372,6 +372,13 @@ COMMANDS: dict[str, Command] = {
         arguments=_evaluate_arguments,
         handler=_evaluate,
     ),
+    "validate": Command(
+        summary="Checks a run without starting it, and says what it will do and cost.",
+        example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
+        "model.vocab_size=50257",
+        arguments=_validate_arguments,
+        handler=_validate,
+    ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",
         example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
@@ -385,12 +392,5 @@ COMMANDS: dict[str, Command] = {
         "polyad convert gpt2 runs/gpt2-start --to polyad",
         arguments=_convert_arguments,
         handler=_convert,
-    ),
-    "validate": Command(
-        summary="Checks a run without starting it, and says what it will do and cost.",
-        example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
-        "model.vocab_size=50257",
-        arguments=_validate_arguments,
-        handler=_validate,
     ),
 }
