@@ -220,6 +220,15 @@ class Tokenizer:
         """
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def content(self) -> str:
+        """The text of its `tokenizer.json`, in canonical form."""
+        return self._content
+
     def save(self, path: str | Path) -> None:
         """Writes the file that `load` reads back to the same fingerprint.
 

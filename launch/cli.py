@@ -275,6 +275,69 @@ def _evaluate(options: Namespace) -> None:
         comm.shutdown()
 
 
+def _convert_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="a checkpoint, a run, or a GPT-2 folder")
+    add("destination", type=Path, metavar="DESTINATION", help="the folder to make")
+    add("--to", choices=("huggingface", "polyad"), required=True, help="the format to write")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _convert(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.convert import conversion_table, convert
+
+    with only_results_on_stdout() as stdout:
+        result = convert(options.source, options.destination, options.to)
+        show(result, conversion_table(result), options.json, stdout)
+
+
+def _generate_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a GPT-2 folder")
+    add("--prompt", required=True, metavar="TEXT", help="what is continued")
+    add("--max-tokens", type=positive, default=100, metavar="N", help="at most; default 100")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
+    add("--top-p", type=float, default=1.0, metavar="P", help="among tokens of this probability")
+    add("--seed", type=int, default=0, metavar="N", help="of the choice; default 0")
+    add("--tokenizer", metavar="PATH", help="a tokenizer.json; default: the checkpoint's")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="default fp32")
+    add("--no-cache", action="store_true", help="run the whole window for every token")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _generate(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.generate import Sampling, generate
+
+    with only_results_on_stdout() as stdout:
+
+        def write(text: str) -> None:
+            if options.json != "-" and text:
+                stdout.write(text)
+                stdout.flush()
+
+        result = generate(
+            options.path,
+            options.prompt,
+            tokenizer=options.tokenizer,
+            max_tokens=options.max_tokens,
+            sampling=Sampling(
+                temperature=options.temperature, top_p=options.top_p, seed=options.seed
+            ),
+            use_cache=not options.no_cache,
+            precision=options.precision,
+            write=write,
+        )
+        speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
+        print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)
+        show(result, "", options.json, stdout)
+
+
 def _validate_arguments(parser: Parser) -> None:
     _config_arguments(parser)
     add = parser.add_argument
@@ -368,5 +431,19 @@ COMMANDS: dict[str, Command] = {
         example="polyad bench data --consumption 400 --json data.json",
         arguments=_bench_data_arguments,
         handler=_bench_data,
+    ),
+    "generate": Command(
+        summary="Continues a text with a checkpoint.",
+        example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
+        "--top-p 0.95 --seed 1",
+        arguments=_generate_arguments,
+        handler=_generate,
+    ),
+    "convert": Command(
+        summary="Weights to a Hugging Face folder, or from one to a checkpoint.",
+        example="polyad convert runs/quickstart/run exported --to huggingface\n"
+        "polyad convert gpt2 runs/gpt2-start --to polyad",
+        arguments=_convert_arguments,
+        handler=_convert,
     ),
 }

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from model.cache import LayerCache, attend_cached
 from model.initialization import Initializer, linear_initializers
 
 
@@ -65,12 +66,15 @@ class CausalSelfAttention(nn.Module):
             **linear_initializers("projection", self.projection, self.residual_std),
         }
 
-    def forward(self, x_BTD: Tensor, *, need_qkv: bool = False) -> tuple[Tensor, QKV | None]:
+    def forward(
+        self, x_BTD: Tensor, *, need_qkv: bool = False, cache: LayerCache | None = None
+    ) -> tuple[Tensor, QKV | None]:
         """Attends.
 
         Args:
             x_BTD: Normalized input.
             need_qkv: Whether to hand out q, k and v; otherwise they can be freed.
+            cache: The tokens before these, to which these are added; None: there are none.
 
         Returns:
             The output [B, T, D], before the residual, and q, k, v [B, A, T, H] if asked for.
@@ -80,10 +84,13 @@ class CausalSelfAttention(nn.Module):
         qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
         q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
         drop = self.dropout if self.training else 0.0
-        with self.own_random_numbers() if drop else nullcontext():
-            heads_BATH = scaled_dot_product_attention(
-                q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True
-            )
+        if cache is not None:
+            heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
+        else:
+            with self.own_random_numbers() if drop else nullcontext():
+                heads_BATH = scaled_dot_product_attention(
+                    q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True
+                )
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
         y_BTD = self.residual_dropout(self.projection(merged_BTD))
         return y_BTD, QKV(q_BATH, k_BATH, v_BATH) if need_qkv else None

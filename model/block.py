@@ -6,6 +6,7 @@ Shapes: B batch, T tokens in a sequence, D width.
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention
+from model.cache import LayerCache
 from model.feedforward import FeedForward
 from model.initialization import Initializer, norm_initializers
 from model.output import RoutingStats
@@ -47,16 +48,19 @@ class Block(nn.Module):
             **norm_initializers("feed_forward_norm", self.feed_forward_norm),
         }
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
+    def forward(
+        self, x_BTD: Tensor, cache: LayerCache | None = None
+    ) -> tuple[Tensor, RoutingStats | None]:
         """Runs both branches.
 
         Args:
             x_BTD: The residual stream.
+            cache: The attention's, in generation.
 
         Returns:
             The residual stream [B, T, D] after the block, and what the feed-forward's router did.
         """
-        attended_BTD, _ = self.attention(self.attention_norm(x_BTD))
+        attended_BTD, _ = self.attention(self.attention_norm(x_BTD), cache=cache)
         x_BTD = x_BTD + attended_BTD
         y_BTD, stats = self.feed_forward(self.feed_forward_norm(x_BTD), x_BTD)
         return x_BTD + y_BTD, stats

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import CausalSelfAttention
 from model.block import Block
+from model.cache import KeyValueCache, LayerCache
 from model.config import Config
 from model.feedforward import (
     DenseFeedForwardConfig,
@@ -136,30 +137,33 @@ class GPT2(nn.Module):
             **norm_initializers("final_norm", self.final_norm),
         }
 
-    def forward(self, input_ids_BT: Tensor) -> ModelOutput:
+    def forward(self, input_ids_BT: Tensor, cache: KeyValueCache | None = None) -> ModelOutput:
         """Predicts, at every position, the token after it.
 
         Args:
             input_ids_BT: Token ids, T at most `sequence_length`.
+            cache: In generation: the tokens before these, to which these are added.
 
         Returns:
             Logits [B, T, V] and one `RoutingStats` per block whose feed-forward routes.
 
         Raises:
-            ValueError: The input is longer than `sequence_length`.
+            ValueError: The input, with what is in the cache, is longer than `sequence_length`.
         """
-        length = input_ids_BT.shape[1]
+        start = 0 if cache is None else cache.length
+        length = start + input_ids_BT.shape[1]
         if length > self.config.sequence_length:
             raise ValueError(
                 f"input of {length} tokens; model.sequence_length allows at most "
                 f"{self.config.sequence_length}"
             )
-        positions_T = torch.arange(length, device=input_ids_BT.device)
+        positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.token_embedding(input_ids_BT) + self.position_embedding(positions_T)
         x_BTD = self.dropout(x_BTD)
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
-            x_BTD, stats = self._run(block, x_BTD)
+            layer_cache = None if cache is None else cache.layers[index]
+            x_BTD, stats = self._run(block, x_BTD, layer_cache)
             if stats is not None:
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
@@ -167,9 +171,13 @@ class GPT2(nn.Module):
         logits_BTV = self.head(self.final_norm(x_BTD), self.token_embedding.weight)
         return ModelOutput(logits_BTV, tuple(routing))
 
-    def _run(self, block: nn.Module, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None]:
+    def _run(
+        self, block: nn.Module, x_BTD: Tensor, cache: LayerCache | None
+    ) -> tuple[Tensor, RoutingStats | None]:
         result: tuple[Tensor, RoutingStats | None]
-        if self.config.recompute == "block" and torch.is_grad_enabled():
+        if cache is not None:
+            result = block(x_BTD, cache)
+        elif self.config.recompute == "block" and torch.is_grad_enabled():
             # The state of the random generators is kept, so the second pass drops the same units.
             result = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=True)
         else:

@@ -8,6 +8,7 @@ A checkpoint is a folder `step-NNNNNNNN`:
                                  the tensor, optimizer step, file, first byte, crc32
     state.json                   step, data position, versions: what the loop hands over
     config.yaml                  the resolved configuration
+    tokenizer.json               the tokenizer, so that the checkpoint can be used anywhere
     manifest.json                every file's size and crc32; written last: without it, it is none
 
 Nothing in it can hold code. Readers map the files and touch only the bytes that they need.
@@ -30,12 +31,14 @@ from model.build import ModelConfig, build_model, initial_value, place
 from model.config import Config
 from parallel import comm
 from parallel.fragments import MASTER, persistent_buffers
+from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.tensor_file import DTYPE_NAMES
 from parallel.zero import DTYPES, Precision
 
 FORMAT_VERSION = 1
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-# Names as safetensors has them.
-TORCH_DTYPES = {"F32": torch.float32, "U8": torch.uint8, "I64": torch.int64, "BOOL": torch.bool}
+TOKENIZER_FILE = "tokenizer.json"
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
@@ -65,6 +68,11 @@ class Checkpoint:
         self.state: dict[str, Any] = json.loads(manifest.text("state.json"))
         self.config_yaml = manifest.text("config.yaml")
         self._verified: set[tuple[str, int]] = set()
+
+    def model_config(self) -> ModelConfig:
+        """The configuration of its model, complete."""
+        tree = yaml.safe_load(self.config_yaml)
+        return TypeAdapter(ModelConfig).validate_python(tree["model"])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the weights by name."""
@@ -290,6 +298,11 @@ def find_checkpoint(path: Path) -> Path:
             return found[-1]
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
+    if is_huggingface_folder(path):
+        raise CheckpointError(
+            f"{path}: is a Hugging Face folder; `polyad convert {path} DESTINATION --to polyad` "
+            f"makes a checkpoint of it"
+        )
     raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
 
 
@@ -301,16 +314,21 @@ def load_model(
     """A model with the weights of a checkpoint, on one device, in evaluation mode.
 
     Args:
-        path: a checkpoint, or a run whose newest one is taken.
+        path: a checkpoint, a run whose newest one is taken, or a Hugging Face folder of GPT-2.
         device: where it goes.
         precision: of its parameters.
 
     Returns:
         The model; no process group is needed.
     """
+    if is_huggingface_folder(Path(path)):
+        theirs = HuggingFaceWeights(Path(path))
+        model = build_model(theirs.config)
+        named = ((name, theirs.whole(name)) for name, _ in model.named_parameters())
+        place(model, named, device, DTYPES[precision])
+        return model.eval()
     checkpoint = Checkpoint(find_checkpoint(Path(path)))
-    tree = yaml.safe_load(checkpoint.config_yaml)
-    model = build_model(TypeAdapter(ModelConfig).validate_python(tree["model"]))
+    model = build_model(checkpoint.model_config())
     checkpoint.check_model(model)
     weights = ((name, checkpoint.whole(name)) for name, _ in model.named_parameters())
     buffers = [name for name, _ in persistent_buffers(model)]

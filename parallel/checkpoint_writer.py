@@ -6,21 +6,20 @@ import json
 import math
 import os
 import shutil
-import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel import comm
-from parallel.checkpoint import FORMAT_VERSION, TORCH_DTYPES
+from parallel.checkpoint import FORMAT_VERSION, TOKENIZER_FILE
 from parallel.fragments import MASTER, Fragment, fragments, persistent_buffers
+from parallel.tensor_file import DTYPE_NAMES, Entry, write_safetensors
 from parallel.zero import Engine
-
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,14 @@ class Chunk:
     size: tuple[int, ...]
     step: float
     values: torch.Tensor
+    """On the meta device where `make` gives them."""
+    make: Callable[[], torch.Tensor] | None = None
+    """Gives the values when their turn to be written comes."""
+
+    def entry(self) -> Entry:
+        """The chunk as a tensor of a file."""
+        key = f"{self.name}/{self.field}/{','.join(map(str, self.offset))}"
+        return Entry(key, self.values.dtype, self.size, self.make or (lambda: self.values))
 
 
 def save(
@@ -43,6 +50,7 @@ def save(
     *,
     state: dict[str, Any],
     config_yaml: str,
+    tokenizer_json: str | None = None,
 ) -> Path:
     """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
 
@@ -55,6 +63,7 @@ def save(
         step: optimizer steps done.
         state: JSON values for `state.json`, the same on every process.
         config_yaml: the resolved configuration.
+        tokenizer_json: the tokenizer whose ids the model knows.
 
     Returns:
         The checkpoint's folder.
@@ -71,16 +80,7 @@ def save(
     def commit() -> None:
         if shards is None:
             return
-        _write_text(staging / "index.json", json.dumps(_index([s[0] for s in shards])))
-        _write_text(staging / "state.json", json.dumps(state, indent=1))
-        _write_text(staging / "config.yaml", config_yaml)
-        files = {name: about for _, about in shards for name, about in about.items()}
-        for name in ("index.json", "state.json", "config.yaml"):
-            data = (staging / name).read_bytes()
-            files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-        manifest = {"format": "polyad-checkpoint", "version": FORMAT_VERSION, "step": step}
-        _write_text(staging / "manifest.json", json.dumps(manifest | {"files": files}, indent=1))
-        _sync_folder(staging)
+        _write_rest(staging, step, shards, _texts(state, config_yaml, tokenizer_json))
         if final.exists():  # left incomplete by a crash, or a later step of a run that went back
             shutil.rmtree(final)
         staging.rename(final)
@@ -93,10 +93,63 @@ def save(
     return final
 
 
+def save_weights(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    *,
+    state: dict[str, Any],
+    config_yaml: str,
+    tokenizer_json: str | None = None,
+) -> None:
+    """Writes a checkpoint of weights alone, at step 0, from this process and without an engine.
+
+    Args:
+        folder: the checkpoint's own, which exists and is empty.
+        shapes: of the weights, by name.
+        read: gives a whole weight, fp32; one is held at a time.
+        state: JSON values for `state.json`.
+        config_yaml: the configuration.
+        tokenizer_json: the tokenizer whose ids the model knows.
+    """
+    chunks = (
+        Chunk(
+            name, MASTER, shape, (0,) * len(shape), shape, 0.0, torch.empty(shape, device="meta"),
+            partial(read, name),
+        )
+        for name, shape in shapes.items()
+    )  # fmt: skip
+    shard = _write_shard(folder, 0, chunks)
+    _write_rest(folder, 0, [shard], _texts(state, config_yaml, tokenizer_json))
+
+
+def _texts(state: dict[str, Any], config_yaml: str, tokenizer_json: str | None) -> dict[str, str]:
+    texts = {"state.json": json.dumps(state, indent=1), "config.yaml": config_yaml}
+    return texts | ({TOKENIZER_FILE: tokenizer_json} if tokenizer_json is not None else {})
+
+
+def _write_rest(
+    staging: Path,
+    step: int,
+    shards: list[tuple[list[dict[str, Any]], dict[str, Any]]],
+    texts: dict[str, str],
+) -> None:
+    """Writes the index of what all shards hold, and the other files; the manifest last."""
+    texts = {"index.json": json.dumps(_index([entries for entries, _ in shards]))} | texts
+    files = {name: about for _, written in shards for name, about in written.items()}
+    for name, text in texts.items():
+        _write_text(staging / name, text)
+        data = text.encode()
+        files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    manifest = {"format": "polyad-checkpoint", "version": FORMAT_VERSION, "step": step}
+    _write_text(staging / "manifest.json", json.dumps(manifest | {"files": files}, indent=1))
+    _sync_folder(staging)
+
+
 def remove_partial(folder: Path) -> None:
     """Removes what a crash left of checkpoints that were never committed."""
-    for partial in folder.glob(".step-*.partial"):
-        shutil.rmtree(partial)
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path)
 
 
 def _together(work: Callable[[], Any]) -> Any:
@@ -161,7 +214,7 @@ def _share(fragment: Fragment, rank: int, replicas: int) -> tuple[int, int]:
 
 
 def _write_shard(
-    staging: Path, rank: int, chunks: Iterator[Chunk]
+    staging: Path, rank: int, chunks: Iterable[Chunk]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Writes a safetensors file; beside the state it holds one chunk at a time.
 
@@ -169,38 +222,17 @@ def _write_shard(
         Index entries, and {file name: size and crc32}.
     """
     listed = list(chunks)  # views, not copies
-    header: dict[str, Any] = {}
-    end = 0
-    for chunk in listed:
-        begin, end = end, end + chunk.values.numel() * chunk.values.element_size()
-        key = f"{chunk.name}/{chunk.field}/{','.join(map(str, chunk.offset))}"
-        header[key] = {
-            "dtype": _NAMES[chunk.values.dtype], "shape": chunk.size, "data_offsets": [begin, end]
-        }  # fmt: skip
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    entries = []
     path = staging / f"rank-{rank:05d}.safetensors"
-    with path.open("wb") as file:
-        whole = 0
-        for part in (struct.pack("<Q", len(encoded)), encoded):
-            file.write(part)
-            whole = zlib.crc32(part, whole)
-        for chunk in listed:
-            flat = chunk.values.detach().cpu().contiguous().reshape(-1)
-            values = flat.view(torch.uint8).numpy().data
-            entries.append({
-                "name": chunk.name, "field": chunk.field, "shape": chunk.shape,
-                "dtype": _NAMES[chunk.values.dtype], "offset": chunk.offset, "size": chunk.size,
-                "step": chunk.step, "file": path.name, "begin": file.tell(),
-                "crc32": zlib.crc32(values),
-            })  # fmt: skip
-            whole = zlib.crc32(values, whole)
-            file.write(values)
-        size = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-    return entries, {path.name: {"bytes": size, "crc32": whole}}
+    written = write_safetensors(path, [chunk.entry() for chunk in listed])
+    entries = [
+        {
+            "name": chunk.name, "field": chunk.field, "shape": chunk.shape,
+            "dtype": DTYPE_NAMES[chunk.values.dtype], "offset": chunk.offset, "size": chunk.size,
+            "step": chunk.step, "file": path.name, "begin": tensor.begin, "crc32": tensor.crc32,
+        }
+        for chunk, tensor in zip(listed, written.tensors, strict=True)
+    ]  # fmt: skip
+    return entries, {path.name: {"bytes": written.bytes, "crc32": written.crc32}}
 
 
 def _index(shards: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -216,7 +248,7 @@ def _index(shards: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

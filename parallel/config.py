@@ -42,4 +42,5 @@ class CheckpointConfig(Config):
     """Optimizer steps between checkpoints; 0 saves at the end of the run only."""
 
     init_from: str | None = None
-    """A checkpoint (or run) whose weights start a new run: no moments, no data position."""
+    """A checkpoint, a run or a Hugging Face folder of GPT-2 whose weights start a new run: no
+    moments, no data position."""

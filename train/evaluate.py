@@ -13,7 +13,7 @@ from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
 from train.config import RunConfig, flatten, parse_config
 from train.errors import ConfigError
 from train.metrics import Console, bar, duration
-from train.resolve import open_data
+from train.resolve import open_data, tokenizer_of
 from train.scoring import perplexities, score_windows
 
 
@@ -67,7 +67,12 @@ def evaluate(
     if config.data.mixture is not None:
         folders = ", ".join(source.path for source in config.data.mixture)
         raise ConfigError(f"data.mixture: evaluate one folder at a time, with --data, of {folders}")
-    prepared = open_data(config.data.path, checkpoint.state["tokenizer_fingerprint"], "checkpoint")
+    prepared = open_data(
+        config.data.path,
+        checkpoint.state["tokenizer_fingerprint"],
+        "checkpoint",
+        lambda: tokenizer_of(checkpoint),
+    )
     stride = config.evaluation.stride or config.model.sequence_length
     windows = EvaluationWindows(
         prepared.split(split),

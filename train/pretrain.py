@@ -14,14 +14,15 @@ from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
 from parallel.checkpoint import (
+    TOKENIZER_FILE,
     Checkpoint,
     WeightsOnly,
     complete_checkpoints,
-    find_checkpoint,
 )
 from parallel.checkpoint_writer import remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
+from parallel.huggingface import HuggingFaceWeights
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
@@ -31,7 +32,7 @@ from train.loop import Hooks, train_loop
 from train.loss import token_losses
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import check_tokenizer, data_named, resolve
+from train.resolve import check_tokenizer, data_named, open_weights, resolve, tokenizer_of
 from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.state import TrainState
@@ -50,7 +51,7 @@ class Plan:
     data: TrainingData
     resume: Checkpoint | None
     """What the run goes on from."""
-    init: Checkpoint | None
+    init: Checkpoint | HuggingFaceWeights | None
     """What a new run takes its weights from."""
 
 
@@ -77,15 +78,28 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     if resume is not None:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
-        init = Checkpoint(find_checkpoint(Path(config.checkpoint.init_from)))
-        init.check_model(model)
-        check_tokenizer(
-            data_named(config.data),
-            data.tokenizer.fingerprint,
-            init.state["tokenizer_fingerprint"],
-            "checkpoint.init_from",
-        )
+        init = _open_init(config, data)
     return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
+
+
+def _open_init(config: RunConfig, data: TrainingData) -> Checkpoint | HuggingFaceWeights:
+    """What a new run takes its weights from, if it is of this model and knows these token ids."""
+    weights = open_weights(Path(config.checkpoint.init_from or ""))
+    if isinstance(weights, HuggingFaceWeights):
+        weights.check_config(config.model)
+        tokenizer = tokenizer_of(weights)
+        fingerprint = tokenizer.fingerprint if tokenizer else None
+    else:
+        weights.check_model(build_model(config.model))
+        fingerprint = weights.state["tokenizer_fingerprint"]
+    check_tokenizer(
+        data_named(config.data),
+        data.parts[0].data,
+        fingerprint,
+        "checkpoint.init_from",
+        lambda: tokenizer_of(weights),
+    )
+    return weights
 
 
 def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
@@ -183,6 +197,7 @@ def _start_state(plan: Plan) -> TrainState:
     tokenizer = plan.data.tokenizer
     state.data_fingerprint = plan.data.fingerprint
     state.tokenizer_fingerprint = tokenizer.fingerprint
+    state.end_of_text = tokenizer.end_of_text
     state.vocab_size = tokenizer.vocab_size
     state.world_size = plan.dims.world_size
     return state
@@ -193,8 +208,10 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
     source: Source
     if plan.resume is not None:
         source = plan.resume
-    elif plan.init is not None:
+    elif isinstance(plan.init, Checkpoint):
         source = WeightsOnly(plan.init)
+    elif plan.init is not None:
+        source = plan.init
     else:
         source = InitialWeights(build_model(config.model), config.seed)
     return parallelize(
@@ -235,6 +252,10 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     config = plan.config
     parts = plan.data.validation()
     windows = {part.name: _windows(plan, part.stream) for part in parts}
+    # Read at the start: the data may be gone from where it is when the run ends.
+    file = plan.data.tokenizer_path
+    readable = world.is_main and file.name == TOKENIZER_FILE
+    tokenizer_json = file.read_text(encoding="utf-8") if readable else None
 
     def validate_now() -> dict[str, float]:
         engine.train(False)
@@ -252,7 +273,14 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     def save_now(state: TrainState) -> None:
         folder = Path(config.run.folder) / "checkpoints"
         values: dict[str, Any] = state.to_json()
-        save(engine, folder, state.step, state=values, config_yaml=config.to_yaml())
+        save(
+            engine,
+            folder,
+            state.step,
+            state=values,
+            config_yaml=config.to_yaml(),
+            tokenizer_json=tokenizer_json,
+        )
 
     return Hooks(validate=validate_now if parts else None, save=save_now)
 

@@ -1,21 +1,33 @@
 """What a configuration leaves to the data: the vocabulary, and whether the two belong together."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 from data.config import DataConfig
 from data.dataset import PreparedData
 from data.errors import DataError
-from train.config import RunConfig
+from data.tokenizer import Tokenizer
+from parallel.checkpoint import TOKENIZER_FILE, Checkpoint, find_checkpoint
+from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from train.config import RunConfig, parse_config
 from train.errors import ConfigError
 
 
-def open_data(path: str | None, tokenizer_fingerprint: str | None, owner: str) -> PreparedData:
+def open_data(
+    path: str | None,
+    tokenizer_fingerprint: str | None,
+    owner: str,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> PreparedData:
     """Opens prepared data and checks that its tokenizer is the one the weights know.
 
     Args:
         path: the folder, from `data.path`.
         tokenizer_fingerprint: that of the weights; None if there are none yet.
         owner: who has those weights, for the error.
+        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
+            the same id is as good.
 
     Raises:
         DataError: it is missing, damaged, or made with another tokenizer.
@@ -26,28 +38,38 @@ def open_data(path: str | None, tokenizer_fingerprint: str | None, owner: str) -
         prepared = PreparedData.open(Path(path))
     except DataError as error:
         raise ConfigError(f"data.path: {error}") from None
-    if tokenizer_fingerprint is not None:
-        theirs = prepared.manifest.tokenizer.fingerprint
-        check_tokenizer(f"data.path: {path}", theirs, tokenizer_fingerprint, owner)
+    check_tokenizer(f"data.path: {path}", prepared, tokenizer_fingerprint, owner, tokenizer)
     return prepared
 
 
-def check_tokenizer(data: str, theirs: str, ours: str, owner: str) -> None:
+def check_tokenizer(
+    key: str,
+    data: PreparedData,
+    fingerprint: str | None,
+    owner: str,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> None:
     """Checks that data was made with the tokenizer that weights know.
 
     Args:
-        data: its key and value, for the error.
-        theirs: fingerprint of the data's tokenizer.
-        ours: of the weights'.
+        key: that of the data and its value, for the error.
+        data: prepared.
+        fingerprint: of the weights' tokenizer; None if there are none yet.
         owner: who has those weights, for the error.
+        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
+            the same id is as good.
 
     Raises:
         ConfigError: it was made with another.
     """
-    if theirs != ours:
+    theirs = data.manifest.tokenizer.fingerprint
+    if fingerprint is None or fingerprint == theirs:
+        return
+    ours = tokenizer()
+    if ours is None or not same_ids(ours, data.tokenizer()):
         raise ConfigError(
-            f"{data} was made with tokenizer {theirs[:12]}, the {owner} with {ours[:12]}: their "
-            "token ids mean different things"
+            f"{key} was made with tokenizer {theirs[:12]}, the {owner} with {fingerprint[:12]}: "
+            f"their token ids mean different things"
         )
 
 
@@ -56,6 +78,93 @@ def data_named(config: DataConfig) -> str:
     if config.mixture is None:
         return f"data.path: {config.path}"
     return f"data.mixture: {', '.join(source.path for source in config.mixture)}"
+
+
+def open_weights(path: Path) -> Checkpoint | HuggingFaceWeights:
+    """The weights that a path means: a checkpoint, a run's newest one, or a Hugging Face folder.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
+    """
+    if is_huggingface_folder(path):
+        return HuggingFaceWeights(path)
+    return Checkpoint(find_checkpoint(path))
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether token ids mean the same in two tokenizers; they may cut text differently."""
+    return one.end_of_text == other.end_of_text and one.vocabulary() == other.vocabulary()
+
+
+def tokenizer_of(weights: Checkpoint | HuggingFaceWeights) -> Tokenizer | None:
+    """The tokenizer whose ids a model knows: the one beside its weights, or that of its data.
+
+    Raises:
+        DataError: there is one, and it cannot be read.
+    """
+    if isinstance(weights, HuggingFaceWeights):
+        return _their_tokenizer(weights.folder)
+    end_of_text = weights.state.get("end_of_text")
+    file = weights.folder / TOKENIZER_FILE
+    if not file.exists():  # written before checkpoints had one
+        data = parse_config(weights.config_yaml, origin=str(weights.folder)).data.path
+        file = Path(data or "") / TOKENIZER_FILE
+        if data is None or not file.exists():
+            return None
+    tokenizer = Tokenizer.load(file, end_of_text)
+    known = weights.state.get("tokenizer_fingerprint")
+    return tokenizer if known in (None, tokenizer.fingerprint) else None
+
+
+def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) -> Tokenizer:
+    """The tokenizer that a user names, or that of the weights; its ids are all in the model.
+
+    Args:
+        weights: the model's.
+        given: a tokenizer.json or a folder with one; None takes that of the weights.
+
+    Raises:
+        ConfigError: there is none, or it is not the one that the weights know.
+        DataError: it cannot be read.
+    """
+    own = tokenizer_of(weights)
+    state = weights.state if isinstance(weights, Checkpoint) else {}
+    tokenizer = own
+    if given is not None:
+        tokenizer = Tokenizer.load(given, state.get("end_of_text"))
+        known = state.get("tokenizer_fingerprint")
+        right = same_ids(own, tokenizer) if own else known in (None, tokenizer.fingerprint)
+        if not right:
+            raise ConfigError(
+                f"--tokenizer {given}: is not the one that {weights.folder} was trained with: "
+                f"their token ids mean different things"
+            )
+    if tokenizer is None:
+        raise ConfigError(
+            f"{weights.folder}: has no tokenizer beside it; name one with --tokenizer"
+        )
+    model_size = weights.shapes()["token_embedding.weight"][0]
+    if tokenizer.vocab_size > model_size:
+        raise ConfigError(
+            f"{given or weights.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the "
+            f"model {model_size}"
+        )
+    return tokenizer
+
+
+def _their_tokenizer(folder: Path) -> Tokenizer | None:
+    names = {path.name for path in folder.iterdir()}
+    if TOKENIZER_FILE not in names and not {"vocab.json", "merges.txt"} <= names:
+        return None
+    end_of_text = None
+    about = folder / "tokenizer_config.json"
+    if about.exists():
+        try:
+            token = json.loads(about.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{about}: cannot be read: {error}") from None
+        end_of_text = token.get("content") if isinstance(token, dict) else token
+    return Tokenizer.load(folder, end_of_text)
 
 
 def resolve(config: RunConfig, vocab_size: int) -> RunConfig:

@@ -27,7 +27,10 @@ class TrainState:
     seconds: float = 0.0
     """Time spent in training steps, over all processes' lives."""
     data_fingerprint: str = ""
-    tokenizer_fingerprint: str = ""
+    tokenizer_fingerprint: str | None = ""
+    """None in a checkpoint that was made of a model without a tokenizer."""
+    end_of_text: str | None = None
+    """The token that ends each document of the data."""
     vocab_size: int = 0
     world_size: int = 1
     """Processes that wrote this."""

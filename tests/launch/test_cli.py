@@ -68,6 +68,12 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["validate", "x.yaml", "--process", "2"], ["--process", "nearest is --processes"]),
         (["validate", "x.yaml", "--processes", "0"], ["'0'", "at least 1"]),
         (["train", "x.yaml", "--train.steps=3"], ["no dashes: train.steps=3"]),
+        (["convert", "x", "y"], ["--to"]),
+        (["convert", "x", "--to", "polyad"], ["DESTINATION"]),
+        (["convert", "x", "y", "--to", "onnx"], ["'onnx'", "'huggingface', 'polyad'"]),
+        (["generate", "x"], ["--prompt"]),
+        (["generate", "x", "--prompt", "y", "--top_p", "1"], ["--top_p", "nearest is --top-p"]),
+        (["generate", "x", "--prompt", "y", "--max-tokens", "0"], ["'0'", "at least 1"]),
         (["evaluate", "x", "--split", "valid"], ["'valid'", "'validation', 'test', 'train'"]),
     ],
 )

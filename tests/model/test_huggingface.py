@@ -1,0 +1,105 @@
+"""Names and config.json of Hugging Face's GPT-2, against transformers itself."""
+
+import pytest
+import torch
+from transformers import GPT2Config as TheirConfig
+from transformers import GPT2LMHeadModel
+
+from model.gpt2 import GPT2Config
+from model.huggingface import (
+    PREFIX,
+    HuggingFaceError,
+    config_from_huggingface,
+    config_to_huggingface,
+    parameter_shapes,
+    their_tensor,
+)
+
+SIZES = {
+    "124m": (12, 768, 12, 124_439_808),
+    "355m": (24, 1024, 16, 354_823_168),
+    "774m": (36, 1280, 20, 774_030_080),
+    "1558m": (48, 1600, 25, 1_557_611_200),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_and_shapes_equal_transformers_at_every_size(size):
+    num_layers, hidden_size, num_heads, count = SIZES[size]
+    config = GPT2Config(
+        num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=50257
+    )
+    with torch.device("meta"):
+        theirs = GPT2LMHeadModel(TheirConfig(**config_to_huggingface(config, 50256)))
+    expected = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    ours = {}
+    for name, shape in parameter_shapes(config):
+        there, transposed = their_tensor(name)
+        ours[PREFIX + there] = shape[::-1] if transposed else shape
+    assert ours == expected
+    assert sum(p.numel() for p in theirs.parameters()) == count
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"num_layers": 3, "hidden_size": 48, "num_heads": 4, "sequence_length": 20},
+        {"dropout": 0.1, "layer_norm_epsilon": 1e-6, "initializer_range": 0.01},
+        {"feed_forward": {"hidden_size": 40}},
+    ],
+)
+def test_a_configuration_comes_back_as_it_was(overrides):
+    config = GPT2Config.model_validate({"vocab_size": 61} | overrides)
+    written = config_to_huggingface(config, 3)
+    assert config_from_huggingface(written, "x") == config
+    # And through their own class, which writes its defaults, aliases and version beside.
+    theirs = TheirConfig(**written).to_dict()
+    assert config_from_huggingface(theirs, "x") == config
+    assert (theirs["bos_token_id"], theirs["eos_token_id"]) == (3, 3)
+
+
+def test_what_is_not_said_is_what_transformers_takes():
+    ours = config_from_huggingface({"model_type": "gpt2"}, "x")
+    theirs = TheirConfig()
+    assert ours == config_from_huggingface(theirs.to_dict(), "x")
+    assert (ours.vocab_size, ours.dropout) == (50257, 0.1)
+
+
+def test_different_dropouts_are_none():
+    tree = {"model_type": "gpt2", "attn_pdrop": 0.0, "resid_pdrop": 0.1}
+    assert config_from_huggingface(tree, "x").dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, ["model_type", "'llama'", "'gpt2'"]),
+        ({"model_type": None}, ["model_type", "None", "'gpt2'"]),
+        ({"activation_function": "relu"}, ["activation_function", "'relu'", "'gelu_new'"]),
+        ({"scale_attn_by_inverse_layer_idx": True}, ["by_inverse_layer_idx", "True", "False"]),
+        ({"reorder_and_upcast_attn": True}, ["reorder_and_upcast_attn", "True", "False"]),
+        ({"scale_attn_weights": False}, ["scale_attn_weights", "False", "True"]),
+        ({"add_cross_attention": True}, ["add_cross_attention", "True", "False"]),
+        ({"tie_word_embeddings": False}, ["tie_word_embeddings", "False", "True"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"n_head": 5}, ["768", "5"]),
+        ({"n_layer": "12"}, ["n_layer", "'12'"]),
+        ({"vocab_size": 0}, ["vocab_size", "0"]),
+        ({"n_inner": -1}, ["-1"]),
+    ],
+)
+def test_another_architecture_is_refused_by_name_and_value(change, words):
+    with pytest.raises(HuggingFaceError) as caught:
+        config_from_huggingface({"model_type": "gpt2"} | change, "somewhere/config.json")
+    text = str(caught.value)
+    assert text.startswith("somewhere/config.json: ")
+    assert "\n" not in text
+    assert all(word in text for word in words), text
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("name", ["blocks.0.router.weight", "token_embedding", "blocks.x.qkv.bias"])
+def test_a_parameter_that_they_do_not_have_is_refused(name):
+    with pytest.raises(HuggingFaceError, match=name):
+        their_tensor(name)

@@ -1,0 +1,211 @@
+"""A Hugging Face folder as a source of weights: boxes, layouts, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.gpt2 import GPT2Config
+from model.huggingface import HuggingFaceError
+from parallel.checkpoint import load_model
+from parallel.fragments import MASTER
+from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from tests.helpers.huggingface import save_reference
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("theirs")
+    save_reference(path)
+    return path
+
+
+def rewrite(folder, target, change):
+    """A copy of the folder with its tensors changed."""
+    target.mkdir(exist_ok=True)
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    save_file(change(load_file(folder / "model.safetensors")), target / "model.safetensors")
+    return target
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("form", ["saved", "sharded", "no prefix", "head", "buffers"])
+def test_logits_equal_transformers_in_every_form_of_file(folder, tmp_path, form):
+    if form == "saved":
+        reference, path = save_reference(tmp_path), tmp_path
+    elif form == "sharded":
+        reference, path = save_reference(tmp_path, shard_size="20KB"), tmp_path
+        assert len(list(path.glob("*.safetensors"))) > 2
+    else:
+        change = {
+            "no prefix": without_prefix,
+            "head": lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()},
+            "buffers": lambda t: (
+                t
+                | {
+                    "transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32),
+                    "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
+                }
+            ),
+        }[form]
+        reference, path = save_reference(tmp_path / "x"), rewrite(folder, tmp_path, change)
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        expected, logits = reference(ids).logits, load_model(path)(ids).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_any_box_is_the_box_of_the_whole(folder):
+    weights = HuggingFaceWeights(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name, shape = "blocks.1.attention.qkv.weight", (96, 32)
+    whole = tensors["transformer.h.1.attn.c_attn.weight"].T
+    assert torch.equal(weights.whole(name), whole)
+    for offset, size in [
+        ((0, 0), (96, 32)),
+        ((5, 3), (1, 7)),
+        ((90, 0), (6, 32)),
+        ((0, 31), (9, 1)),
+    ]:
+        box = weights.read(name, MASTER, shape, offset, size)
+        (a, b), (n, m) = offset, size
+        assert torch.equal(box, whole[a : a + n, b : b + m])
+    bias = weights.read("final_norm.bias", MASTER, (32,), (4,), (5,))
+    assert torch.equal(bias, tensors["transformer.ln_f.bias"][4:9])
+    assert torch.equal(weights.read(name, "exp_avg", shape, (0, 0), (2, 2)), torch.zeros(2, 2))
+    assert weights.step(name) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_becomes_exact_fp32(folder, tmp_path, dtype):
+    rewrite(folder, tmp_path, lambda t: {name: x.to(dtype) for name, x in t.items()})
+    weights = HuggingFaceWeights(tmp_path)
+    expected = load_file(folder / "model.safetensors")["transformer.wte.weight"].to(dtype).float()
+    assert torch.equal(weights.whole("token_embedding.weight"), expected)
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from parallel.fragments import MASTER
+from parallel.huggingface import HuggingFaceWeights
+def peak():
+    # Not getrusage: it counts what the process had before `exec`.
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+weights = HuggingFaceWeights(Path(sys.argv[1]))
+name, shape = "token_embedding.weight", (1_000_000, 64)
+weights.read(name, MASTER, shape, (0, 0), (10, 64))
+Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+before = peak()
+weights.read(name, MASTER, shape, (700_000, 0), (10, 64))
+box = peak() - before
+weights.whole(name)
+print(box, peak() - before)
+"""
+
+
+def test_a_box_of_a_large_tensor_does_not_load_it(folder, tmp_path):
+    if not Path("/proc/self/status").exists():
+        pytest.skip("peak memory of a process is read from /proc")
+
+    def widen(tensors):
+        return {
+            name: torch.zeros([{400: 1_000_000, 32: 64, 96: 192, 128: 256}[n] for n in value.shape])
+            for name, value in tensors.items()
+        }
+
+    rewrite(folder, tmp_path, widen)
+    tree = json.loads((folder / "config.json").read_text())
+    tree |= {"vocab_size": 1_000_000, "n_embd": 64, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    box, whole = map(int, done.stdout.split())
+    assert box < 10_000  # KB; the embedding has 250,000
+    assert whole > 200_000
+
+
+def drop(name):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop("transformer.h.1.mlp.c_fc.bias"), ["no tensor h.1.mlp.c_fc.bias"]),
+        (lambda t: t | {"transformer.h.2.ln_1.bias": torch.ones(32)}, ["unknown tensor h.2.ln_1"]),
+        (lambda t: t | {"lm_head.weight": torch.ones(400, 32)}, ["lm_head.weight", "tied"]),
+        (lambda t: t | {"lm_head.weight": torch.ones(4, 32)}, ["lm_head.weight", "tied"]),
+        (
+            lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.ones(128, 32)},
+            ["h.0.mlp.c_fc.weight is [128, 32]", "[32, 128]"],
+        ),
+        (
+            lambda t: t | {"transformer.ln_f.bias": torch.ones(32, dtype=torch.int64)},
+            ["ln_f.bias is I64", "F32, F16, BF16"],
+        ),
+    ],
+)
+def test_other_tensors_are_refused_by_name(folder, tmp_path, change, words):
+    with pytest.raises(HuggingFaceError) as caught:
+        HuggingFaceWeights(rewrite(folder, tmp_path, change))
+    assert all(word in str(caught.value) for word in [str(tmp_path), *words]), str(caught.value)
+
+
+def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    refused(tmp_path, "neither model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    refused(tmp_path, "pytorch_model.bin, a pickle", "safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"\x09\0\0\0\0\0\0\0nonsense")
+    refused(tmp_path, "model.safetensors: is damaged")
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    refused(tmp_path, "model.safetensors: is damaged")
+    index = {"weight_map": {"transformer.wte.weight": "../x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(tmp_path, "'../x.safetensors' is not a file of this folder")
+    index["weight_map"]["transformer.wte.weight"] = "model-00001.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(tmp_path, "model-00001.safetensors: missing")
+    (tmp_path / "config.json").write_text("{")
+    refused(tmp_path, "config.json: cannot be read")
+    (tmp_path / "config.json").write_text("[]")
+    refused(tmp_path, "config.json: holds list")
+
+
+def refused(folder, *words):
+    with pytest.raises(HuggingFaceError) as caught:
+        HuggingFaceWeights(folder)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_configuration_of_another_model_is_refused_by_key(folder):
+    weights = HuggingFaceWeights(folder)
+    same = weights.config.model_copy(update={"dropout": 0.5, "recompute": "block"})
+    weights.check_config(same)
+    for update, word in [
+        ({"num_heads": 2}, "model.num_heads 4 there, 2 here"),
+        ({"layer_norm_epsilon": 1e-6}, "model.layer_norm_epsilon"),
+        ({"bias": False}, "model.bias True there, False here"),
+        ({"vocab_size": 401}, "model.vocab_size 400 there, 401 here"),
+    ]:
+        with pytest.raises(HuggingFaceError, match=word):
+            weights.check_config(same.model_copy(update=update))
+    wide = GPT2Config.model_validate(same.model_dump() | {"feed_forward": {"hidden_size": 8}})
+    with pytest.raises(HuggingFaceError, match=r"model\.feed_forward\.hidden_size 128 there, 8"):
+        weights.check_config(wide)
+
+
+def test_only_such_a_folder_is_one(folder, tmp_path):
+    assert is_huggingface_folder(folder)
+    assert not is_huggingface_folder(tmp_path)

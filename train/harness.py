@@ -1,0 +1,92 @@
+"""lm-eval's command line with checkpoints of Polyad: `--model polyad --model_args checkpoint=RUN`.
+
+lm-eval (0.4) finds no models outside of its own package, so there are two ways:
+
+    python -m train.harness --model polyad --model_args checkpoint=runs/x --tasks ...
+    python -m train.harness --register        # once in an environment; then
+    lm_eval --model polyad --model_args checkpoint=runs/x --tasks ...
+
+The first is lm-eval's own command line. The second writes a .pth file beside the installed
+packages: one line that Python runs at its start, and that does something in processes of `lm_eval`
+alone. `--unregister` removes it.
+"""
+
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.errors import ConfigError
+
+PTH_FILE = "polyad_lm_eval.pth"
+_LINE = (
+    "import sys; any("
+    "word.replace('\\\\', '/').rsplit('/', 1)[-1].removesuffix('.exe') in ('lm_eval', 'lm-eval') "
+    "for word in sys.orig_argv[:5]) and __import__('train.harness').harness.make_known()\n"
+)
+
+
+def make_known() -> None:
+    """Tells lm-eval in this process of `--model polyad`. Nothing heavy is imported.
+
+    Raises:
+        ConfigError: lm-eval is not installed.
+    """
+    try:
+        import lm_eval.models  # its own models: lm-eval lists them only while it knows none
+        from lm_eval.api.registry import model_registry
+    except ImportError as error:
+        raise ConfigError(
+            f"lm-eval cannot be imported ({error}); `pip install -c constraints.txt -e '.[eval]'` "
+            f"installs it"
+        ) from None
+    assert len(lm_eval.models.MODEL_MAPPING) > 0
+    if "polyad" not in model_registry:
+        model_registry.register("polyad", target="train.lm_eval_adapter:PolyadLM")
+
+
+def register(folder: Path) -> Path:
+    """Makes plain `lm_eval` know Polyad.
+
+    Args:
+        folder: where packages are installed.
+
+    Returns:
+        The file that was written.
+    """
+    path = folder / PTH_FILE
+    path.write_text(_LINE, encoding="utf-8")
+    return path
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs lm-eval's command line, or (un)registers.
+
+    Args:
+        arguments: without the program's name.
+    """
+    folder = Path(sysconfig.get_path("purelib"))
+    if list(arguments) == ["--register"]:
+        make_known()
+        print(f"`lm_eval --model polyad` works from now on ({register(folder)})")
+        return
+    if list(arguments) == ["--unregister"]:
+        (folder / PTH_FILE).unlink(missing_ok=True)
+        print(f"removed {folder / PTH_FILE}")
+        return
+    make_known()
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv[0] = "lm_eval"
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        status = getattr(error, "exit_status", None)
+        if status is None:
+            raise
+        print(f"polyad: error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(status)
