@@ -12,12 +12,16 @@ INSTALLED := $(VENV)/.installed
 # Checkers are called as modules: the scripts in bin/ break when the clone is moved.
 RUN := $(BIN)/python -m
 
-.PHONY: help setup quickstart test test-slow check clean
+.PHONY: help setup setup-eval quickstart test test-slow check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: $(INSTALLED)  ## the virtual environment with pinned packages
+
+setup-eval: setup  ## lm-eval too, and `lm_eval --model polyad`
+	@$(RUN) pip install --disable-pip-version-check -q -c constraints.txt -e '.[eval]'
+	@$(RUN) train.harness --register
 
 quickstart: setup  ## text to perplexity in two processes: minutes
 	@$(RUN) launch.quickstart

@@ -79,13 +79,13 @@ class TrainingData:
         if config.mixture is None:
             if config.path is None:
                 raise DataError("data.path: is missing; `polyad prepare` makes such a folder")
-            data = PreparedData.open(config.path)
+            data = _open(config.path, "data.path")
             return cls([Part(Path(config.path).name, 1.0, data)], "data.path")
         total = sum(source.weight for source in config.mixture)
         parts: list[Part] = []
         for number, source in enumerate(config.mixture):
             key = f"data.mixture.{number}"
-            part = Part(source.label, source.weight / total, PreparedData.open(source.path))
+            part = Part(source.label, source.weight / total, _open(source.path, f"{key}.path"))
             if part.share < 1 / BLOCK:
                 raise DataError(
                     f"{key}.weight: {source.weight} is a share of {part.share:.1e}; one of at "
@@ -237,6 +237,13 @@ def shares_of_a_block(shares: Sequence[float]) -> npt.NDArray[np.int64]:
     largest_first = np.argsort(counts_P - exact_P, kind="stable")
     counts_P[largest_first[:missing]] += 1
     return counts_P
+
+
+def _open(path: str, key: str) -> PreparedData:
+    try:
+        return PreparedData.open(path)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
 
 
 def _check_tokenizers(first: Part, other: Part, key: str) -> None:
