@@ -90,15 +90,13 @@ def guard(work: Callable[[], int]) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    name = argv[0] if argv else ""
-    if " ".join(argv[:2]) in COMMANDS:  # as `bench data`
-        name = " ".join(argv[:2])
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `bench data`
+    name = " ".join(argv[:words])
     if name in COMMANDS:
         command = COMMANDS[name]
         parser = Parser(name, command.summary, command.example)
         command.arguments(parser)
-        rest = argv[len(name.split()) :]
-        return command.handler(parser.parse_intermixed_args(rest)) or 0
+        return command.handler(parser.parse_intermixed_args(argv[words:])) or 0
     if name in {"-h", "--help"}:
         print(_overview())
         return 0
