@@ -90,15 +90,13 @@ def guard(work: Callable[[], int]) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    name = argv[0] if argv else ""
-    if " ".join(argv[:2]) in COMMANDS:  # as `bench data`
-        name = " ".join(argv[:2])
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `bench data`
+    name = " ".join(argv[:words])
     if name in COMMANDS:
         command = COMMANDS[name]
         parser = Parser(name, command.summary, command.example)
         command.arguments(parser)
-        rest = argv[len(name.split()) :]
-        return command.handler(parser.parse_intermixed_args(rest)) or 0
+        return command.handler(parser.parse_intermixed_args(argv[words:])) or 0
     if name in {"-h", "--help"}:
         print(_overview())
         return 0
@@ -386,6 +384,33 @@ def _bench_data(options: Namespace) -> None:
         show(result, data_table(result), json_path, stdout)
 
 
+def _bench_step_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--batch-size", type=positive, default=2, metavar="B", help="samples; default 2")
+    add("--sequence-length", type=positive, default=256, metavar="T", help="default 256")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed steps of each; default 5")
+    add("--compile", action="store_true", help="ours through torch.compile")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _bench_step(options: Namespace) -> None:
+    from launch.bench.step import bench_step, step_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_step(
+            device=options.device,
+            precisions=(options.precision,) if options.precision else ("fp32", "bf16"),
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            repeats=options.repeats,
+            compiled=options.compile,
+        )
+        show(result, step_table(result), options.json, stdout)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
@@ -431,6 +456,12 @@ COMMANDS: dict[str, Command] = {
         example="polyad bench data --consumption 400 --json data.json",
         arguments=_bench_data_arguments,
         handler=_bench_data,
+    ),
+    "bench step": Command(
+        summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
+        example="polyad bench step --precision bf16 --json step.json",
+        arguments=_bench_step_arguments,
+        handler=_bench_step,
     ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model.build import build_model, materialize
 from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
 from parallel.zero import DTYPES
+from train.errors import ConfigError
 from train.loss import token_losses
 from train.metrics import LogConfig, peak_flops, peak_memory_bytes
 from train.optimizer import OptimizerConfig, build_optimizer
@@ -51,6 +52,8 @@ def bench_step(
         JSON values: for each precision, each variant's median seconds, tokens/s, MFU (where the
         device's peak is known), first step's seconds and peak memory; and the ratio of medians.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: cuda: there is no CUDA device here; cpu is allowed")
     config = model or GPT2Config(sequence_length=1024, vocab_size=50257)
     shape: dict[str, Any] = {
         "device": device,

@@ -1,0 +1,43 @@
+"""`polyad bench step` on a tiny model: what it compares is the same work, and is reported whole."""
+
+import pytest
+import torch
+
+from launch.bench.step import bench_step, make_step, step_table
+from launch.cli import run
+from model.gpt2 import GPT2Config
+
+TINY = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, sequence_length=16, vocab_size=50)
+
+
+@pytest.mark.parametrize("name", ["polyad", "transformers"])
+def test_a_step_changes_the_weights_of_either_variant(name: str) -> None:
+    step = make_step(
+        name, TINY, "fp32", device="cpu", batch_size=2, sequence_length=8, compiled=False
+    )
+    closed_over = {
+        cell.cell_contents
+        for cell in step.__closure__ or ()
+        if isinstance(cell.cell_contents, torch.optim.Optimizer)
+    }
+    (optimizer,) = closed_over
+    weight = optimizer.param_groups[0]["params"][0]
+    before = weight.detach().clone()
+    step()
+    assert not torch.equal(before, weight)
+
+
+def test_the_result_has_both_variants_their_ratio_and_memory() -> None:
+    result = bench_step(
+        precisions=("fp32",), batch_size=1, sequence_length=8, repeats=1, model=TINY
+    )
+    rows = result["precisions"]["fp32"]
+    assert rows["ratio"] == rows["polyad"]["seconds"] / rows["transformers"]["seconds"]
+    assert all(rows[name]["peak_memory_bytes"] > 50e6 for name in ("polyad", "transformers"))
+    assert "ratio of medians" in step_table(result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "step", "--device", "cuda"]) == 2
+    assert capfd.readouterr().err.startswith("polyad: error: --device: cuda: ")
