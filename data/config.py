@@ -1,14 +1,43 @@
 """The base of every configuration model in this room, and the keys under `data:`."""
 
-from pydantic import BaseModel, ConfigDict, Field
+import re
+from collections import Counter
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Config(BaseModel):
     """Keyword-only, frozen, validated; unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+class MixtureSource(Config):
+    """One of several prepared folders that are mixed."""
+
+    path: str
+    """Folder made by `polyad prepare`."""
+
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """Share of the training samples, in proportion to the weights of the others."""
+
+    name: str | None = None
+    """What its validation loss is called by; null: the folder's own name."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_word(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[\w.+-]+", name):
+            raise ValueError("letters, digits and any of _ . + - are")
+        return name
+
+    @property
+    def label(self) -> str:
+        """The name, given or the folder's."""
+        return self.name or Path(self.path).expanduser().resolve().name
 
 
 class DataConfig(Config):
@@ -17,5 +46,23 @@ class DataConfig(Config):
     path: str | None = None
     """Folder made by `polyad prepare`: tokens of train, validation and test, and the tokenizer."""
 
+    mixture: list[MixtureSource] | None = Field(default=None, min_length=1)
+    """Several such folders instead of one, made with the same tokenizer."""
+
     num_workers: int = Field(default=0, ge=0)
     """Loader processes beside each training process; 0 reads in the training process itself."""
+
+    @model_validator(mode="after")
+    def _path_or_mixture(self) -> "DataConfig":
+        if self.mixture is None:
+            return self
+        if self.path is not None:
+            raise ValueError(f"data.mixture: stands beside data.path: {self.path}; one of the two")
+        labels = Counter(source.label for source in self.mixture)
+        label, count = labels.most_common(1)[0]
+        if count > 1:
+            raise ValueError(
+                f"data.mixture: {count} folders are called {label}; give each a name of its own, "
+                "as in {path: ..., weight: 1, name: other}"
+            )
+        return self

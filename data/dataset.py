@@ -16,14 +16,13 @@ from data.manifest import (
     INDEX_HEADER_BYTES,
     MANIFEST_FILE,
     SPLITS,
-    TOKENIZER_FILE,
     Manifest,
     SplitInfo,
     SplitName,
     ends_digest,
     index_bytes,
 )
-from data.tokenizer import Tokenizer, fingerprint
+from data.tokenizer import Tokenizer, file_fingerprint
 
 
 class TokenStream:
@@ -36,15 +35,20 @@ class TokenStream:
         prefix: The files' common path, without `.bin` and `.idx`.
         num_tokens: Tokens in all, the ends of documents included.
         num_documents: Documents.
+        vocab_size: Every token is below it, which each read checks; None checks nothing.
 
     Attributes:
         prefix: As given.
         num_tokens: As given.
         num_documents: As given.
+        vocab_size: As given.
     """
 
-    def __init__(self, prefix: Path, num_tokens: int, num_documents: int) -> None:
+    def __init__(
+        self, prefix: Path, num_tokens: int, num_documents: int, vocab_size: int | None = None
+    ) -> None:
         self.prefix = prefix
+        self.vocab_size = vocab_size
         self.num_tokens = num_tokens
         self.num_documents = num_documents
 
@@ -71,6 +75,7 @@ class TokenStream:
 
         Raises:
             IndexError: The range is not inside the stream.
+            DataError: A token is not in the vocabulary.
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
@@ -78,6 +83,12 @@ class TokenStream:
             return np.zeros(0, dtype=np.int64)
         index = self._files.index
         tokens = self._files.bin_reader.read(index.dtype, stop - start, start * index.dtype_size)
+        if self.vocab_size is not None and int(tokens.max()) >= self.vocab_size:
+            where = start + int(np.argmax(tokens >= self.vocab_size))
+            raise DataError(
+                f"{self.prefix}.bin: damaged: token {where:,} is {int(tokens.max()):,}, the "
+                f"vocabulary has {self.vocab_size:,}"
+            )
         return np.asarray(tokens, dtype=np.int64)
 
     def read_document(
@@ -111,6 +122,7 @@ class TokenStream:
             "prefix": self.prefix,
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
+            "vocab_size": self.vocab_size,
         }
 
 
@@ -158,8 +170,8 @@ class PreparedData:
             The tokenizer that made the tokens.
         """
         if self._tokenizer is None:
-            end_of_text = self.manifest.tokenizer.end_of_text
-            self._tokenizer = Tokenizer.load(self.path / TOKENIZER_FILE, end_of_text)
+            info = self.manifest.tokenizer
+            self._tokenizer = Tokenizer.load(self.path / info.file, info.end_of_text)
         return self._tokenizer
 
     def split(self, name: SplitName) -> TokenStream:
@@ -172,7 +184,8 @@ class PreparedData:
             Its tokens; there may be none.
         """
         info = self.manifest.splits[name]
-        return TokenStream(self.path / name, info.tokens, info.documents)
+        vocab_size = self.manifest.tokenizer.vocab_size
+        return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
     def verify(self) -> None:
         """Reads every token file and compares its digest.
@@ -252,9 +265,9 @@ def _largest_id(path: Path, dtype: str) -> int:
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    path = folder / TOKENIZER_FILE
+    path = folder / manifest.tokenizer.file
     try:
-        found = fingerprint(path.read_text(encoding="utf-8"), manifest.tokenizer.end_of_text)
+        found = file_fingerprint(path, manifest.tokenizer.end_of_text)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable tokenizer: {error}") from None
     if found != manifest.tokenizer.fingerprint:

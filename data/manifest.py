@@ -14,11 +14,20 @@ from data.errors import DataError
 FORMAT_VERSION = 1
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
-MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
+MANIFEST_FILE = "manifest.json"
+TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
+TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
+SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
 FILES = frozenset(
-    {MANIFEST_FILE, TOKENIZER_FILE, *(f"{name}.{end}" for name in SPLITS for end in ("bin", "idx"))}
+    {
+        *(MANIFEST_FILE, TOKENIZER_FILE, SENTENCEPIECE_FILE),
+        *(f"{name}.{end}" for name in SPLITS for end in ("bin", "idx")),
+    }
 )
-"""Everything that a prepared folder holds."""
+"""Everything that a prepared folder may hold."""
+
+LENGTHS_SUFFIX = ".lengths"
+"""Of a file that lies beside the others while they are written."""
 
 INDEX_HEADER_BYTES = 34
 """Of an .idx file: 9 magic, 8 version, 1 type code, 8 sequences, 8 document bounds."""
@@ -47,7 +56,9 @@ class TokenizerInfo(Config):
     """The tokenizer beside the data."""
 
     fingerprint: str
-    """SHA-256 of tokenizer.json, in canonical form, and the end-of-text token."""
+    """SHA-256 of the file (tokenizer.json in canonical form) and the end-of-text token."""
+    file: TokenizerFile = TOKENIZER_FILE
+    """Its file in the folder: of Hugging Face `tokenizers`, or of SentencePiece."""
     vocab_size: int
     """All ids are below this."""
     end_of_text: str
@@ -66,7 +77,7 @@ class Request(Config):
     test_source: str | None
     """Text that is the test split instead of a share of `source`."""
     tokenizer: str
-    """`train:VOCAB_SIZE`, or the fingerprint of the tokenizer that was given."""
+    """`train:VOCAB_SIZE` or `words`, or the fingerprint of the tokenizer that was given."""
     end_of_text: str | None
     """The end-of-text token that was asked for."""
     validation_fraction: float

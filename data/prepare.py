@@ -1,6 +1,7 @@
 """Text to a folder of tokens: split by document, encoded, written, sealed with a manifest."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,6 @@ from data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     SPLITS,
-    TOKENIZER_FILE,
     Manifest,
     Request,
     SplitName,
@@ -18,10 +18,15 @@ from data.manifest import (
     data_fingerprint,
 )
 from data.progress import Progress, Report
+from data.resume import Resume, read_resume, remove_resume, save_resume
+from data.source import Document, Skipped, Source
 from data.staging import check_replaceable, staged_folder
-from data.text import Document, Skipped, Source, open_source
-from data.tokenizer import Tokenizer, resolve_tokenizer, vocab_size_to_train
+from data.text import open_source, open_splits
+from data.tokenizer import Tokenizer, all_cores, resolve_tokenizer, training_wanted
 from data.writer import DatasetWriter, cut_between_words
+
+SAVE_SECONDS = 30.0
+"""An interrupted call loses at most this much of its work."""
 
 
 class _Sources(NamedTuple):
@@ -86,6 +91,7 @@ def prepare(
     test_source: str | None = None,
     text_key: str = "text",
     end_of_text: str | None = None,
+    streaming: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Manifest:
@@ -93,18 +99,23 @@ def prepare(
 
     The text is streamed, once, and once before to train a tokenizer (on the documents of the train
     split alone). The folder appears complete or not at all. If it exists and was prepared from the
-    same request, it is kept and nothing is read.
+    same request, it is kept and nothing is read; if such a request was interrupted, the files are
+    those that it would have written, and only what it had not yet saved is encoded.
 
     Args:
-        source: `python-stdlib`, a file or a folder; see `data.text.open_source`.
-        tokenizer: `train:VOCAB_SIZE` or a path; see `data.tokenizer.resolve_tokenizer`.
+        source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
+            taken where it has them; see `data.text.open_source`.
+        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or a path; see
+            `data.tokenizer.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0.
         test_fraction: Share of the documents held out for the test, at least 0.
         validation_source: Text that is the validation split instead.
         test_source: Text that is the test split instead.
-        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         end_of_text: The token that ends each document; None takes a well-known one.
+        streaming: Whether Hugging Face data sets are read without a copy on the disk; the result
+            is the same.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -114,19 +125,15 @@ def prepare(
     Raises:
         DataError: An argument, the text, the tokenizer or the output folder will not do.
     """
-    fractions = _checked_fractions(
-        {
-            "validation": 0.0 if validation_source else validation_fraction,
-            "test": 0.0 if test_source else test_fraction,
-        }
-    )
-    specs: dict[SplitName, str | None] = {
-        "train": source,
-        "validation": validation_source,
-        "test": test_source,
-    }
-    by_split = {name: open_source(spec, text_key=text_key) for name, spec in specs.items() if spec}
-    to_train = vocab_size_to_train(tokenizer) is not None
+    fractions = _checked_fractions({"validation": validation_fraction, "test": test_fraction})
+    by_split = open_splits(source, text_key=text_key, streaming=streaming)
+    held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
+    for name, spec in held_out.items():
+        if spec:
+            by_split[name] = open_source(spec, text_key=text_key, streaming=streaming, split=name)
+    by_split = {name: by_split[name] for name in SPLITS if name in by_split}
+    fractions |= {name: 0.0 for name in by_split if name in fractions}
+    to_train = training_wanted(tokenizer) is not None
     loaded = None if to_train else resolve_tokenizer(tokenizer, end_of_text=end_of_text)
     request = Request(
         source=source,
@@ -146,9 +153,19 @@ def prepare(
         return existing
     check_replaceable(output, overwrite=overwrite)
     sources = _Sources(by_split, fractions)
-    with contextlib.closing(progress), staged_folder(output) as folder:
-        chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
-        manifest = _write(sources, chosen, request, folder, progress)
+    with (
+        contextlib.closing(progress),
+        all_cores(),
+        staged_folder(output, lambda folder: read_resume(folder, request) is not None) as folder,
+    ):
+        resume = read_resume(folder, request)
+        if resume is not None:
+            progress.say(f"{output}: goes on behind {resume.documents:,} documents")
+            chosen = Tokenizer.load(folder / resume.tokenizer_file, resume.end_of_text)
+        else:
+            chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
+            chosen.save(folder / chosen.file_name)
+        manifest = _write(sources, chosen, request, folder, progress, resume)
     _summarize(manifest, output, progress)
     return manifest
 
@@ -173,13 +190,27 @@ def _train(sources: _Sources, spec: str, end_of_text: str | None, progress: Prog
 
 
 def _write(
-    sources: _Sources, tokenizer: Tokenizer, request: Request, folder: Path, progress: Progress
+    sources: _Sources,
+    tokenizer: Tokenizer,
+    request: Request,
+    folder: Path,
+    progress: Progress,
+    resume: Resume | None,
 ) -> Manifest:
     skipped = Skipped()
-    writer = DatasetWriter(folder, tokenizer)
+    writer = DatasetWriter(folder, tokenizer, resume.splits if resume else None)
+    done = resume.documents if resume else 0
+    trained = training_wanted(request.tokenizer) is not None
+    # A tokenizer that was trained is worth keeping before any text is encoded.
+    saved_at = -SAVE_SECONDS if trained and not resume else time.monotonic()
     with contextlib.closing(writer):
         progress.start("encoding", sources.total_bytes)
-        for split, document in sources.assigned(skipped):
+        for number, (split, document) in enumerate(sources.assigned(skipped)):
+            if number < done:
+                continue  # read again, and not encoded: a small part of the work
+            if time.monotonic() - saved_at >= SAVE_SECONDS:
+                save_resume(folder, request, tokenizer, number, writer.states())
+                saved_at = time.monotonic()
             writer.add(split, document.text, document.name)
             progress.update(document.bytes_read, writer.tokens)
         splits = writer.finish()
@@ -189,6 +220,7 @@ def _write(
             raise DataError(f"{source.spec}: no text in it (for the {name} split)")
     info = TokenizerInfo(
         fingerprint=tokenizer.fingerprint,
+        file=tokenizer.file_name,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         end_of_text_id=tokenizer.end_of_text_id,
@@ -203,7 +235,7 @@ def _write(
         skipped_unreadable=skipped.unreadable,
         fingerprint=data_fingerprint(splits, info),
     )
-    tokenizer.save(folder / TOKENIZER_FILE)
+    remove_resume(folder)
     manifest.write(folder)
     return manifest
 
@@ -237,8 +269,8 @@ def _summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
     request = manifest.request
     wanted = {
         "train": True,
-        "validation": bool(request.validation_source or request.validation_fraction),
-        "test": bool(request.test_source or request.test_fraction),
+        "validation": bool(request.validation_fraction),
+        "test": bool(request.test_fraction),
     }
     for name in SPLITS:
         split = manifest.splits[name]

@@ -39,7 +39,7 @@ class Progress:
 
         Args:
             what: What is being done.
-            total_bytes: How much there is to do.
+            total_bytes: How much there is to do; 0 if that is not known.
         """
         self._end_line()
         self._what, self._total_bytes = what, total_bytes
@@ -84,13 +84,13 @@ class Progress:
         self._end_line()
 
     def _state(self, done_bytes: int, tokens: int, seconds: float) -> str:
-        share = min(done_bytes / self._total_bytes, 1.0) if self._total_bytes else 1.0
-        rate = done_bytes / seconds
-        parts = [f"{self._what}: {share:4.0%}", f"{rate / 1e6:,.1f} MB/s"]
+        total, rate = self._total_bytes, done_bytes / seconds
+        share = f"{min(done_bytes / total, 1.0):4.0%}" if total else f"{done_bytes / 1e6:,.1f} MB"
+        parts = [f"{self._what}: {share}", f"{rate / 1e6:,.1f} MB/s"]
         if tokens:
             parts.append(f"{tokens / seconds:,.0f} tokens/s")
-        if rate > 0:
-            parts.append(f"{_duration(max(self._total_bytes - done_bytes, 0) / rate)} left")
+        if rate > 0 and total:
+            parts.append(f"{_duration(max(total - done_bytes, 0) / rate)} left")
         return ", ".join(parts)
 
     def _end_line(self) -> None:

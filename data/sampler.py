@@ -142,7 +142,7 @@ class _MicroBatches(Sampler[list[int]]):
 
 
 def micro_batches(
-    samples: TrainingSamples,
+    samples: Dataset[torch.Tensor],
     *,
     start_step: int,
     num_steps: int,

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data.errors import DataError
@@ -43,17 +43,19 @@ def check_replaceable(output: Path, *, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def staged_folder(output: Path) -> Iterator[Path]:
+def staged_folder(output: Path, goes_on: Callable[[Path], bool]) -> Iterator[Path]:
     """Gives a folder to write into, and puts it in place of `output` when the block ends well.
 
-    An error, Ctrl-C included, removes it. A killed process leaves it behind under a hidden name,
-    which the next call on this host removes: nothing that looks complete is ever half written.
+    What a killed or interrupted call on this host left behind, under a hidden name, is given again
+    where that can be gone on from, and removed otherwise: nothing that looks complete is ever half
+    written. A `DataError` removes it too, unless the disk or the network is its cause.
 
     Args:
         output: Where the finished folder shall be; `check_replaceable` has allowed it.
+        goes_on: Tells of a folder that was left whether its content is of use.
 
     Yields:
-        An empty folder beside it, on the same file system.
+        A folder beside it, on the same file system: empty, or as it was left.
 
     Raises:
         DataError: The folder cannot be written or put in place.
@@ -62,16 +64,29 @@ def staged_folder(output: Path) -> Iterator[Path]:
     staging = output.parent / f".{output.name}.partial-{host}-{os.getpid()}"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(output, host)
-        staging.mkdir()
+        _take_over(output, host, staging, goes_on)
+        staging.mkdir(exist_ok=True)
         yield staging
         for path in staging.iterdir():
             flush_to_disk(path)
         flush_to_disk(staging)
         _put_in_place(staging, output)
     except OSError as error:
+        _remove_useless(staging, goes_on)
         raise DataError(f"{output}: cannot be written: {error.strerror or error}") from error
-    finally:
+    except DataError as error:
+        if isinstance(error.__cause__, OSError):
+            _remove_useless(staging, goes_on)
+        else:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    except BaseException:
+        _remove_useless(staging, goes_on)
+        raise
+
+
+def _remove_useless(staging: Path, goes_on: Callable[[Path], bool]) -> None:
+    if not goes_on(staging):
         shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -91,18 +106,28 @@ def _put_in_place(staging: Path, output: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _remove_stale(output: Path, host: str) -> None:
-    """Removes what killed processes of this host left; of other hosts we cannot know."""
+def _take_over(output: Path, host: str, staging: Path, goes_on: Callable[[Path], bool]) -> None:
+    """Takes what a process of this host left and can be gone on from; removes all else it left.
+
+    Of other hosts we cannot know whether their processes live.
+    """
     pattern = re.compile(re.escape(f".{output.name}.partial-{host}-") + r"(\d+)")
-    for path in output.parent.iterdir():
+    for path in sorted(output.parent.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match and not _is_alive(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
+        if match is None or _is_alive(int(match[1])):
+            continue
+        if path == staging and goes_on(path):
+            continue
+        if not staging.exists() and goes_on(path):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                path.rename(staging)
+            continue
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_alive(process_id: int) -> bool:
     if process_id == os.getpid():
-        return False  # a staging folder of ours does not exist yet: its maker had our number
+        return False  # we have not made one yet: its maker had our number, or was an earlier call
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

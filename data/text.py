@@ -5,36 +5,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from data.corpus import standard_library, standard_library_files
 from data.errors import DataError, nearest
+from data.manifest import SplitName
 from data.readers import READERS, Reader, read_module
+from data.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
 """The source that every machine has: see `data/corpus.py`."""
-
-
-class Document(NamedTuple):
-    """One document of a source.
-
-    Attributes:
-        name: Where it comes from: the file, relative to the source, and its number there.
-        text: All of it, not empty.
-        bytes_read: How far into the source it ends, in bytes of the files on the disk.
-    """
-
-    name: str
-    text: str
-    bytes_read: int
-
-
-@dataclass
-class Skipped:
-    """Counts of what a pass over a source left out."""
-
-    empty: int = 0
-    unreadable: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +28,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class FileSource:
     """An ordered set of files that can be read any number of times, always the same way.
 
     Attributes:
@@ -111,13 +90,45 @@ class Source:
 _NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names may be any bytes
 
 
-def open_source(spec: str, *, text_key: str = "text") -> Source:
-    """Finds the files behind a source's name or path; reads none of them.
+def open_splits(
+    spec: str, *, text_key: str = "text", streaming: bool = False
+) -> dict[SplitName, Source]:
+    """Finds a source with the splits that it comes in.
 
     Args:
-        spec: `python-stdlib`; a `.txt`, `.jsonl`, `.jsonl.gz` or `.parquet` file; or a folder,
-            searched for such files (hidden ones left out) and read in the order of their paths.
-        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+        spec: As for `open_source`.
+        text_key: Key or column of the text.
+        streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
+
+    Returns:
+        A source for each split: of a Hugging Face data set those of train, validation and test that
+        it has; of anything else train alone.
+
+    Raises:
+        DataError: There is no such source, or it has no train split.
+    """
+    from data.hub import find_dataset, open_dataset
+
+    if wanted := find_dataset(spec):
+        splits = open_dataset(wanted, text_key=text_key, streaming=streaming)
+        if "train" not in splits:
+            raise DataError(f"{spec}: no train split; it has {', '.join(splits) or 'none'}")
+        return splits
+    return {"train": _open_files(spec, text_key)}
+
+
+def open_source(
+    spec: str, *, text_key: str = "text", streaming: bool = False, split: SplitName = "train"
+) -> Source:
+    """Finds what is behind a source's name or path; reads none of it.
+
+    Args:
+        spec: `python-stdlib`; a `.txt`, `.jsonl`, `.jsonl.gz` or `.parquet` file; a folder,
+            searched for such files (hidden ones left out) and read in the order of their paths; or
+            a Hugging Face data set, see `data.hub.find_dataset`.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
+        streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
+        split: Which split of a data set that has several; train where it does not have this one.
 
     Returns:
         The source.
@@ -125,13 +136,18 @@ def open_source(spec: str, *, text_key: str = "text") -> Source:
     Raises:
         DataError: There is no such source, or it is a file or folder without text files.
     """
+    splits = open_splits(spec, text_key=text_key, streaming=streaming)
+    return splits.get(split) or splits["train"]
+
+
+def _open_files(spec: str, text_key: str) -> FileSource:
     if spec == PYTHON_STDLIB:
         root = standard_library()
         files = standard_library_files(root)
         if not files:
             raise DataError(f"{PYTHON_STDLIB}: this Python has no sources in {root}")
         found = tuple(_source_file(path, root, read_module) for path in files)
-        return Source(spec, found, text_key, skip_unreadable=True)
+        return FileSource(spec, found, text_key, skip_unreadable=True)
     path = Path(spec).expanduser()
     if not path.exists():
         raise DataError(_missing(spec, path))
@@ -139,10 +155,10 @@ def open_source(spec: str, *, text_key: str = "text") -> Source:
         files = _text_files(path)
         if not files:
             raise DataError(f"{spec}: no {_endings()} file in this folder")
-        return Source(
+        return FileSource(
             spec, tuple(_source_file(file, path, _reader(file)) for file in files), text_key
         )
-    return Source(spec, (_source_file(path, path.parent, _reader(path)),), text_key)
+    return FileSource(spec, (_source_file(path, path.parent, _reader(path)),), text_key)
 
 
 def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
@@ -173,7 +189,10 @@ def _endings() -> str:
 
 def _missing(spec: str, path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    from data.hub import SHORT_NAMES
+
+    known = (PYTHON_STDLIB, *SHORT_NAMES)
     return (
-        f"{spec}: no such source; it is {PYTHON_STDLIB!r}, a {_endings()} file or a folder of "
-        f"those{nearest(path.name, [*siblings, PYTHON_STDLIB])}"
+        f"{spec}: no such source; it is {', '.join(known)}, hub:OWNER/NAME[:CONFIG], a "
+        f"{_endings()} file or a folder of those{nearest(path.name, [*siblings, *known])}"
     )

@@ -1,14 +1,18 @@
 """Text to token ids and back: a Hugging Face tokenizer that cannot be made to end a document."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.errors import DataError, nearest
+from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE, TokenizerFile
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (
@@ -25,6 +29,9 @@ KNOWN_END_OF_TEXT = (
 """Looked for in this order when the user names none."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
+"""How a tokenizer is asked for that is made from the train split."""
 
 # Whole and in two pieces, each must give the same ids before long documents are cut there.
 _PROBES = (
@@ -39,6 +46,21 @@ _PROBES = (
 )
 
 
+class UnknownWordError(DataError):
+    """A word that the vocabulary does not have, where it has no entry for unknown ones.
+
+    Args:
+        row: Which of the texts has it.
+        word: The word.
+    """
+
+    def __init__(self, row: int, word: str) -> None:
+        super().__init__(
+            f"the word {word!r:.80} is not in the vocabulary, which has no <unk> for such words"
+        )
+        self.row = row
+
+
 class Tokenizer:
     """Encodes text without special tokens, truncation or padding, whatever its file asks for.
 
@@ -50,28 +72,32 @@ class Tokenizer:
         end_of_text: The token that ends each document; None takes a well-known one.
 
     Attributes:
+        file_name: What `save` writes is called so in a prepared folder.
         end_of_text: The token that ends each document.
         end_of_text_id: Its id.
         vocab_size: All ids are below this.
         fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
     """
 
+    file_name: TokenizerFile = TOKENIZER_FILE
+
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
         self._backend = tokenizers.Tokenizer.from_str(self._content)
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is 13 characters
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        self.end_of_text = _choose_end_of_text(vocabulary, end_of_text)
+        self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
         self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = fingerprint(self._content, self.end_of_text)
 
     @classmethod
     def load(cls, path: str | Path, end_of_text: str | None = None) -> "Tokenizer":
-        """Loads a `tokenizer.json`, or GPT-2's `vocab.json` and `merges.txt`.
+        """Loads a tokenizer that is stored in a file.
 
         Args:
-            path: The file, or a folder that holds one or the other.
+            path: A `tokenizer.json`, a SentencePiece `.model`, or a folder that holds one of them
+                or GPT-2's `vocab.json` and `merges.txt`.
             end_of_text: The token that ends each document; None takes a well-known one.
 
         Returns:
@@ -81,19 +107,23 @@ class Tokenizer:
             DataError: There is no tokenizer, or it has no such token.
         """
         path = Path(path).expanduser()
-        if path.is_dir() and not (path / "tokenizer.json").exists():
-            return cls._load_byte_level(path, end_of_text)
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path
+        if path.is_dir():
+            known = (path / TOKENIZER_FILE, path / SENTENCEPIECE_FILE)
+            found = [candidate for candidate in known if candidate.exists()]
+            if not found:
+                return cls._load_byte_level(path, end_of_text)
+            file = found[0]
         if not file.exists():
             siblings = (
                 [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             )
             raise DataError(
-                f"{path}: no such tokenizer; it is train:VOCAB_SIZE, a tokenizer.json file or its "
-                f"folder{nearest(path.name, siblings)}"
+                f"{path}: no such tokenizer; it is {', '.join(TRAINED)}, a tokenizer.json file, a "
+                f"SentencePiece .model or the folder of one{nearest(path.name, siblings)}"
             )
         try:
-            return cls(file.read_text(encoding="utf-8"), end_of_text)
+            return _from_file(file, end_of_text)
         except DataError as error:
             raise DataError(f"{file}: {error}") from None
         except Exception as error:  # the library raises bare Exception for a malformed file
@@ -128,14 +158,28 @@ class Tokenizer:
             The ids of each, never the end-of-text token's.
 
         Raises:
-            DataError: A text cannot be told from the end of a document in this vocabulary.
+            DataError: A text cannot be told from the end of a document in this vocabulary, or has
+                a word that is not in it.
         """
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        batch = [list(encoding.ids) for encoding in encodings]
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # bare; a vocabulary of words without one for unknown ones
+            raise self._unknown_word(texts) or error from None
+        batch: list[list[int]] = [encoding.ids for encoding in encodings]
         for row, ids in enumerate(batch):
             if self.end_of_text_id in ids:
                 batch[row] = self._encode_forged(texts[row])
         return batch
+
+    def _unknown_word(self, texts: Sequence[str]) -> UnknownWordError | None:
+        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
+        for row, text in enumerate(texts):
+            clean = normalizer.normalize_str(text) if normalizer else text
+            words = splitter.pre_tokenize_str(clean) if splitter else [(clean, (0, 0))]
+            for word, _ in words:
+                if self._backend.token_to_id(word) is None:
+                    return UnknownWordError(row, word)
+        return None
 
     def _encode_forged(self, text: str) -> list[int]:
         """Encodes a text that the model itself (unigram, word level) ends: cuts the mark in two."""
@@ -186,7 +230,7 @@ class Tokenizer:
         return self._content
 
     def save(self, path: str | Path) -> None:
-        """Writes a `tokenizer.json` that `load` reads back to the same fingerprint.
+        """Writes the file that `load` reads back to the same fingerprint.
 
         Args:
             path: The file.
@@ -201,11 +245,45 @@ class Tokenizer:
             With GPT-2's pre-tokenizer and its kin it does; not with one that marks the beginning of
             a text, for which a document is encoded whole.
         """
-        for left, right in _PROBES:
-            whole, first, second = self.encode_batch([left + right, left, right])
-            if whole != first + second:
-                return False
+        try:
+            for left, right in _PROBES:
+                whole, first, second = self.encode_batch([left + right, left, right])
+                if whole != first + second:
+                    return False
+        except UnknownWordError:
+            return False
         return True
+
+
+def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
+    """Finds the class that reads a file."""
+    if file.suffix == ".model":
+        from data.sentencepiece_model import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(file.read_bytes(), end_of_text)
+    from data.words import WordTokenizer, is_word_vocabulary
+
+    content = file.read_text(encoding="utf-8")
+    kind = WordTokenizer if is_word_vocabulary(content) else Tokenizer
+    return kind(content, end_of_text)
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """Encodes with every core, or with RAYON_NUM_THREADS threads, within the block.
+
+    TOKENIZERS_PARALLELISM=false is what a process that trains wants, and what `launch/machine.py`
+    sets; inherited, it would leave all cores but one idle here.
+    """
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARALLELISM]
+        else:
+            os.environ[PARALLELISM] = before
 
 
 def canonical(content: str) -> str:
@@ -237,6 +315,38 @@ def fingerprint(content: str, end_of_text: str) -> str:
         A SHA-256, hexadecimal.
     """
     return hashlib.sha256(f"{canonical(content)}\0{end_of_text}".encode()).hexdigest()
+
+
+def file_fingerprint(path: Path, end_of_text: str) -> str:
+    """Digests a tokenizer by its file, as its own `fingerprint` does.
+
+    Args:
+        path: A `tokenizer.json` or a SentencePiece `.model`.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        A SHA-256, hexadecimal.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a `tokenizer.json`.
+    """
+    if path.suffix == ".model":
+        return bytes_fingerprint(path.read_bytes(), end_of_text)
+    return fingerprint(path.read_text(encoding="utf-8"), end_of_text)
+
+
+def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
+    """Digests a tokenizer that is stored in bytes.
+
+    Args:
+        model: All of its file.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        A SHA-256, hexadecimal.
+    """
+    return hashlib.sha256(model + f"\0{end_of_text}".encode()).hexdigest()
 
 
 def train_tokenizer(
@@ -272,27 +382,43 @@ def train_tokenizer(
     return Tokenizer(backend.to_str(), end_of_text)
 
 
-def vocab_size_to_train(spec: str) -> int | None:
+class Training(NamedTuple):
+    """A tokenizer that is to be made from text.
+
+    Attributes:
+        kind: Byte-level BPE, or all words that white space separates.
+        vocab_size: Entries wanted; None has no limit (for words alone).
+    """
+
+    kind: Literal["bytes", "words"]
+    vocab_size: int | None
+
+
+def training_wanted(spec: str) -> Training | None:
     """Reads a tokenizer's specification.
 
     Args:
-        spec: `train:VOCAB_SIZE`, or a path.
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, or a path.
 
     Returns:
-        The vocabulary size, or None for a path.
+        What is to be made from the train split, or None for a path.
 
     Raises:
-        DataError: What follows `train:` is not a usable size.
+        DataError: What follows `train:` or `words:` is not a usable size.
     """
-    if not spec.startswith("train:"):
+    name, colon, digits = spec.partition(":")
+    if spec == "words":
+        return Training("words", None)
+    if not colon or name not in ("train", "words"):
         return None
-    digits = spec.removeprefix("train:")
-    if not (digits.isascii() and digits.isdigit() and int(digits) >= SMALLEST_VOCABULARY):
+    least = SMALLEST_VOCABULARY if name == "train" else 3
+    if not (digits.isascii() and digits.isdigit() and int(digits) >= least):
+        what = "256 bytes and the" if name == "train" else "a word, <unk> and the"
         raise DataError(
-            f"tokenizer {spec!r}: VOCAB_SIZE in train:VOCAB_SIZE is a whole number of at least "
-            f"{SMALLEST_VOCABULARY} (256 bytes and the end-of-text token)"
+            f"tokenizer {spec!r}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at least "
+            f"{least} ({what} end-of-text token)"
         )
-    return int(digits)
+    return Training("bytes" if name == "train" else "words", int(digits))
 
 
 def resolve_tokenizer(
@@ -304,10 +430,9 @@ def resolve_tokenizer(
     """Loads or trains the tokenizer that the user asked for.
 
     Args:
-        spec: `train:VOCAB_SIZE`; a `tokenizer.json`; or a folder with one, or with GPT-2's
-            `vocab.json` and `merges.txt`.
+        spec: `train:VOCAB_SIZE`, `words` or `words:VOCAB_SIZE`; or what `Tokenizer.load` reads.
         end_of_text: The token that ends each document; None takes a well-known one.
-        training_texts: Gives the texts to train on; called for `train:` alone.
+        training_texts: Gives the texts to train on; called only where there is something to train.
 
     Returns:
         The tokenizer.
@@ -315,12 +440,17 @@ def resolve_tokenizer(
     Raises:
         DataError: There is no such tokenizer, or nothing to train it on.
     """
-    vocab_size = vocab_size_to_train(spec)
-    if vocab_size is None:
+    wanted = training_wanted(spec)
+    if wanted is None:
         return Tokenizer.load(spec, end_of_text)
     if training_texts is None:
         raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
-    return train_tokenizer(training_texts(), vocab_size, end_of_text or END_OF_TEXT)
+    if wanted.kind == "words":
+        from data.words import train_words
+
+        return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
+    assert wanted.vocab_size is not None
+    return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
@@ -330,7 +460,19 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return backend
 
 
-def _choose_end_of_text(vocabulary: dict[str, int], wanted: str | None) -> str:
+def choose_end_of_text(vocabulary: Mapping[str, int], wanted: str | None) -> str:
+    """Chooses the token that ends each document.
+
+    Args:
+        vocabulary: The tokens there are.
+        wanted: The one that was asked for; None takes a well-known one.
+
+    Returns:
+        The token.
+
+    Raises:
+        DataError: The vocabulary does not have it.
+    """
     if wanted is not None:
         if wanted not in vocabulary:
             raise DataError(

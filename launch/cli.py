@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from launch.output import only_results_on_stdout, show
+from launch.output import check_json_path, only_results_on_stdout, show
 from launch.parser import Parser, UsageError, nearest, positive
 
 OUTPUT_ERRORS = frozenset(
@@ -91,11 +91,14 @@ def guard(work: Callable[[], int]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     name = argv[0] if argv else ""
+    if " ".join(argv[:2]) in COMMANDS:  # as `bench data`
+        name = " ".join(argv[:2])
     if name in COMMANDS:
         command = COMMANDS[name]
         parser = Parser(name, command.summary, command.example)
         command.arguments(parser)
-        return command.handler(parser.parse_intermixed_args(argv[1:])) or 0
+        rest = argv[len(name.split()) :]
+        return command.handler(parser.parse_intermixed_args(rest)) or 0
     if name in {"-h", "--help"}:
         print(_overview())
         return 0
@@ -116,13 +119,15 @@ def _report(error: Exception) -> int:
         where = f"{error.filename}: " if error.filename else ""
         _say(f"{where}{error.strerror}")
         return 1
+    if _rank():  # often only the echo of rank 0's end, which torchrun then answers
+        time.sleep(RANK_ZERO_SPEAKS_FIRST)
     traceback.print_exc()
     return 1
 
 
 def _say(message: str) -> None:
     """One line on standard error, from rank 0; from another one only if rank 0 has none."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _rank()
     if rank:
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
         message = f"rank {rank}: {message}"
@@ -156,19 +161,36 @@ def _version() -> str:
 
 
 def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return _rank() == 0
+
+
+def _rank() -> int:
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def _prepare_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("--source", required=True, help="python-stdlib, or a .txt, .jsonl, .parquet file or folder")
-    add("--tokenizer", required=True, help="train:VOCAB_SIZE, a tokenizer.json, or GPT-2's folder")
+    add(
+        "--source",
+        required=True,
+        help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
+        "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
+        ".parquet file or folder",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        help="train:VOCAB_SIZE, words or words:VOCAB_SIZE (of the train split), a tokenizer.json, "
+        "a SentencePiece .model, or GPT-2's folder",
+    )
     add("--output", required=True, metavar="DIR", help="the folder to make")
     add("--validation-fraction", type=float, default=0.05, metavar="F", help="of all documents")
     add("--test-fraction", type=float, default=0.05, metavar="F", help="of all documents")
     add("--validation-source", metavar="SOURCE", help="text that is the validation split instead")
     add("--test-source", metavar="SOURCE", help="text that is the test split instead")
     add("--text-key", default="text", metavar="KEY", help="of the text in .jsonl and .parquet")
+    add("--streaming", action="store_true", help="read a Hugging Face data set without a copy")
     add("--end-of-text", metavar="TOKEN", help="ends each document; default: a well-known one")
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
 
@@ -196,9 +218,10 @@ def _override_arguments(parser: Parser) -> None:
 
 
 def _train(options: Namespace) -> None:
-    from launch.machine import prepare_environment
+    from launch.machine import end_with_launcher, prepare_environment
     from launch.tables import trained_table
 
+    end_with_launcher()
     prepare_environment()
     from parallel import comm
     from train.pretrain import main as train
@@ -211,21 +234,16 @@ def _train(options: Namespace) -> None:
 
 
 def _launch_arguments(parser: Parser) -> None:
+    from launch.options import launch_arguments
+
     _config_arguments(parser)
-    add = parser.add_argument
-    add("--processes-per-node", type=positive, required=True, metavar="P", help="on this machine")
-    add("--max-restarts", type=int, default=0, metavar="N", help="after failures; default 0")
+    launch_arguments(parser)
 
 
 def _launch(options: Namespace) -> None:
-    from launch.command import launch
+    from launch.options import launch_from
 
-    launch(
-        options.config,
-        options.overrides,
-        processes_per_node=options.processes_per_node,
-        max_restarts=options.max_restarts,
-    )
+    launch_from(options)
 
 
 def _evaluate_arguments(parser: Parser) -> None:
@@ -244,6 +262,7 @@ def _evaluate(options: Namespace) -> None:
     from parallel import comm
     from train.evaluate import evaluate, result_table
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
         result = evaluate(
             options.path,
@@ -333,6 +352,7 @@ def _validate(options: Namespace) -> None:
     from parallel.comm import environment_world_size
     from train.describe import describe_run, description_table
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
         description = describe_run(
             options.config,
@@ -341,6 +361,29 @@ def _validate(options: Namespace) -> None:
             with_data=not options.without_data,
         )
         show(description, description_table(description), options.json, stdout)
+
+
+def _bench_data_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--source", default="python-stdlib", help="of the text, as for prepare")
+    add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
+    add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
+    add("--sequence-length", type=positive, default=1024, metavar="T", help="default 1024")
+    add("--micro-batch-size", type=positive, default=8, metavar="B", help="default 8")
+    add("--num-workers", type=int, default=0, metavar="N", help="loader processes; default 0")
+    add("--consumption", type=float, metavar="TOKENS", help="a second, that training takes")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def _bench_data(options: Namespace) -> None:
+    from launch.bench.data import bench_data, data_table
+
+    arguments = dict(vars(options))
+    json_path = arguments.pop("json")
+    with only_results_on_stdout() as stdout:
+        result = bench_data(**arguments)
+        show(result, data_table(result), json_path, stdout)
 
 
 COMMANDS: dict[str, Command] = {
@@ -359,9 +402,13 @@ COMMANDS: dict[str, Command] = {
         handler=_train,
     ),
     "launch": Command(
-        summary="Checks a run, then trains it in P processes of this machine.",
+        summary="Checks a run, then trains it in P processes of this machine, or of N hosts.",
         example="polyad launch configs/quickstart/gpt2.yaml --processes-per-node 2 "
-        "data.path=runs/stdlib",
+        "data.path=runs/stdlib\n"
+        "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
+        "--rdzv-endpoint node-1:29400\n"
+        "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
+        "--gpus-per-node 4 --time 24:00:00 --dry-run",
         arguments=_launch_arguments,
         handler=_launch,
     ),
@@ -378,6 +425,12 @@ COMMANDS: dict[str, Command] = {
         "model.vocab_size=50257",
         arguments=_validate_arguments,
         handler=_validate,
+    ),
+    "bench data": Command(
+        summary="Times encoding beside the tokenizers library, and the loader.",
+        example="polyad bench data --consumption 400 --json data.json",
+        arguments=_bench_data_arguments,
+        handler=_bench_data,
     ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",

@@ -1,6 +1,8 @@
 """What libraries want from the environment of a process, set before they are imported."""
 
+import ctypes
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -13,12 +15,32 @@ def prepare_environment() -> None:
     if tools not in folders:
         # torch's builder looks for ninja there, which pip puts beside the interpreter.
         os.environ["PATH"] = os.pathsep.join([tools, *folders])
+    # Processes are started as `python -m launch`, which would find a user's ./train.py first.
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.warnoptions:
         # Theirs tell us about libraries, kernels and devices that nothing here uses.
         for library in ("deepspeed", "megatron", "torch", "tensorboard"):
             warnings.filterwarnings("ignore", module=rf"{library}\b")
+
+
+def end_with_launcher() -> None:
+    """Has a worker of torchrun end when torchrun does, also when that is killed outright.
+
+    Workers have sessions of their own, so a SIGKILL of the launcher would leave them training, and
+    writing, beside those of the next start. Linux only.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
+    if os.getppid() == 1:  # it was quicker
+        sys.exit(128 + signal.SIGTERM)
 
 
 def share_cores(processes: int) -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from launch.parser import UsageError
+
 
 @contextmanager
 def only_results_on_stdout() -> Iterator[TextIO]:
@@ -29,6 +31,23 @@ def only_results_on_stdout() -> Iterator[TextIO]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def check_json_path(path: str | None) -> None:
+    """Checks, before any work is done, that `show` will be able to write there.
+
+    Raises:
+        UsageError: it will not.
+    """
+    if path in (None, "-"):
+        return
+    target = Path(str(path))
+    if target.is_dir():
+        raise UsageError(f"--json: {path} is a folder, a file is needed (or - for standard output)")
+    if not target.parent.is_dir():
+        raise UsageError(f"--json: {path}: there is no folder {target.parent}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UsageError(f"--json: {path} cannot be written to")
 
 
 def show(result: dict[str, Any], table: str, json_path: str | None, stdout: TextIO) -> None:

@@ -43,6 +43,8 @@ class Parser(argparse.ArgumentParser):
     def _explain(self, message: str) -> str:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown is None:
+            # argparse takes arguments that may be left out for required ones.
+            message = message.replace(", key=value", "")
             return f"{message} (see `{self.prog} --help`)"
         option = unknown[1]
         if re.match(r"--?\w+(\.\w+)*=", option) and "." in option.partition("=")[0]:
@@ -56,8 +58,16 @@ class Parser(argparse.ArgumentParser):
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that is not known."""
     known = list(known)
-    close = difflib.get_close_matches(name.partition("=")[0], known, n=1, cutoff=0.0)
-    return f"; the nearest is {close[0]}, of {', '.join(known)}"
+    close = difflib.get_close_matches(name.partition("=")[0], known, n=1, cutoff=0.6)
+    listed = ", ".join(known)
+    return f"; the nearest is {close[0]}, of {listed}" if close else f"; there are {listed}"
+
+
+def non_negative(text: str) -> int:
+    """The type of a count on the command line that may be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
 
 
 def positive(text: str) -> int:

@@ -23,7 +23,16 @@ FOLDER = Path("runs/quickstart")
 DATA, RUN, RESULT = FOLDER / "data", FOLDER / "run", FOLDER / "validation.json"
 VOCAB_SIZE, PROCESSES = 8192, 2
 OURS = frozenset(
-    {"config.yaml", "metrics.jsonl", "environment.json", "tensorboard", "checkpoints", "profile"}
+    {
+        "config.yaml",
+        "metrics.jsonl",
+        "environment.json",
+        "tensorboard",
+        "checkpoints",
+        "profile",
+        ".lock",
+        "launch",
+    }
 )
 """What a run folder holds; a folder with anything else is not deleted."""
 

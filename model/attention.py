@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head (D = A H).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -54,6 +56,8 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.residual_dropout = nn.Dropout(dropout)
+        # Tensor parallelism puts its own here: processes with other heads drop other weights.
+        self.own_random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
@@ -79,16 +83,14 @@ class CausalSelfAttention(nn.Module):
         # -1 and not A: under tensor parallelism a process holds some of the heads.
         qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
         q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
+        drop = self.dropout if self.training else 0.0
         if cache is not None:
             heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
         else:
-            heads_BATH = scaled_dot_product_attention(
-                q_BATH,
-                k_BATH,
-                v_BATH,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=True,
-            )
+            with self.own_random_numbers() if drop else nullcontext():
+                heads_BATH = scaled_dot_product_attention(
+                    q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True
+                )
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
         y_BTD = self.residual_dropout(self.projection(merged_BTD))
         return y_BTD, QKV(q_BATH, k_BATH, v_BATH) if need_qkv else None

@@ -7,5 +7,5 @@ class Config(BaseModel):
     """Keyword-only, frozen, validated; unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )

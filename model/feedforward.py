@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from model.config import Config
@@ -58,6 +58,14 @@ class DenseFeedForwardConfig(Config):
 
     kind: Literal["dense"] = "dense"
     """Which feed-forward this is."""
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _say_what_is_planned(cls, value: object) -> object:
+        if value in ("mumoe", "smoe"):
+            raise ValueError("this kind is not built yet; dense is the only one so far")
+        return value
+
     hidden_size: Annotated[int, Field(ge=1)] | None = None
     """Inner width F, in units; None: four times the model's width."""
 

@@ -17,16 +17,18 @@ Nothing in it can hold code. Readers map the files and touch only the bytes that
 import json
 import math
 import re
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import yaml
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, PrivateAttr, TypeAdapter, ValidationError
 from torch import nn
 
 from model.build import ModelConfig, build_model, initial_value, place
+from model.config import Config
 from parallel import comm
 from parallel.fragments import MASTER, persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
@@ -60,27 +62,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = _read_json(folder, "manifest.json")
-        if manifest.get("format") != "polyad-checkpoint":
-            raise CheckpointError(f"{folder}: manifest.json is not of a Polyad checkpoint")
-        if manifest["version"] > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{folder}: format version {manifest['version']} is newer than {FORMAT_VERSION}, "
-                f"which this Polyad reads"
-            )
-        for name, about in manifest["files"].items():
-            path = folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path}: missing, though the manifest lists it")
-            if path.stat().st_size != about["bytes"]:
-                raise CheckpointError(
-                    f"{path}: {path.stat().st_size} bytes, the manifest says {about['bytes']}: "
-                    f"the file is damaged"
-                )
-        self.training_step: int = manifest["step"]
-        self.tensors: dict[str, dict[str, Any]] = _read_json(folder, "index.json")["tensors"]
-        self.state: dict[str, Any] = _read_json(folder, "state.json")
-        self.config_yaml = (folder / "config.yaml").read_text(encoding="utf-8")
+        manifest = _Manifest.read(folder)
+        self.training_step = manifest.step
+        self.tensors: dict[str, dict[str, Any]] = json.loads(manifest.text("index.json"))["tensors"]
+        self.state: dict[str, Any] = json.loads(manifest.text("state.json"))
+        self.config_yaml = manifest.text("config.yaml")
+        self._verified: set[tuple[str, int]] = set()
 
     def model_config(self) -> ModelConfig:
         """The configuration of its model, complete."""
@@ -107,10 +94,11 @@ class Checkpoint:
         offset: tuple[int, ...],
         size: tuple[int, ...],
     ) -> torch.Tensor:
-        """A box of a tensor; only the pages under it are read.
+        """A box of a tensor; only the chunks that it touches are read, each verified once.
 
         Raises:
-            CheckpointError: the checkpoint lacks the tensor or has it in another shape.
+            CheckpointError: the checkpoint lacks the tensor, has it in another shape, or a chunk
+                is damaged.
         """
         about = self.tensors.get(name, {}).get(field)
         if about is None:
@@ -183,7 +171,78 @@ class Checkpoint:
 
     def _stored(self, about: dict[str, Any], chunk: dict[str, Any]) -> np.ndarray:
         path, size = self.folder / chunk["file"], tuple(chunk["size"])
-        return np.memmap(path, _NUMPY[about["dtype"]], "r", chunk["begin"], size)
+        values = np.memmap(path, _NUMPY[about["dtype"]], "r", chunk["begin"], size)
+        place = chunk["file"], chunk["begin"]
+        if place not in self._verified:
+            if zlib.crc32(values.data) != chunk["crc32"]:
+                raise _damaged(path, f"the crc32 of the chunk at byte {chunk['begin']} differs")
+            self._verified.add(place)
+        return values
+
+
+class _Manifest(Config):
+    """`manifest.json`, and the small files that it vouches for."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: Literal["polyad-checkpoint"]
+    version: int
+    step: int
+    files: dict[str, "_File"]
+    _folder: Path = PrivateAttr()
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Manifest":
+        """Reads it and compares the sizes of all files that it lists.
+
+        Raises:
+            CheckpointError: it is missing, damaged or newer, or a file is missing or truncated.
+        """
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: is not a complete checkpoint: no manifest.json")
+        try:
+            manifest = cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            raise _damaged(path, "it is no manifest of a Polyad checkpoint") from None
+        if manifest.version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{folder}: format version {manifest.version} is newer than {FORMAT_VERSION}, "
+                f"which this Polyad reads"
+            )
+        for name in {"index.json", "state.json", "config.yaml"} - manifest.files.keys():
+            raise _damaged(path, f"it does not list {name}")
+        for name, about in manifest.files.items():
+            if not (folder / name).is_file():
+                raise _damaged(folder / name, "missing, though the manifest lists it")
+            size = (folder / name).stat().st_size
+            if size != about.bytes:
+                raise _damaged(folder / name, f"{size} bytes, the manifest says {about.bytes}")
+        manifest._folder = folder
+        return manifest
+
+    def text(self, name: str) -> str:
+        """A small file, verified.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        data = (self._folder / name).read_bytes()
+        if zlib.crc32(data) != self.files[name].crc32:
+            raise _damaged(self._folder / name, "its crc32 differs from the manifest's")
+        return data.decode()
+
+
+class _File(Config):
+    bytes: int
+    crc32: int
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    advice = ""
+    if STEP_FOLDER.fullmatch(path.parent.name):
+        advice = f"; without {path.parent.name} the run goes on from an older checkpoint"
+    return CheckpointError(f"{path}: damaged: {what}{advice}")
 
 
 class WeightsOnly:
@@ -279,13 +338,3 @@ def load_model(
     )
     place(model, ((name, checkpoint.buffer(name)) for name in buffers), device)
     return model.eval()
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / name
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: is not a complete checkpoint: no {name}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None

@@ -173,17 +173,16 @@ def _fresh_folder(path: Path) -> None:
 
 def _chunks(engine: Engine) -> Iterator[Chunk]:
     """What this process writes: every element of every tensor on exactly one process."""
-    rank, replicas = comm.replica(engine.stage)
     for name, fragment in fragments(engine).items():
-        start, stop = _share(fragment, rank, replicas)
+        start, stop = _share(fragment, *_replica(engine, fragment))
         step = float(fragment.state.get("step", 0.0))
+        shape = fragment.placement.global_shape
         for field in (MASTER, *engine.state_fields):
-            view, done = fragment.view(field), start - fragment.start
-            for offset, size in fragment.boxes(start, stop):
-                numel = math.prod(size)
-                values = view[done : done + numel]
-                yield Chunk(name, field, fragment.global_shape, offset, size, step, values)
-                done += numel
+            view = fragment.view(field)
+            for first, (offset, size) in fragment.placement.boxes(start, stop):
+                done = first - fragment.start
+                values = view[done : done + math.prod(size)]
+                yield Chunk(name, field, shape, offset, size, step, values)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             shape = tuple(buffer.shape)
@@ -192,6 +191,20 @@ def _chunks(engine: Engine) -> Iterator[Chunk]:
         whole = (random_state.numel(),)
         full_name = f"rank-{comm.rank():05d}.{name}"
         yield Chunk(full_name, "random", whole, (0,), whole, 0.0, random_state)
+
+
+def _replica(engine: Engine, fragment: Fragment) -> tuple[int, int]:
+    """Which copy of a fragment this process holds, and how many copies there are.
+
+    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank; what tensor
+    parallelism does not cut, every such rank has.
+    """
+    world = engine.world
+    rank, copies = (0, 1) if engine.stage else (world.data_parallel_rank, world.data_parallel_size)
+    if fragment.placement.replicated:
+        rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
+        copies *= world.tensor_parallel_size
+    return rank, copies
 
 
 def _share(fragment: Fragment, rank: int, replicas: int) -> tuple[int, int]:

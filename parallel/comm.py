@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from parallel.dims import LayoutError
 
 T = TypeVar("T")
 
@@ -23,6 +26,23 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    tensor_parallel_size: int = 1
+    """Processes that share every layer; they have consecutive ranks."""
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process among those that share its layers."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of processes that see different samples."""
+        return self.size // self.tensor_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's group among them."""
+        return self.rank // self.tensor_parallel_size
 
     @property
     def is_main(self) -> bool:
@@ -31,19 +51,30 @@ class World:
 
 
 def environment_world_size() -> int:
-    """Processes that torchrun started, 1 without it; reads the environment only."""
+    """Processes that torchrun started, 1 without it; reads the environment only.
+
+    Raises:
+        LayoutError: the environment is half that of torchrun.
+    """
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        value = os.environ.get(name)
+        if value is not None and not value.isdecimal():
+            raise LayoutError(f"{name}: {value!r} in the environment is not a number")
+    if "RANK" in os.environ:
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise LayoutError(f"{name}: is missing in the environment, though RANK is there")
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def environment_rank() -> int:
-    """This process's rank under torchrun, 0 without it; reads the environment only."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def initialize(timeout_minutes: float = 30.0) -> World:
+def initialize(timeout_minutes: float = 30.0, tensor_parallel_size: int = 1) -> World:
     """Joins the processes that torchrun started, or makes a world of one; a second call is free.
 
     Collectives run over NCCL where there is a GPU for every local process, else over gloo.
+
+    Args:
+        timeout_minutes: how long a collective waits.
+        tensor_parallel_size: processes that share every layer.
     """
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -60,7 +91,21 @@ def initialize(timeout_minutes: float = 30.0) -> World:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    if tensor_parallel_size > 1:
+        _join_tensor_parallel_group(tensor_parallel_size)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, tensor_parallel_size)
+
+
+def _join_tensor_parallel_group(size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == size:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 
 def shutdown() -> None:
@@ -81,8 +126,8 @@ def leave(status: int) -> NoReturn:
 
 
 def seed_random(seed: int, step: int, world: World) -> None:
-    """Starts the random numbers of dropout: of its own on every rank."""
-    digest = hashlib.sha256(f"{seed}/{step}/{world.rank}".encode()).digest()
+    """Starts the random numbers of dropout: its own for each group of other samples."""
+    digest = hashlib.sha256(f"{seed}/{step}/{world.data_parallel_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
 
@@ -108,6 +153,25 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     total = values.clone()
     dist.all_reduce(total)
     return total
+
+
+def sum_over_tensor_parallel_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
+    """The sum of a tensor over the processes that share this one's layers."""
+    if world.tensor_parallel_size == 1:
+        return values
+    from megatron.core import parallel_state
+
+    total = values.clone()
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    return total
+
+
+def sum_over_samples(values: torch.Tensor, world: World) -> torch.Tensor:
+    """The sum of a tensor over processes that see different samples.
+
+    Those that share layers hold the same values, which count once.
+    """
+    return sum_over_ranks(values) / world.tensor_parallel_size
 
 
 def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -156,14 +220,6 @@ def quiet() -> Iterator[None]:
         os.dup2(saved, 1)
         os.close(saved)
         os.close(sink)
-
-
-def replica(zero_stage: int) -> tuple[int, int]:
-    """Which copy of its state a process holds, and how many copies there are.
-
-    ZeRO leaves one copy of the optimizer's state; without it every data-parallel process has one.
-    """
-    return (dist.get_rank(), dist.get_world_size()) if zero_stage == 0 else (0, 1)
 
 
 def _device() -> torch.device:

@@ -1,7 +1,5 @@
 """How a run is spread over processes."""
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from model.config import Config
@@ -10,23 +8,24 @@ from model.config import Config
 class ParallelConfig(Config):
     """Degrees of parallelism. The data-parallel degree follows from the number of processes."""
 
-    tensor_parallel_size: int = 1
-    """Processes that share every layer. Only 1 for now."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes that share every layer: heads, inner units and vocabulary are cut. Keep it within a
+    host."""
 
     expert_parallel_size: int = 1
     """Processes that the experts are spread over. Only 1 for now."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: int = Field(default=1, ge=0, le=3)
     """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
     parameters too. 0 shards nothing."""
 
     bucket_size: int = Field(default=50_000_000, ge=1)
     """Gradient elements reduced in one call; one buffer of this size is held."""
 
-    timeout_minutes: float = Field(default=30.0, gt=0)
+    timeout_minutes: float = Field(default=30.0, gt=0, le=7 * 24 * 60)
     """How long a collective waits for a process that does not come."""
 
-    @field_validator("tensor_parallel_size", "expert_parallel_size")
+    @field_validator("expert_parallel_size")
     @classmethod
     def _only_one_until_built(cls, value: int) -> int:
         if value != 1:

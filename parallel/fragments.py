@@ -5,7 +5,6 @@ cover every parameter; under data parallelism without ZeRO they cover it once pe
 DeepSpeed's internals are read here and nowhere else (its version is pinned for that reason).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel.placement import Placement
+from parallel.tensor import placement_of
 from parallel.zero import Engine
 
 MASTER = "master"
@@ -24,11 +25,8 @@ class Fragment:
     """Elements start .. start + numel, row-major, of this process's shard of a parameter."""
 
     parameter: nn.Parameter
-    shape: tuple[int, ...]
-    """Of this process's shard: what it would hold without ZeRO."""
-    global_shape: tuple[int, ...]
-    origin: tuple[int, ...]
-    """Of the shard in the global tensor."""
+    placement: Placement
+    """Where the shard lies in the global tensor."""
     key: torch.Tensor
     """The fp32 tensor that the optimizer steps, under which it keeps its state."""
     state: dict[str, Any]
@@ -41,11 +39,6 @@ class Fragment:
         """The fragment's elements of the master weight or of an optimizer state, flat, in place."""
         whole = self.key if field == MASTER else self.state[field]
         return whole.detach().view(-1)[self.position : self.position + self.numel]
-
-    def boxes(self, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """A range of the shard's elements as boxes of the global tensor: (offset, size)."""
-        for offset, size in boxes(self.shape, start, stop):
-            yield tuple(a + b for a, b in zip(self.origin, offset, strict=True)), size
 
 
 class Source(Protocol):
@@ -71,38 +64,6 @@ class Source(Protocol):
         ...
 
 
-def boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Splits elements start .. stop of a row-major tensor into at most 2 * dims - 1 boxes.
-
-    Args:
-        shape: of the tensor; an empty one has a single element.
-        start: first element.
-        stop: one past the last element.
-
-    Yields:
-        (offset, size) of each box. In order, their elements are exactly start .. stop.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row, rest = math.prod(shape[1:]), shape[1:]
-    first, last = -(-start // row), stop // row  # whole rows: first .. last
-    if first > last:  # inside one row
-        for offset, size in boxes(rest, start - last * row, stop - last * row):
-            yield (last, *offset), (1, *size)
-        return
-    for offset, size in boxes(rest, start - (first - 1) * row, row) if start < first * row else ():
-        yield (first - 1, *offset), (1, *size)
-    if first < last:
-        yield (first, *[0] * len(rest)), (last - first, *rest)
-    for offset, size in boxes(rest, 0, stop - last * row):
-        yield (last, *offset), (1, *size)
-
-
 def fragments(engine: Engine) -> dict[str, Fragment]:
     """This process's fragments by parameter name. Nothing is communicated, nothing copied.
 
@@ -123,13 +84,9 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
                 state[key][field] = torch.zeros_like(key)
         if "exp_avg" in engine.state_fields:
             state[key].setdefault("step", torch.zeros((), device=_step_device(engine, key)))
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 empties `shape`
-        origin, global_shape = getattr(parameter, "placement", ((0,) * len(shape), shape))
         held[name] = Fragment(
             parameter=parameter,
-            shape=shape,
-            global_shape=tuple(global_shape),
-            origin=tuple(origin),
+            placement=placement_of(parameter),
             key=key,
             state=state[key],
             position=position,
@@ -148,11 +105,12 @@ def fill(engine: Engine, source: Source) -> None:
     held = fragments(engine)
     for name, fragment in held.items():
         for field in (MASTER, *engine.state_fields):
-            view, done = fragment.view(field), 0
-            for offset, size in fragment.boxes(fragment.start, fragment.start + fragment.numel):
-                box = source.read(name, field, fragment.global_shape, offset, size).reshape(-1)
-                view[done : done + box.numel()].copy_(box)
-                done += box.numel()
+            view = fragment.view(field)
+            stop = fragment.start + fragment.numel
+            for first, (offset, size) in fragment.placement.boxes(fragment.start, stop):
+                box = source.read(name, field, fragment.placement.global_shape, offset, size)
+                done = first - fragment.start
+                view[done : done + box.numel()].copy_(box.reshape(-1))
         if "step" in fragment.state:
             fragment.state["step"].fill_(source.step(name))
     _refresh(engine, held)

@@ -7,11 +7,19 @@ from torch import nn
 
 from model.build import count_parameters, initial_value, place
 from model.gpt2 import compile_blocks
-from parallel import comm
+from parallel import comm, tensor
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.fragments import MASTER, Source, fill
-from parallel.zero import DTYPES, Engine, Precision, deepspeed_config, import_deepspeed
+from parallel.tensor import Mpu, is_sharded, parallelize_tensors
+from parallel.zero import (
+    DTYPES,
+    Engine,
+    Precision,
+    TokenLosses,
+    deepspeed_config,
+    import_deepspeed,
+)
 
 # (parameter name, parameter, number of dimensions): ZeRO 3 flattens parameters, so the last is told
 NamedParameters = list[tuple[str, nn.Parameter, int]]
@@ -67,6 +75,7 @@ def parallelize(
     micro_batch_size: int,
     clip_grad_norm: float,
     source: Source,
+    token_losses: TokenLosses,
     compile_model: bool = False,
 ) -> Engine:
     """Spreads a model over the processes of `dims`.
@@ -82,6 +91,7 @@ def parallelize(
         micro_batch_size: samples in a forward pass of one process.
         clip_grad_norm: largest gradient norm, 0 for no clipping.
         source: what weights and optimizer state start from.
+        token_losses: of whole logits; a layout that cuts them has its own.
         compile_model: compile every block.
 
     Returns:
@@ -95,25 +105,45 @@ def parallelize(
         clip_grad_norm=clip_grad_norm,
         num_parameters=count_parameters(model),
     )
-    # The order matters. Shapes are read while parameters are whole; storage exists before the
-    # optimizer sees it; blocks are compiled before the engine hooks them; values come last, because
-    # building an engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
+    # The order matters. Layers are cut on paper; storage exists before the optimizer sees it;
+    # blocks are compiled before the engine hooks them; values come last, because building an
+    # engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
+    mpu = None
+    if dims.tensor_parallel_size > 1:
+        parallelize_tensors(model, world)
+        mpu, token_losses = Mpu(), tensor.token_losses
     dimensions = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    _allocate(model, world, DTYPES[precision], config)
+    _allocate(model, world, DTYPES[precision], config, mpu)
     if compile_model:
         compile_blocks(model)
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
-    engine = Engine(model, make_optimizer(named), config, clip_grad_norm, world.device)
+    optimizer = make_optimizer(named)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    engine = Engine(
+        model,
+        optimizer,
+        config,
+        clip_grad_norm,
+        world=world,
+        token_losses=token_losses,
+        counted=[is_sharded(p) or world.tensor_parallel_rank == 0 for p in parameters],
+        mpu=mpu,
+    )
     fill(engine, source)
     return engine
 
 
-def _allocate(model: nn.Module, world: comm.World, dtype: torch.dtype, config: dict) -> None:
+def _allocate(
+    model: nn.Module, world: comm.World, dtype: torch.dtype, config: dict, mpu: Mpu | None
+) -> None:
     """Gives parameters storage, one at a time; stage 3 keeps only this process's part of each."""
     placed = None
     if config["zero_optimization"]["stage"] == 3:
         deepspeed = import_deepspeed()
-        init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+        group = mpu.get_data_parallel_group() if mpu else None
+        init = deepspeed.zero.Init(
+            data_parallel_group=group, config_dict_or_path=config, dtype=dtype, mpu=mpu
+        )
 
         def placed(parameter: nn.Parameter) -> None:
             init._convert_to_zero_parameters([parameter])

@@ -7,6 +7,7 @@ every stage: one rule for steps that are not finite, and a gradient norm.
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,8 @@ from parallel import comm
 from parallel.config import ParallelConfig
 
 Precision = Literal["fp32", "bf16"]
+TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [B, T, V], target ids [B, T]) -> nats [B, T] in fp32."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -91,14 +94,22 @@ def deepspeed_config(
 class _StageZeroHook:
     """Before the optimizer's step at stage 0: the norm, the finite check, the clip."""
 
-    def __init__(self, clip_grad_norm: float) -> None:
+    def __init__(self, clip_grad_norm: float, counted: list[bool], world: comm.World) -> None:
         self.clip_grad_norm = clip_grad_norm
         self.grad_norm: float | None = None
+        self._counted, self._world = counted, world
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(gradients).item()
+        # In bf16 these are DeepSpeed's fp32 masters: of the model's parameters the order alone
+        # is left, and by it what tensor-parallel processes all hold counts once.
+        pairs = zip(parameters, self._counted, strict=True)
+        counted = [p.grad for p, counts in pairs if counts and p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(counted)
+        if self._world.tensor_parallel_size > 1:
+            norm = comm.sum_over_tensor_parallel_ranks(norm.square(), self._world).sqrt()
+        self.grad_norm = norm.item()
         finite = self.grad_norm - self.grad_norm == 0.0
         optimizer.overflow = not finite  # type: ignore[attr-defined]  # tells the engine
         if not finite:
@@ -117,6 +128,11 @@ class Engine:
         optimizer: over those parameters.
         config: what `deepspeed_config` made.
         clip_grad_norm: largest gradient norm, 0 for no clipping; used at stage 0.
+        world: this process.
+        token_losses: of logits as the module gives them, which may be cut by vocabulary.
+        counted: for each parameter, in the optimizer's order, whether this process counts it in a
+            norm: what several tensor-parallel processes hold whole, one of them counts.
+        mpu: tells DeepSpeed of tensor parallelism; None without it.
     """
 
     def __init__(
@@ -125,19 +141,25 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         config: dict[str, Any],
         clip_grad_norm: float,
-        device: torch.device,
+        *,
+        world: comm.World,
+        token_losses: TokenLosses,
+        counted: list[bool],
+        mpu: Any = None,
     ) -> None:
         deepspeed = import_deepspeed()
-        self.device = device
+        self.world, self.device = world, world.device
+        self.token_losses = token_losses
         self.stage: int = config["zero_optimization"]["stage"]
         self._hook = None
         if self.stage == 0:
-            self._hook = _StageZeroHook(clip_grad_norm)
+            self._hook = _StageZeroHook(clip_grad_norm, counted, world)
             optimizer.register_step_pre_hook(self._hook)
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            deepspeed.utils.groups.mpu = None  # of an engine that this process had before
             self.deepspeed, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config
+                model=module, optimizer=optimizer, config=config, mpu=mpu
             )
         self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
 

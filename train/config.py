@@ -76,9 +76,10 @@ class RunConfig(Config):
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
-    "run", "data.path", "data.num_workers", "train.steps", "train.micro_batch_size",
-    "train.max_skipped_steps", "optimizer.learning_rate", "schedule", "parallel", "checkpoint",
-    "evaluation", "log", "model.recompute", "model.compile",
+    # What the data is, by path or mixture, its fingerprint says.
+    "run", "data.path", "data.mixture", "data.num_workers", "train.steps",
+    "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
+    "parallel", "checkpoint", "evaluation", "log", "model.recompute", "model.compile",
 )  # fmt: skip
 
 
@@ -86,9 +87,9 @@ class _Loader(yaml.SafeLoader):
     """YAML as people write it: 6e-4 is a number, and a key stands once."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = str(key_node.value)
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: key {key!r} stands twice")
@@ -163,6 +164,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ConfigError(f"{origin}: is nested too deeply") from None
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{origin}: is not YAML: {reason}") from None
@@ -183,21 +186,30 @@ def _fault(fault: Any, known: set[str]) -> str:
     parts = [str(part) for part in fault["loc"]]
     *sections, last = parts
     without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
-    candidates = [s for s in (sections, *without_kind) if not s or ".".join(s) in known]
+    candidates = [s for s in (sections, *without_kind) if not s or _without_index(s) in known]
     key = ".".join([*(candidates[0] if candidates else sections), last])
     kind: str = fault["type"]
     message: str = fault["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        section = key.rpartition(".")[0]
+        section = _without_index(key.split(".")[:-1])
         siblings = [k for k in known if k.rpartition(".")[0] == section]
-        close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
-        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        return f"unknown key {key}; the nearest is {close[0]}"
+        close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        if close:
+            return f"unknown key {key}; the nearest is {close[0]}"
+        return f"unknown key {key}; there are {', '.join(sorted(siblings))}"
     if kind == "missing":
         return f"{key}: is missing"
+    if kind in {"model_type", "model_attributes_type"}:
+        return f"{key}: {fault['input']!r} is not allowed: a section of keys is needed"
     if kind == "value_error" and re.match(r"[\w.]+: ", message):
         return message  # the rule names its keys itself
     return f"{key}: {fault['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
+
+
+def _without_index(sections: list[str]) -> str:
+    """The dotted key, without the place in a list: data.mixture.0 is data.mixture."""
+    return ".".join(section for section in sections if not section.isdigit())
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -242,6 +254,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         expert_parallel_size=config.parallel.expert_parallel_size,
     )
+    check_tensor_parallel(config.model, dims.tensor_parallel_size)
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -262,6 +275,24 @@ def validate(config: RunConfig, world_size: int) -> Dims:
             "hooks on every module send the compiler back to eager code; use stage 0, 1 or 2"
         )
     return dims
+
+
+def check_tensor_parallel(model: ModelConfig, size: int) -> None:
+    """Checks that what tensor parallelism cuts has equal parts.
+
+    Raises:
+        ConfigError: it does not divide heads, width or inner width.
+    """
+    inner = model.feed_forward.inner_size(model.hidden_size)
+    for key, value in (
+        ("model.num_heads", model.num_heads),
+        ("model.hidden_size", model.hidden_size),
+        ("model.feed_forward.hidden_size", inner),
+    ):
+        if value % size:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size: {size} does not divide {key}: {value}"
+            )
 
 
 def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:

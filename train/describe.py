@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from data.sampler import TrainingSamples
 from model.build import build_model, count_parameters
 from model.gpt2 import GPT2Config, flops_per_token
 from parallel.dims import Dims
@@ -40,8 +39,7 @@ def describe_run(
     if with_data:
         plan = plan_run(path, overrides, world_size)
         config, dims = plan.config, plan.dims
-        stream = plan.data.split("train")
-        samples = TrainingSamples(stream, config.model.sequence_length, config.seed)
+        samples = plan.data.samples(config.model.sequence_length, config.seed)
         epoch, step = samples.samples_per_epoch, plan.resume.training_step if plan.resume else 0
     else:
         config, epoch, step = load_config(path, overrides), None, None
@@ -122,7 +120,8 @@ def num_state_tensors(config: OptimizerConfig) -> int:
 def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[str, int]:
     """An estimate of what a process holds at the peak of a step, in bytes.
 
-    With P parameters, D data-parallel processes, s bytes a number of the precision:
+    With P parameters (over T tensor-parallel processes, P / T of them), D data-parallel processes,
+    s bytes a number of the precision:
 
         weights       s P          / D from stage 3
         gradients     4 P          / D from stage 2    (bf16: accumulated in fp32)
@@ -131,7 +130,8 @@ def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[s
         buffers       2 s min(bucket_size, P)          (reduction and gathering)
         activations   see `activation_bytes`
 
-    Python and its libraries, some 0.4 GB, and what allocators waste are not in it.
+    Python and its libraries, some 0.4 GB, and what allocators waste are not in it; of activations,
+    what tensor parallelism saves is not taken off.
 
     Args:
         config: the run's, resolved.
@@ -142,6 +142,7 @@ def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[s
         Bytes by name, and their `total`.
     """
     stage, size = config.parallel.zero_stage, PRECISION_BYTES[config.train.precision]
+    parameters = parameters // dims.tensor_parallel_size  # and at most 5% more
     ranks = dims.data_parallel_size
     masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
     moments = num_state_tensors(config.optimizer)
@@ -252,8 +253,10 @@ def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _layout_row(layout: dict[str, Any]) -> str:
+    degree = layout["tensor_parallel_size"]
+    tensor = f"tensor parallel {degree}, " if degree > 1 else ""
     return (
-        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, "
+        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, {tensor}"
         f"ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} micro-batches of "
         f"{layout['micro_batch_size']} a step in each"
     )

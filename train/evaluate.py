@@ -1,5 +1,6 @@
 """`polyad evaluate`: perplexity of a checkpoint on prepared data."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -58,10 +59,14 @@ def evaluate(
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     if data is not None:
-        overrides = (*overrides, f"data.path={data}")
-    config = parse_config(checkpoint.config_yaml, overrides, origin=f"{checkpoint.folder}")
-    original = parse_config(checkpoint.config_yaml, origin=f"{checkpoint.folder}")
+        overrides = (*overrides, f"data.path={json.dumps(data)}", "data.mixture=null")
+    saved = checkpoint.folder / "config.yaml"
+    original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
+    config = parse_config(checkpoint.config_yaml, overrides, origin=f"{saved} with overrides")
     _refuse_other_keys(original, config)
+    if config.data.mixture is not None:
+        folders = ", ".join(source.path for source in config.data.mixture)
+        raise ConfigError(f"data.mixture: evaluate one folder at a time, with --data, of {folders}")
     prepared = open_data(
         config.data.path,
         checkpoint.state["tokenizer_fingerprint"],

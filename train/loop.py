@@ -14,7 +14,7 @@ from parallel import comm
 from parallel.zero import Engine, StepResult
 from train.config import RunConfig
 from train.errors import RunError
-from train.loss import language_model_loss, split_samples
+from train.loss import split_samples
 from train.metrics import Metrics, peak_flops, peak_memory_bytes
 from train.schedule import learning_rate
 from train.state import TrainState
@@ -24,9 +24,9 @@ from train.state import TrainState
 class Hooks:
     """What the loop calls beside training steps."""
 
-    validate: Callable[[], float] | None
-    """Gives the validation loss, in nats a token; all processes call it together. None where the
-    data has no validation split."""
+    validate: Callable[[], dict[str, float]] | None
+    """Gives `validation_loss`, in nats a token, and of a mixture that of each source; all processes
+    call it together. None where the data has no validation split."""
     save: Callable[[TrainState], None]
     """Writes a checkpoint; all processes call it together."""
 
@@ -92,7 +92,7 @@ def train_loop(
             done = state.step == config.train.steps
             due = not too_many and _due(state.step, config.evaluation.every, done)
             if due and hooks.validate is not None:
-                record["validation_loss"] = hooks.validate()
+                record |= hooks.validate()
                 engine.train()
             if metrics is not None:
                 metrics.write(record)
@@ -127,7 +127,7 @@ def train_step(
     for _ in range(accumulation_steps):
         tokens = next(micro_batches).to(engine.device, non_blocking=True)
         input_ids_BT, target_ids_BT = split_samples(tokens)
-        loss = language_model_loss(engine(input_ids_BT).logits, target_ids_BT)
+        loss = engine.token_losses(engine(input_ids_BT).logits, target_ids_BT).mean()
         total += loss.detach() / accumulation_steps
         engine.backward(loss)
         result = engine.step(learning_rate)

@@ -23,11 +23,6 @@ def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
     return flat.view_as(target_ids_BT)
 
 
-def language_model_loss(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
-    """Mean negative log-likelihood of a micro-batch, in nats a token: the training loss."""
-    return cross_entropy(logits_BTV.flatten(0, 1).float(), target_ids_BT.flatten())
-
-
 def split_samples(tokens_BT1: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs and targets of samples of T + 1 tokens: each position is to predict its successor."""
     return tokens_BT1[:, :-1].contiguous(), tokens_BT1[:, 1:].contiguous()

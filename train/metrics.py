@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import torch
 from pydantic import Field
@@ -40,8 +40,8 @@ class LogConfig(Config):
     """Steps between console lines; metrics.jsonl and TensorBoard get every step."""
     tensorboard: bool = True
     """Whether `tensorboard/` is written."""
-    device: str = "auto"
-    """Whose peak rate MFU refers to: auto, or one of v100, a100, h100, h200, b200."""
+    device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
+    """Whose peak rate MFU refers to; auto: the GPU in use, and none on a CPU."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of one device in TFLOP/s, instead of a named device's."""
     profile: ProfileConfig = ProfileConfig()
@@ -51,7 +51,7 @@ def peak_flops(config: LogConfig, precision: str) -> float | None:
     """Peak rate of one process's device in FLOP/s; None where it is not known (any CPU)."""
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
-    name = config.device
+    name: str = config.device
     if name == "auto":
         if not torch.cuda.is_available():
             return None
@@ -65,6 +65,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this process has held: on the GPU if it uses one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would begin with what the parent process held
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
@@ -123,7 +127,7 @@ def drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")

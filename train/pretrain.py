@@ -1,12 +1,14 @@
 """`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.dataset import PreparedData
-from data.sampler import TrainingSamples, micro_batches
+from data.dataset import TokenStream
+from data.mixture import TrainingData
+from data.sampler import micro_batches
 from data.windows import EvaluationWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
@@ -27,11 +29,16 @@ from train.config import RunConfig, load_config, parse_config, refuse_changes, v
 from train.environment import check_compiler, write_environment
 from train.errors import ConfigError
 from train.loop import Hooks, train_loop
+from train.loss import token_losses
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import open_data, open_weights, resolve, tokenizer_of
+from train.resolve import check_tokenizer, data_named, open_weights, resolve, tokenizer_of
+from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.state import TrainState
+
+LAUNCH_FOLDER = "launch"
+"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Plan:
     config: RunConfig
     """Resolved: nothing is left to the data."""
     dims: Dims
-    data: PreparedData
+    data: TrainingData
     resume: Checkpoint | None
     """What the run goes on from."""
     init: Checkpoint | HuggingFaceWeights | None
@@ -62,20 +69,20 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     config = load_config(path, overrides)
     dims = validate(config, world_size)
     check_compiler(config)
-    data = open_data(config.data.path, None, "")
-    config = resolve(config, data.manifest.tokenizer.vocab_size)
-    TrainingSamples(data.split("train"), config.model.sequence_length, config.seed)
+    data = TrainingData.open(config.data)
+    config = resolve(config, data.tokenizer.vocab_size)
+    data.samples(config.model.sequence_length, config.seed)
     model = build_model(config.model)
     resume = find_resume(config, data)
     init = None
     if resume is not None:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
-        init = _open_init(config)
+        init = _open_init(config, data)
     return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
 
 
-def _open_init(config: RunConfig) -> Checkpoint | HuggingFaceWeights:
+def _open_init(config: RunConfig, data: TrainingData) -> Checkpoint | HuggingFaceWeights:
     """What a new run takes its weights from, if it is of this model and knows these token ids."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
     if isinstance(weights, HuggingFaceWeights):
@@ -85,34 +92,52 @@ def _open_init(config: RunConfig) -> Checkpoint | HuggingFaceWeights:
     else:
         weights.check_model(build_model(config.model))
         fingerprint = weights.state["tokenizer_fingerprint"]
-    owner = "checkpoint.init_from"
-    open_data(config.data.path, fingerprint, owner, lambda: tokenizer_of(weights))
+    check_tokenizer(
+        data_named(config.data),
+        data.parts[0].data,
+        fingerprint,
+        "checkpoint.init_from",
+        lambda: tokenizer_of(weights),
+    )
     return weights
 
 
-def find_resume(config: RunConfig, data: PreparedData) -> Checkpoint | None:
+def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
     """The newest complete checkpoint of the run's folder, if the folder is this run's.
 
     Raises:
         ConfigError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.run.folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run.folder: {folder} is a file, a folder is needed")
-    if not folder.exists() or not any(folder.iterdir()):
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {
+        LOCK_FILE,
+        LAUNCH_FOLDER,
+    }:
         return None
     saved = folder / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
     found = complete_checkpoints(folder / "checkpoints")
     if not found:
-        refuse_changes(parse_config(saved.read_text(), origin=str(saved)), config, folder)
+        refuse_changes(load_config(saved), config, folder)
         return None
     checkpoint = Checkpoint(found[-1])
     refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
-    if checkpoint.state["data_fingerprint"] != data.manifest.fingerprint:
+    if checkpoint.state["data_fingerprint"] != data.fingerprint:
+        weights = " or mixes it by other weights" if config.data.mixture else ""
         raise ConfigError(
-            f"data.path: {config.data.path} holds other data than {folder} was trained on so far"
+            f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "
+            "far"
+        )
+    if checkpoint.training_step > config.train.steps:
+        raise ConfigError(
+            f"train.steps: {config.train.steps} is less than the {checkpoint.training_step} steps "
+            f"that {folder} has done; at least as many are allowed"
         )
     return checkpoint
 
@@ -129,17 +154,18 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     """
     plan = plan_run(path, overrides, comm.environment_world_size())
     config, dims, data = plan.config, plan.dims, plan.data
-    world = comm.initialize(config.parallel.timeout_minutes)
+    world = comm.initialize(config.parallel.timeout_minutes, dims.tensor_parallel_size)
+    lock = RunLock(Path(config.run.folder), world)
     state = _start_state(plan)
     engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
     batches = micro_batches(
-        TrainingSamples(data.split("train"), config.model.sequence_length, config.seed),
+        data.samples(config.model.sequence_length, config.seed),
         start_step=state.step,
         num_steps=config.train.steps - state.step,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
-        data_parallel_rank=world.rank,
+        data_parallel_rank=world.data_parallel_rank,
         data_parallel_size=dims.data_parallel_size,
         num_workers=config.data.num_workers,
         pin_memory=world.device.type == "cuda",
@@ -162,13 +188,14 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     finally:
         if metrics is not None:
             metrics.close()
+        lock.release()
     return state
 
 
 def _start_state(plan: Plan) -> TrainState:
     state = TrainState.from_json(plan.resume.state) if plan.resume else TrainState()
-    tokenizer = plan.data.manifest.tokenizer
-    state.data_fingerprint = plan.data.manifest.fingerprint
+    tokenizer = plan.data.tokenizer
+    state.data_fingerprint = plan.data.fingerprint
     state.tokenizer_fingerprint = tokenizer.fingerprint
     state.end_of_text = tokenizer.end_of_text
     state.vocab_size = tokenizer.vocab_size
@@ -198,6 +225,7 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
         micro_batch_size=config.train.micro_batch_size,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         source=source,
+        token_losses=token_losses,
         compile_model=config.model.compile,
     )
 
@@ -222,16 +250,25 @@ def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) ->
 
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     config = plan.config
-    windows = _validation_windows(plan)
+    parts = plan.data.validation()
+    windows = {part.name: _windows(plan, part.stream) for part in parts}
     # Read at the start: the data may be gone from where it is when the run ends.
-    file = plan.data.path / TOKENIZER_FILE
-    tokenizer_json = file.read_text(encoding="utf-8") if world.is_main else None
+    file = plan.data.tokenizer_path
+    readable = world.is_main and file.name == TOKENIZER_FILE
+    tokenizer_json = file.read_text(encoding="utf-8") if readable else None
 
-    def validate_now() -> float:
-        assert windows is not None
+    def validate_now() -> dict[str, float]:
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-        return score_windows(engine, windows, batch_size=batch_size, world=world).loss
+        losses = {
+            name: score_windows(
+                engine, split, batch_size=batch_size, world=world, losses=engine.token_losses
+            ).loss
+            for name, split in windows.items()
+        }
+        mean = sum(part.share * losses[part.name] for part in parts)
+        each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
+        return {"validation_loss": mean} | (each if len(plan.data.parts) > 1 else {})
 
     def save_now(state: TrainState) -> None:
         folder = Path(config.run.folder) / "checkpoints"
@@ -245,17 +282,15 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
             tokenizer_json=tokenizer_json,
         )
 
-    return Hooks(validate=validate_now if windows else None, save=save_now)
+    return Hooks(validate=validate_now if parts else None, save=save_now)
 
 
-def _validation_windows(plan: Plan) -> EvaluationWindows | None:
-    config, split = plan.config, plan.data.split("validation")
-    if split.num_tokens == 0:
-        return None
+def _windows(plan: Plan, split: TokenStream) -> EvaluationWindows:
+    config = plan.config
     return EvaluationWindows(
         split,
         config.model.sequence_length,
         config.evaluation.stride or config.model.sequence_length,
-        plan.data.manifest.tokenizer.end_of_text_id,
+        plan.data.tokenizer.end_of_text_id,
         max_windows=config.evaluation.max_windows,
     )

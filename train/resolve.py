@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from data.config import DataConfig
 from data.dataset import PreparedData
+from data.errors import DataError
 from data.tokenizer import Tokenizer
 from parallel.checkpoint import TOKENIZER_FILE, Checkpoint, find_checkpoint
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
@@ -32,17 +34,50 @@ def open_data(
     """
     if path is None:
         raise ConfigError("data.path: is missing; `polyad prepare` makes such a folder")
-    prepared = PreparedData.open(Path(path))
-    theirs = prepared.manifest.tokenizer.fingerprint
-    if tokenizer_fingerprint not in (None, theirs):
-        ours = tokenizer()
-        if ours is not None and same_ids(ours, prepared.tokenizer()):
-            return prepared
-        raise ConfigError(
-            f"data.path: {path} was made with tokenizer {theirs[:12]}, the {owner} with "
-            f"{tokenizer_fingerprint[:12]}: their token ids mean different things"
-        )
+    try:
+        prepared = PreparedData.open(Path(path))
+    except DataError as error:
+        raise ConfigError(f"data.path: {error}") from None
+    check_tokenizer(f"data.path: {path}", prepared, tokenizer_fingerprint, owner, tokenizer)
     return prepared
+
+
+def check_tokenizer(
+    key: str,
+    data: PreparedData,
+    fingerprint: str | None,
+    owner: str,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> None:
+    """Checks that data was made with the tokenizer that weights know.
+
+    Args:
+        key: that of the data and its value, for the error.
+        data: prepared.
+        fingerprint: of the weights' tokenizer; None if there are none yet.
+        owner: who has those weights, for the error.
+        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
+            the same id is as good.
+
+    Raises:
+        ConfigError: it was made with another.
+    """
+    theirs = data.manifest.tokenizer.fingerprint
+    if fingerprint is None or fingerprint == theirs:
+        return
+    ours = tokenizer()
+    if ours is None or not same_ids(ours, data.tokenizer()):
+        raise ConfigError(
+            f"{key} was made with tokenizer {theirs[:12]}, the {owner} with {fingerprint[:12]}: "
+            f"their token ids mean different things"
+        )
+
+
+def data_named(config: DataConfig) -> str:
+    """The key that names the data, and what it says, for an error."""
+    if config.mixture is None:
+        return f"data.path: {config.path}"
+    return f"data.mixture: {', '.join(source.path for source in config.mixture)}"
 
 
 def open_weights(path: Path) -> Checkpoint | HuggingFaceWeights:
@@ -149,7 +184,7 @@ def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
     if wanted is not None and wanted < vocab_size:
         raise ConfigError(
             f"model.vocab_size: {wanted} is less than the {vocab_size} tokens of the tokenizer of "
-            f"data.path: {config.data.path}"
+            f"{data_named(config.data)}"
         )
     model = config.model.model_copy(update={"vocab_size": wanted or vocab_size})
     return config.model_copy(update={"model": model})

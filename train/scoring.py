@@ -17,6 +17,7 @@ from data.windows import EvaluationWindows, window_batches
 from model.config import Config
 from model.output import ModelOutput
 from parallel import comm
+from parallel.zero import TokenLosses
 from train.loss import token_losses
 
 
@@ -53,6 +54,7 @@ def score_windows(
     *,
     batch_size: int,
     world: comm.World,
+    losses: TokenLosses = token_losses,
     report: Callable[[float], None] | None = None,
 ) -> Score:
     """Scores a split over all processes, which run equally many forward passes.
@@ -62,22 +64,24 @@ def score_windows(
         windows: of the split.
         batch_size: windows in a forward pass.
         world: this process.
+        losses: of logits as `forward` gives them.
         report: is told the share done after every batch.
 
     Returns:
         The sum over all processes; the same on each.
     """
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    batches = window_batches(windows, batch_size, world.rank, world.size)
-    count = math.ceil(len(windows) / (batch_size * world.size))
+    rank, size = world.data_parallel_rank, world.data_parallel_size
+    batches = window_batches(windows, batch_size, rank, size)
+    count = math.ceil(len(windows) / (batch_size * size))
     for done, batch in enumerate(batches, start=1):
         input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
-        losses_BT = token_losses(forward(input_BT).logits, target_BT).double()
+        losses_BT = losses(forward(input_BT).logits, target_BT).double()
         # Not a product: a padded position may have any loss, even one that is not finite.
         total += torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
         if report is not None:
             report(done / count)
-    likelihood, tokens = comm.sum_over_ranks(total).tolist()
+    likelihood, tokens = comm.sum_over_samples(total, world).tolist()
     return Score(likelihood, int(tokens))
 
 

@@ -5,7 +5,7 @@ from data.config import DataConfig
 
 
 def test_defaults_need_nothing():
-    assert DataConfig().model_dump() == {"path": None, "num_workers": 0}
+    assert DataConfig().model_dump() == {"path": None, "mixture": None, "num_workers": 0}
 
 
 @pytest.mark.parametrize("values", [{"num_workers": -1}, {"num_workers": "2"}, {"pth": "x"}])

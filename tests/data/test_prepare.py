@@ -11,10 +11,11 @@ import pytest
 
 from data.dataset import PreparedData
 from data.errors import DataError
-from data.manifest import MANIFEST_FILE, SPLITS
+from data.manifest import MANIFEST_FILE, SPLITS, index_bytes
 from data.prepare import prepare, split_of_documents
 from data.text import open_source
 from data.tokenizer import END_OF_TEXT, train_tokenizer
+from data.writer import token_dtype, write_index
 
 PREPARE = """
 import sys
@@ -254,3 +255,24 @@ def test_progress_is_lines_where_there_is_no_terminal(tmp_path, texts):
     assert "MB/s" in lines[0]
     assert "\r" not in done.stderr
     assert lines[-1].startswith("prepared ")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_files_are_those_of_megatron_s_own_builder(tmp_path, dtype):
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    documents = [[1, 2, 3], [4], [5, 6]]
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for tokens in documents:
+        builder.add_document(np.array(tokens), [len(tokens)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
+    write_index(tmp_path / "ours.idx", lengths, np.dtype(dtype))
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
+    for size in (400, 65_499, 65_500, 300_000):
+        assert token_dtype(size) == DType.optimal_dtype(size)
+
+
+def test_an_empty_split_has_an_index_too(tmp_path):
+    write_index(tmp_path / "a.idx", np.zeros(0, dtype=np.int32), np.dtype(np.uint16))
+    assert (tmp_path / "a.idx").stat().st_size == index_bytes(0)

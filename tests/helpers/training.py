@@ -19,13 +19,12 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
-from train import loop
 from train.loop import train_step
-from train.loss import language_model_loss
+from train.loss import token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
 
 # Odd sizes, so that fragments and padding fall everywhere.
-MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=3, sequence_length=17, vocab_size=61)
+MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
 
 
@@ -43,6 +42,8 @@ class Case:
     resume: str | None = None
     save_to: str | None = None
     momentum: float = 0.0
+    tensor: int = 1
+    """Tensor-parallel processes."""
     poison: str | None = None
     """`loss` or `gradient`: made NaN on the last rank at `poison_step`, in `poison_micro_batch`."""
     poison_step: int = -1
@@ -66,14 +67,14 @@ def global_batch(step: int, config: GPT2Config) -> torch.Tensor:
 
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     """An engine for a case, filled from initial weights or from a source."""
-    world = comm.initialize()
+    world = comm.initialize(tensor_parallel_size=case.tensor)
     config = case.model.model_copy(update={"dropout": case.dropout})
     optimizer = OptimizerConfig(
         kind=case.optimizer, learning_rate=case.learning_rate, momentum=case.momentum
     )
     engine = parallelize(
         build_model(config),
-        Dims(world_size=world.size),
+        Dims(world_size=world.size, tensor_parallel_size=case.tensor),
         ParallelConfig(zero_stage=case.stage),
         world=world,
         make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
@@ -82,6 +83,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         micro_batch_size=MICRO_BATCH,
         clip_grad_norm=case.clip,
         source=source or InitialWeights(build_model(config), 7),
+        token_losses=token_losses,
         compile_model=config.compile,
     )
     engine.train()
@@ -91,7 +93,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
 def local_batches(step: int, world: comm.World, config: GPT2Config) -> list[torch.Tensor]:
     """This rank's micro-batches of a step."""
     pieces = global_batch(step, config).split(MICRO_BATCH)
-    return list(pieces[world.rank :: world.size])
+    return list(pieces[world.data_parallel_rank :: world.data_parallel_size])
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -124,17 +126,18 @@ def poisoned(engine: Engine, case: Case, world: comm.World) -> Iterator[None]:
     """Spoils one micro-batch of the last rank: a NaN loss whose gradients are finite, or a finite
     loss with NaN in one column of one gradient, which under ZeRO one rank owns.
     """
-    losses = itertools.count()
+    micro_batches = itertools.count()
 
     def spoiled_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        here = next(losses) == case.poison_micro_batch and world.rank == world.size - 1
+        here = next(micro_batches) == case.poison_micro_batch and world.rank == world.size - 1
         if here and case.poison == "gradient":
             column = torch.tensor(3)
             logits.register_hook(lambda gradient: gradient.index_fill(-1, column, torch.nan))
-        loss = language_model_loss(logits, targets)
-        return loss + torch.nan if here and case.poison == "loss" else loss
+        losses = token_losses(logits, targets)
+        return losses + torch.nan if here and case.poison == "loss" else losses
 
-    with mock.patch.object(loop, "language_model_loss", spoiled_loss):
+    token_losses = engine.token_losses
+    with mock.patch.object(engine, "token_losses", spoiled_loss):
         yield
 
 
@@ -168,3 +171,31 @@ def describe(case: Case) -> str:
     """A case as a test's id: what is not the default."""
     default = asdict(Case())
     return ",".join(f"{k}={v}" for k, v in asdict(case).items() if v != default[k])
+
+
+def inspect_shards(case: Case) -> dict[str, Any]:
+    """Bytes of parameters here, and what dropout leaves of ones, replicated and cut."""
+    engine, world = build_engine(case)
+    comm.seed_random(5, 0, world)
+    parameters = list(engine.module.parameters())
+    attention = engine.module.blocks[0].attention
+    replicated = attention.residual_dropout(torch.ones(1000))
+    with attention.own_random_numbers():
+        cut = torch.nn.functional.dropout(torch.ones(1000), 0.5)
+    after = torch.rand(3)
+    return {
+        "elements": sum(p.numel() for p in parameters),
+        "replicated": replicated.tolist(),
+        "cut": cut.tolist(),
+        "after": after.tolist(),
+    }
+
+
+def local_losses(case: Case, step: int) -> list[float]:
+    """Losses of every token of this process's first micro-batch, and the logits' local width."""
+    engine, world = build_engine(case)
+    engine.train(False)
+    batch = local_batches(step, world, case.model)[0]
+    with torch.no_grad():
+        losses = engine.token_losses(engine(batch[:, :-1]).logits, batch[:, 1:].contiguous())
+    return losses.flatten().tolist()

@@ -97,9 +97,9 @@ def test_a_wrong_command_line_is_one_line(
         ("train.steps", ["'train.steps'", "key=value"]),
         ("model.num_heads=5", ["model.hidden_size", "32", "model.num_heads", "5", "30"]),
         ("train.global_batch_size=5", ["train.global_batch_size", "5", "2 x 1"]),
-        ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "not built yet"]),
+        ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "2 does not divide"]),
         ("parallel.expert_parallel_size=2", ["parallel.expert_parallel_size", "not built yet"]),
-        ("parallel.zero_stage=4", ["parallel.zero_stage", "4", "0, 1, 2 or 3"]),
+        ("parallel.zero_stage=4", ["parallel.zero_stage", "4", "less than or equal to 3"]),
         ("train.precision=fp16", ["train.precision", "'fp16'", "'fp32' or 'bf16'"]),
         ("data.path=/no/such/data", ["/no/such/data", "polyad prepare"]),
         ("data.path=null", ["data.path"]),
@@ -193,13 +193,6 @@ def test_evaluate_without_a_checkpoint_is_one_line(
     assert str(tmp_path) in error_line(capfd.readouterr().err)
 
 
-def test_a_result_that_cannot_be_written_is_one_line_and_status_1(
-    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["validate", str(config), "--json", str(tmp_path / "no" / "folder.json")]) == 1
-    assert "folder.json: No such file" in error_line(capfd.readouterr().err)
-
-
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
@@ -251,3 +244,39 @@ def test_a_wrong_launch_ends_as_a_process_with_one_line(config: Path, polyad: Po
     assert done.returncode == 2
     assert "train.global_batch_size" in error_line(done.stderr)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("target", ["no/such/x.json", "."])
+@pytest.mark.parametrize("command", ["validate", "evaluate"])
+def test_a_json_file_that_cannot_be_written_is_found_before_the_work(
+    config: Path, tmp_path: Path, command: str, target: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, str(config if command == "validate" else tmp_path / "no-run")]
+    assert run([*arguments, "--json", str(tmp_path / target)]) == 2
+    assert capfd.readouterr().err.startswith("polyad: error: --json: ")
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("RANK", "x"), ("RANK", "0")])
+def test_half_an_environment_of_torchrun_is_one_line(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert run(["train", str(config)]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_files_of_the_current_folder_do_not_shadow_the_packages(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train", "model", "data"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')")
+    script = Path(sys.executable).parent / "polyad"
+    done = subprocess.run(
+        [script, "launch", config, "--processes-per-node", "1", "train.steps=1"],
+        **{"cwd": tmp_path, "capture_output": True, "text": True, "check": False},
+    )
+    assert done.returncode == 0, done.stderr

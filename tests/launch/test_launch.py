@@ -25,6 +25,7 @@ def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> N
     assert all(line.startswith("step ") for line in done.stderr.splitlines())
     assert {path.name for path in folder.iterdir()} == {
         *("config.yaml", "metrics.jsonl", "environment.json", "tensorboard", "checkpoints"),
+        ".lock",
     }
     assert json.loads((folder / "environment.json").read_text())["world_size"] == 2
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]

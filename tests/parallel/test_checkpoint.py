@@ -20,8 +20,26 @@ from tests.helpers.training import MODEL, Case, global_batch, resave, tensors, t
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
-NAMES = [f"{n} x ZeRO {stage}" for n, stage in LAYOUTS]
+# (processes, tensor-parallel ones, ZeRO stage)
+DATA_PARALLEL = [(1, 1, 0), (2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3)]
+TENSOR_PARALLEL = [(n, 2, stage) for n in (2, 4) for stage in (0, 1, 2, 3)]
+LAYOUTS = DATA_PARALLEL + TENSOR_PARALLEL
+ONE, TWO = (1, 1, 0), (2, 1, 1)
+PAIRS = [
+    *itertools.product(DATA_PARALLEL, DATA_PARALLEL),
+    *((ONE, layout) for layout in TENSOR_PARALLEL),
+    *((layout, TWO) for layout in TENSOR_PARALLEL),
+    ((2, 2, 1), (4, 2, 3)),
+    ((4, 2, 0), (2, 2, 2)),
+]
+
+
+def name(layout):
+    world_size, tensor, stage = layout
+    return f"TP {tensor} x DP {world_size // tensor} x ZeRO {stage}"
+
+
+NAMES = [name(layout) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +50,10 @@ def saved(workers, tmp_path_factory):
     def save(layout, precision="fp32"):
         if (layout, precision) not in made:
             folder = tmp_path_factory.mktemp("saved")
-            world_size, stage = layout
-            case = Case(stage=stage, precision=precision, save_to=str(folder), last_step=3)
+            world_size, tensor, stage = layout
+            case = Case(
+                stage=stage, tensor=tensor, precision=precision, save_to=str(folder), last_step=3
+            )
             workers(world_size).run(train, case)
             made[layout, precision] = folder / "step-00000003"
         return made[layout, precision]
@@ -44,8 +64,8 @@ def saved(workers, tmp_path_factory):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
 def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layout, precision):
-    world_size, stage = layout
-    case = Case(stage=stage, precision=precision, dropout=0.1, learning_rate=1e-3)
+    world_size, tensor, stage = layout
+    case = Case(stage=stage, tensor=tensor, precision=precision, dropout=0.1, learning_rate=1e-3)
     pool = workers(world_size)
     whole = pool.run(train, case.but(last_step=12, save_to=str(tmp_path / "whole")))[0]
     first = pool.run(train, case.but(last_step=6, save_to=str(tmp_path / "half")))[0]
@@ -62,13 +82,13 @@ def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layo
 
 @pytest.mark.parametrize(
     ("origin", "target"),
-    [pair for pair in itertools.product(LAYOUTS, LAYOUTS)],
-    ids=[f"{a} to {b}" for a, b in itertools.product(NAMES, NAMES)],
+    PAIRS,
+    ids=[f"{name(a)} to {name(b)}" for a, b in PAIRS],
 )
 def test_any_layout_saves_again_what_any_other_wrote(workers, saved, tmp_path, origin, target):
     path = saved(origin)
-    world_size, stage = target
-    case = Case(stage=stage, resume=str(path), first_step=3, save_to=str(tmp_path))
+    world_size, tensor, stage = target
+    case = Case(stage=stage, tensor=tensor, resume=str(path), first_step=3, save_to=str(tmp_path))
     workers(world_size).run(resave, case)
     before, after = tensors(path), tensors(tmp_path / "step-00000003")
     assert before.keys() == after.keys()
@@ -78,10 +98,15 @@ def test_any_layout_saves_again_what_any_other_wrote(workers, saved, tmp_path, o
 
 @pytest.mark.parametrize("target", LAYOUTS, ids=NAMES)
 def test_bf16_checkpoints_keep_fp32_masters_across_layouts(workers, saved, tmp_path, target):
-    path = saved((2, 1), "bf16")
-    world_size, stage = target
+    path = saved((2, 1, 1), "bf16")
+    world_size, tensor, stage = target
     case = Case(
-        stage=stage, precision="bf16", resume=str(path), first_step=3, save_to=str(tmp_path)
+        stage=stage,
+        tensor=tensor,
+        precision="bf16",
+        resume=str(path),
+        first_step=3,
+        save_to=str(tmp_path),
     )
     workers(world_size).run(resave, case)
     before, after = tensors(path), tensors(tmp_path / "step-00000003")
@@ -92,11 +117,11 @@ def test_bf16_checkpoints_keep_fp32_masters_across_layouts(workers, saved, tmp_p
 
 @pytest.mark.parametrize("target", LAYOUTS, ids=NAMES)
 def test_training_goes_on_alike_on_every_layout(workers, saved, target):
-    path = saved((2, 2))
+    path = saved((2, 1, 2))
     case = Case(resume=str(path), first_step=3, last_step=6)
     expected = workers(2).run(train, case.but(stage=2))[0]["losses"]
-    world_size, stage = target
-    actual = workers(world_size).run(train, case.but(stage=stage))[0]["losses"]
+    world_size, tensor, stage = target
+    actual = workers(world_size).run(train, case.but(stage=stage, tensor=tensor))[0]["losses"]
     assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
@@ -119,7 +144,7 @@ def test_every_byte_is_written_once_and_by_all(saved, layout):
 
 
 def test_files_are_safetensors_that_the_library_reads(saved):
-    path = saved((2, 1))
+    path = saved((2, 1, 1))
     checkpoint = Checkpoint(path)
     about = checkpoint.tensors["blocks.0.attention.qkv.weight"]["exp_avg"]
     whole = checkpoint.whole("blocks.0.attention.qkv.weight", "exp_avg")
@@ -132,7 +157,7 @@ def test_files_are_safetensors_that_the_library_reads(saved):
 
 
 def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
-    checkpoint = Checkpoint(saved((2, 3)))
+    checkpoint = Checkpoint(saved((2, 1, 3)))
     opened = []
     original = Checkpoint._stored
 
@@ -149,7 +174,7 @@ def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
 
 
 def test_load_model_gives_the_weights_on_one_device(workers, saved):
-    path = saved((2, 3))
+    path = saved((2, 1, 3))
     model = load_model(path)
     assert not model.training
     case = Case(resume=str(path), first_step=3, last_step=4)
@@ -169,30 +194,64 @@ def copy(path: Path, target: Path) -> Path:
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(saved, tmp_path):
-    old = copy(saved((2, 1)), tmp_path / "step-00000003")
-    new = copy(saved((2, 1)), tmp_path / "step-00000009")
+    old = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
+    new = copy(saved((2, 1, 1)), tmp_path / "step-00000009")
     (new / "manifest.json").unlink()
-    copy(saved((2, 1)), tmp_path / ".step-00000010.partial")
+    copy(saved((2, 1, 1)), tmp_path / ".step-00000010.partial")
     assert complete_checkpoints(tmp_path) == [old]
     assert find_checkpoint(tmp_path) == old
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         Checkpoint(new)
 
 
+@pytest.mark.parametrize("layout", [ONE, TWO])
+def test_a_flipped_byte_in_a_shard_is_refused_by_name(saved, tmp_path, layout):
+    path = copy(saved(layout), tmp_path / "step-00000003")
+    shard = path / "rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    chunk = Checkpoint(path).tensors["token_embedding.weight"]["master"]["chunks"][0]
+    data[chunk["begin"] + 5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: damaged: the crc32 of"):
+        load_model(path)
+    # What is elsewhere in the file can still be read.
+    Checkpoint(path).whole("token_embedding.weight", "exp_avg")
+
+
+@pytest.mark.parametrize("name", ["index.json", "state.json", "config.yaml"])
+def test_a_changed_small_file_of_the_same_size_is_refused(saved, tmp_path, name):
+    path = copy(saved(TWO), tmp_path / "step-00000003")
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: its crc32 differs"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{}", b"\xff", b"", b'{"format": "other", "version": 1, "step": 1, "files": {}}'],
+)
+def test_a_manifest_that_is_none_is_refused(saved, tmp_path, content):
+    path = copy(saved(TWO), tmp_path / "step-00000003")
+    (path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: it is no manifest"):
+        Checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json", "state.json"])
 def test_a_truncated_or_missing_file_is_named(saved, tmp_path, name):
-    path = copy(saved((2, 1)), tmp_path / "step-00000003")
+    path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
     with (path / name).open("r+b") as file:
         file.truncate((path / name).stat().st_size - 1)
     with pytest.raises(CheckpointError, match=name):
         Checkpoint(path)
     (path / name).unlink()
-    with pytest.raises(CheckpointError, match=rf"{name}: missing"):
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: missing"):
         Checkpoint(path)
 
 
 def test_a_newer_format_is_refused(saved, tmp_path):
-    path = copy(saved((2, 1)), tmp_path / "step-00000003")
+    path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
     with pytest.raises(CheckpointError, match="version 99 is newer"):
@@ -204,11 +263,11 @@ def test_another_model_is_refused_with_the_differing_names(saved):
 
     other = build_model(MODEL.model_copy(update={"num_layers": 3}))
     with pytest.raises(CheckpointError, match=r"another model: blocks\.2.* missing there"):
-        Checkpoint(saved((2, 1))).check_model(other)
+        Checkpoint(saved((2, 1, 1))).check_model(other)
 
 
 def test_no_file_holds_a_pickle(saved):
-    for file in saved((2, 1)).iterdir():
+    for file in saved((2, 1, 1)).iterdir():
         data = file.read_bytes()
         if file.suffix == ".safetensors":
             (length,) = struct.unpack("<Q", data[:8])

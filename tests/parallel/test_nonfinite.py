@@ -27,6 +27,18 @@ def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, mi
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32")]
+)
+def test_tensor_parallel_processes_skip_together(workers, world_size, stage, precision):
+    case = Case(
+        stage=stage, precision=precision, tensor=2, poison="gradient", poison_step=1, last_step=3
+    )
+    results = workers(world_size).run(train, case)
+    assert [result["applied"] for result in results] == [[True, False, True]] * world_size
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_process_skips_too(workers, stage):
     case = Case(stage=stage, poison="loss", poison_step=1)

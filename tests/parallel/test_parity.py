@@ -1,7 +1,5 @@
 """n processes compute what one process computes: losses, gradients (SGD), weights."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -10,7 +8,12 @@ from tests.helpers.training import Case, describe, tensors, train
 pytestmark = pytest.mark.distributed
 
 SGD = Case(optimizer="sgd", learning_rate=0.1)
-LAYOUTS = list(itertools.product((1, 2), (0, 1, 2, 3)))[1:]  # the first is the reference
+# (processes, tensor-parallel ones, ZeRO stage); the first, one process, is the reference
+LAYOUTS = [
+    (world_size, tensor, stage)
+    for world_size, tensor in ((1, 1), (2, 1), (2, 2), (4, 2))
+    for stage in (0, 1, 2, 3)
+][1:]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -36,15 +39,16 @@ def references(workers, tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize(("world_size", "stage"), LAYOUTS)
+@pytest.mark.parametrize(("world_size", "tensor", "stage"), LAYOUTS)
 @pytest.mark.parametrize("clip", [0.5, 0.0, 100.0], ids=["clips", "no clipping", "clip not met"])
 def test_sgd_gives_equal_losses_norms_and_weights(
-    workers, references, tmp_path, world_size, stage, clip
+    workers, references, tmp_path, world_size, tensor, stage, clip
 ):
     case = SGD.but(clip=clip)
     expected, weights = references(case)
     assert all(norm > 0.5 for norm in expected["norms"])  # so that a clip of 0.5 is active
-    results = workers(world_size).run(train, case.but(stage=stage, save_to=str(tmp_path)))
+    case = case.but(stage=stage, tensor=tensor, save_to=str(tmp_path))
+    results = workers(world_size).run(train, case)
     assert all(result == results[0] for result in results)
     assert close(results[0]["losses"], expected["losses"])
     assert close(results[0]["norms"], expected["norms"])
@@ -59,10 +63,11 @@ def test_clipping_changes_the_weights(references):
     assert max(relative(clipped[key], free[key]) for key in free) > 1e-3
 
 
-@pytest.mark.parametrize(("world_size", "stage"), LAYOUTS)
-def test_adamw_gives_equal_losses(workers, references, world_size, stage):
+@pytest.mark.parametrize(("world_size", "tensor", "stage"), LAYOUTS)
+def test_adamw_gives_equal_losses(workers, references, world_size, tensor, stage):
     expected, _ = references(Case(learning_rate=1e-3))
-    result = workers(world_size).run(train, Case(learning_rate=1e-3, stage=stage))[0]
+    case = Case(learning_rate=1e-3, stage=stage, tensor=tensor)
+    result = workers(world_size).run(train, case)[0]
     assert close(result["losses"], expected["losses"])
 
 

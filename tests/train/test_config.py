@@ -60,11 +60,18 @@ def test_a_resolved_config_reads_back_as_itself():
         ("train.precision=fp16", "train.precision: 'fp16' is not allowed: input should be 'fp32'"),
         ("seed=true", "seed: True is not allowed"),
         ("parallel.zero_stage=4", "parallel.zero_stage: 4 is not allowed"),
-        ("parallel.tensor_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
+        ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size: 0 is not allowed"),
         ("parallel.expert_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
         ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
-        ("model.feed_forward.kind=mumoe", "input should be 'dense'"),
+        ("model.feed_forward.kind=mumoe", "'mumoe' is not allowed: this kind is not built yet"),
+        ("model.feed_forward.kind=mlp", "input should be 'dense'"),
+        ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, model"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
+        ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),
+        ("parallel.zero_stage=true", "parallel.zero_stage: True is not allowed"),
+        ("log.device=h300", "log.device: 'h300' is not allowed: input should be 'auto'"),
+        ("model=7", "model: 7 is not allowed: a section of keys is needed"),
         ("model.num_layers.x=1", "num_layers is a value and has no keys below it"),
         ("train.steps", "overrides are written key=value"),
         ("train.steps=[1", "is not YAML"),
@@ -84,7 +91,16 @@ def test_a_key_that_stands_twice_is_refused():
     assert "line 6: key 'seed' stands twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", "\t- x"])
+def test_merge_keys_and_anchors_work():
+    text = SMALLEST.replace("train: {", "train: &t {") + "data_: {}\n"
+    assert "unknown key data_" in error(text=text)
+    merged = SMALLEST.replace("data: {path: data/x}", "data: {<<: {path: data/y}}")
+    assert parse(text=merged).data.path == "data/y"
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "just words", "a: [", "\t- x", "? [a]\n: b", "[" * 5000]
+)
 def test_a_file_that_is_no_mapping_is_refused(text):
     assert error(text=text).startswith("run.yaml: ")
 
@@ -101,6 +117,24 @@ def test_batches_that_do_not_divide_are_refused():
     with pytest.raises(LayoutError, match=r"global_batch_size: 8 .*2 x 3 = 6"):
         validate(parse(), 3)
     assert validate(parse(), 2).data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.num_heads=2", "model.hidden_size=6"), "does not divide model.num_heads: 2"),
+        (("model.num_heads=8",), "does not divide the 6 processes"),
+        (
+            ("model.feed_forward.hidden_size=30",),
+            "does not divide model.feed_forward.hidden_size: 30",
+        ),
+    ],
+)
+def test_tensor_parallel_processes_that_do_not_fit_are_refused(overrides, expected):
+    config = parse("parallel.tensor_parallel_size=4", *overrides)
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        validate(config, 6 if "processes" in expected else 8)
+    assert caught.value.exit_status == 2
 
 
 @pytest.mark.parametrize(
@@ -135,8 +169,9 @@ def test_every_key_has_a_description():
         *sections, last = key.split(".")
         owner = RunConfig
         for section in sections:
-            annotation = owner.model_fields[section].annotation
-            owner = annotation if isinstance(annotation, type) else annotation.__args__[0]
+            owner = owner.model_fields[section].annotation
+            while not hasattr(owner, "model_fields"):  # a union, a list or both
+                owner = owner.__args__[0]
         field = owner.model_fields[last]
         if not hasattr(field.annotation, "model_fields"):
             assert field.description, key

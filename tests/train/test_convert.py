@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 
 import pytest
 import torch
@@ -166,7 +167,8 @@ def test_a_checkpoint_can_be_used_where_its_data_is_not(finished, tmp_path, prep
     (tmp_path / "alone" / "config.yaml").write_text(config)
     manifest = json.loads((tmp_path / "alone" / "manifest.json").read_text())
     assert "tokenizer.json" in manifest["files"]
-    manifest["files"]["config.yaml"]["bytes"] = len(config.encode())
+    data = config.encode()
+    manifest["files"]["config.yaml"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (tmp_path / "alone" / "manifest.json").write_text(json.dumps(manifest))
     result = convert(tmp_path / "alone", tmp_path / "theirs", "huggingface")
     assert result["tokenizer"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -108,6 +109,13 @@ def test_bad_options_are_refused(finished, overrides, expected):
     with pytest.raises(ValueError, match=expected) as caught:
         evaluation(finished, overrides=overrides)
     assert caught.value.exit_status == 2
+
+
+def test_a_data_folder_may_have_any_name(workers, finished, prepared_path, tmp_path):
+    other = tmp_path / "sp ace: é #1"
+    shutil.copytree(prepared_path, other)
+    result = workers(1).run(evaluation, finished, data=str(other))[0]
+    assert result["data"] == str(other)
 
 
 def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):

@@ -1,5 +1,6 @@
 """Whole runs: the folder, going on after a stop, and what is refused."""
 
+import fcntl
 import json
 import shutil
 import time
@@ -56,6 +57,17 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
         expected = {line["step"]: line[name] for line in lines if name in line}
         actual = {event.step: event.value for event in events.Scalars(name)}
         assert actual == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensor_parallel_processes_train_and_validate_alike(
+    workers, finished, config, tmp_path, processes
+):
+    workers(processes).run(run, config, "parallel.tensor_parallel_size=2")
+    for ours, theirs in zip(records(tmp_path / "run"), records(finished / "run"), strict=True):
+        keys = {"loss", "grad_norm", "validation_loss"} & theirs.keys()
+        for key in keys:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
@@ -191,8 +203,41 @@ def test_a_corpus_smaller_than_one_sample_is_refused(workers, config):
     assert "needs 1,000,001" in refused(workers, config, "model.sequence_length=1000000")
 
 
+def test_fewer_steps_than_done_are_refused(workers, finished):
+    text = refused(workers, finished / "config.yaml", "train.steps=2")
+    assert "train.steps: 2 is less than the 6 steps" in text
+
+
+def test_a_run_folder_below_a_file_is_refused(workers, config, tmp_path):
+    (tmp_path / "file").write_text("")
+    text = refused(workers, config, f"run.folder={tmp_path / 'file' / 'run'}")
+    assert text.startswith("run.folder: ")
+
+
+def test_a_second_start_of_a_run_is_refused_while_the_first_goes_on(workers, config, tmp_path):
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is in use by another start of this run" in refused(workers, config)
+    assert workers(2).run(run, config) == [6, 6]
+
+
+def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(
+    workers, config, tmp_path, prepared_path
+):
+    shutil.copytree(prepared_path, tmp_path / "data")
+    size = (tmp_path / "data" / "train.bin").stat().st_size
+    with (tmp_path / "data" / "train.bin").open("r+b") as file:
+        file.seek(size * 2 // 5 // 2 * 2)
+        file.write(b"\xff" * (size // 5))  # in the middle: opening looks at the ends alone
+    data = f"data.path={tmp_path / 'data'}"
+    _, text, status = workers(1).run(run_expecting_error, config, data, "train.steps=40")[0]
+    assert status == 2
+    assert "train.bin: damaged: token" in text
+
+
 def test_missing_data_is_refused(workers, config):
-    assert "nowhere" in refused(workers, config, "data.path=nowhere")
+    assert "data.path: nowhere" in refused(workers, config, "data.path=nowhere")
     assert "data.path: is missing" in refused(workers, config, "data.path=null")
 
 

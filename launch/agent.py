@@ -1,0 +1,86 @@
+"""The torchrun command of one host: it starts this host's processes and meets the other hosts'."""
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.hosts import endpoint, host_name, plain_name
+
+STANDALONE = ("--standalone",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the agents of all hosts meet (torchrun's c10d rendezvous).
+
+    The static rendezvous of torchrun did not start a run again after a failure; this one does.
+
+    Raises:
+        LaunchError: something is no host, port or name.
+    """
+
+    endpoint: str | None = None
+    """HOST or HOST:PORT, the same on every host; None: of one host alone."""
+    id: str | None = None
+    """Tells runs apart that meet at one endpoint; None: made from the run's folder."""
+    is_host: bool | None = None
+    """Whether the endpoint is on this host; None: torchrun compares names and addresses."""
+    local_addr: str | None = None
+    """How the other hosts reach this one; None: by its full name."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None:
+            endpoint(self.endpoint, "--rdzv-endpoint")
+        if self.id is not None:
+            plain_name(self.id, "--rdzv-id")
+        if self.local_addr is not None:
+            host_name(self.local_addr, "--local-addr")
+
+    def words(self, run_folder: str) -> list[str]:
+        """torchrun's options.
+
+        Args:
+            run_folder: as the configuration writes it, so that every host makes the same id of it.
+        """
+        where = endpoint(self.endpoint, "--rdzv-endpoint") if self.endpoint else "localhost:0"
+        name = self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
+        if self.is_host is not None:
+            words += ["--rdzv-conf", f"is_host={str(self.is_host).lower()}"]
+        if self.local_addr is not None:
+            words += ["--local-addr", self.local_addr]
+        return words
+
+
+def torchrun(
+    config: Path,
+    overrides: Sequence[str],
+    processes_per_node: int,
+    max_restarts: int,
+    *,
+    nodes: int = 1,
+    meeting: Sequence[str] = STANDALONE,
+) -> list[str]:
+    """The command line that runs a host's part of a run.
+
+    Args:
+        config: the run's file.
+        overrides: `key=value`.
+        processes_per_node: P.
+        max_restarts: after failures.
+        nodes: hosts in all.
+        meeting: torchrun's options of the rendezvous.
+
+    Returns:
+        The words; the first is this Python.
+    """
+    file = str(config)
+    return [
+        *(sys.executable, "-m", "launch.torchrun", *meeting),
+        *(("--nnodes", str(nodes)) if tuple(meeting) != STANDALONE else ()),
+        *("--nproc-per-node", str(processes_per_node), "--max-restarts", str(max_restarts)),
+        # A name that starts with a dash would be read as an option.
+        *("-m", "launch", "train", f"./{file}" if file.startswith("-") else file, *overrides),
+    ]

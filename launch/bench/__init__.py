@@ -1,0 +1,1 @@
+"""Comparisons with named peers, in one run each; may import anything, lazily."""

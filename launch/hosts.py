@@ -1,0 +1,109 @@
+"""What may reach a shell, a scheduler or another host: names checked, everything else quoted.
+
+Words of a command line are quoted (`command_line`). Names that are read by something else than a
+shell, as in `#SBATCH` lines, cannot be quoted and have to look as they should.
+"""
+
+import ipaddress
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+MAX_PORT = 65535
+DEFAULT_PORT = 29400
+"""Where torchrun's c10d rendezvous listens if nothing else is said."""
+
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+_INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
+
+
+class LaunchError(ValueError):
+    """An option of `polyad launch` that cannot be used."""
+
+    exit_status = 2
+
+
+def host_name(text: str, option: str) -> str:
+    """Checks the name or address of a host.
+
+    Args:
+        text: a name of RFC 1123 labels (section 2.1), or an IPv4 or IPv6 address without brackets.
+        option: whose value it is, for the error.
+
+    Returns:
+        The same.
+
+    Raises:
+        LaunchError: it is neither, as anything is that a shell or `ssh` would read otherwise.
+    """
+    if ":" in text and "%" not in text:
+        try:
+            return str(ipaddress.IPv6Address(text))
+        except ValueError:
+            pass
+    elif len(text) <= 253 and all(_LABEL.fullmatch(label) for label in text.split(".")):
+        return text
+    raise LaunchError(
+        f"{option}: {text!r} is not a host; a name of letters, digits, dashes inside and dots, or "
+        f"an address is needed, as in node-1.cluster or 10.0.0.1"
+    )
+
+
+def endpoint(text: str, option: str) -> str:
+    """Checks HOST or HOST:PORT, an IPv6 address in brackets.
+
+    Args:
+        text: the endpoint.
+        option: whose value it is, for the error.
+
+    Returns:
+        HOST:PORT.
+
+    Raises:
+        LaunchError: the host or the port is none.
+    """
+    bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::([^:]*))?", text)
+    if bracketed:
+        host, port = bracketed[1], bracketed[2]
+        return f"[{host_name(host, option)}]:{_port(port, option)}"
+    host, colon, port = text.partition(":")
+    return f"{host_name(host, option)}:{_port(port if colon else None, option)}"
+
+
+def _port(text: str | None, option: str) -> int:
+    if text is None:
+        return DEFAULT_PORT
+    if re.fullmatch(r"[0-9]{1,5}", text) and 1 <= int(text) <= MAX_PORT:
+        return int(text)
+    raise LaunchError(f"{option}: {text!r} is not a port; 1 to {MAX_PORT} is allowed")
+
+
+def interface_name(text: str, option: str) -> str:
+    """Checks the name of a network interface: at most 15 characters, as Linux has it."""
+    return _matching(_INTERFACE, text, option, "letters, digits, and _.- inside, at most 15")
+
+
+def plain_name(text: str, option: str) -> str:
+    """Checks a name that stands unquoted, as a partition's, an account's or a job's."""
+    return _matching(_NAME, text, option, "letters, digits, _, and .+- inside, at most 64")
+
+
+def _matching(pattern: re.Pattern[str], text: str, option: str, allowed: str) -> str:
+    if not pattern.fullmatch(text):
+        raise LaunchError(f"{option}: {text!r} is not allowed; only {allowed}")
+    return text
+
+
+def command_line(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """A command that can be pasted into a shell.
+
+    Args:
+        words: of the command; any text.
+        environment: variables that it needs.
+
+    Returns:
+        One command; each word is quoted where it has to be.
+    """
+    assigned = [f"{name}={value}" for name, value in (environment or {}).items()]
+    return shlex.join([*(["env", *assigned] if assigned else []), *words])

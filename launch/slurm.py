@@ -1,0 +1,290 @@
+"""`polyad launch --via slurm`: a batch script in the run's folder, and its submission.
+
+The script is bash. Words of commands are quoted with shlex; `#SBATCH` lines are read by Slurm and
+not by a shell, so what stands in them has to match a strict pattern.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.hosts import LaunchError, plain_name
+
+SIGNAL_SLACK = 60
+"""Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
+
+_TIME = re.compile(
+    r"(?P<minutes>[0-9]{1,7})(:(?P<seconds>[0-5]?[0-9]))?"
+    r"|(?P<hours>[0-9]{1,5}):(?P<hm>[0-5]?[0-9]):(?P<hs>[0-5]?[0-9])"
+    r"|(?P<days>[0-9]{1,4})-(?P<dh>[0-9]{1,2})(:(?P<dm>[0-5]?[0-9])(:(?P<ds>[0-5]?[0-9]))?)?"
+)
+_MEMORY = re.compile(r"[0-9]{1,9}[KMGT]?")
+_DIRECTIVE_PATH = re.compile(r"/[A-Za-z0-9_./+,@:=-]*")
+
+
+class SubmissionError(RuntimeError):
+    """Slurm did not take a job: one line with its reason."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What a job asks of Slurm; None asks nothing, and the cluster's default holds.
+
+    Raises:
+        LaunchError: a value that does not look as Slurm wants it.
+    """
+
+    time: str | None = None
+    """Limit of the job: MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS and so on."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    job_name: str | None = None
+    """None: the name of the run's folder."""
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory_per_node: str | None = None
+    """With a unit, K, M, G or T; 0 is all."""
+    signal_seconds: int = 120
+    """Seconds before the limit at which the job goes back into the queue."""
+
+    def __post_init__(self) -> None:
+        for name in ("partition", "account", "qos", "job_name"):
+            value = getattr(self, name)
+            if value is not None:
+                plain_name(value, f"--{name.replace('_', '-')}")
+        for name, least in (("gpus_per_node", 1), ("cpus_per_node", 1), ("signal_seconds", 1)):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < least):
+                option = f"--{name.replace('_', '-')}"
+                raise LaunchError(f"{option}: {number!r} is not allowed, at least {least}")
+        if self.memory_per_node is not None and not _MEMORY.fullmatch(self.memory_per_node):
+            raise LaunchError(
+                f"--memory-per-node: {self.memory_per_node!r} is not allowed; a number with K, M, "
+                f"G or T, as in 480G, or 0 for all"
+            )
+        self._check_time()
+
+    def _check_time(self) -> None:
+        if self.time is None:
+            return
+        limit, least = seconds(self.time), self.signal_seconds + SIGNAL_SLACK
+        if limit <= least:
+            # The signal would come at once, and again in each job that follows.
+            raise LaunchError(
+                f"--time: {self.time} is {limit} s; more than --signal-seconds "
+                f"{self.signal_seconds} + {SIGNAL_SLACK} s is needed"
+            )
+
+    def directives(self, name: str, nodes: int, output: str) -> list[str]:
+        """The `#SBATCH` lines.
+
+        Args:
+            name: of the job, unless it has one.
+            nodes: N.
+            output: the file that it writes to, a checked path.
+        """
+        asked: dict[str, object] = {
+            "job-name": self.job_name or name,
+            **{"nodes": nodes, "ntasks-per-node": 1},
+            **{"gpus-per-node": self.gpus_per_node, "cpus-per-task": self.cpus_per_node},
+            **{"mem": self.memory_per_node, "time": self.time},
+            **{"partition": self.partition, "account": self.account, "qos": self.qos},
+            **{"signal": f"B:USR1@{self.signal_seconds}", "output": output},
+            "open-mode": "append",  # a job that starts again goes on in its file
+        }
+        lines = [f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None]
+        return [*lines, "#SBATCH --requeue"]
+
+
+def seconds(text: str) -> int:
+    """Seconds of a time as `sbatch --time` takes it.
+
+    Raises:
+        LaunchError: it is none.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise LaunchError(
+            f"--time: {text!r} is not allowed; MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, "
+            f"DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
+        )
+    part = {name: int(value or 0) for name, value in match.groupdict().items()}
+    hours = 24 * part["days"] + part["dh"] + part["hours"]
+    minutes = 60 * hours + part["minutes"] + part["hm"] + part["dm"]
+    return 60 * minutes + part["seconds"] + part["hs"] + part["ds"]
+
+
+def script_text(
+    folder: Path,
+    job: SlurmJob,
+    agent: Sequence[str],
+    nodes: int,
+    processes_per_node: int,
+    variables: Mapping[str, str],
+) -> str:
+    """The batch script.
+
+    Args:
+        folder: the run's.
+        job: what it asks of Slurm.
+        agent: torchrun's command without a rendezvous, which only the job knows.
+        nodes: N.
+        processes_per_node: P.
+        variables: for the environment of all processes.
+
+    Raises:
+        LaunchError: the folder has a name that cannot stand in a `#SBATCH` line.
+    """
+    place = str(launch_folder(folder))
+    if not _DIRECTIVE_PATH.fullmatch(place):
+        raise LaunchError(
+            f"run.folder: {str(folder.absolute())!r} cannot stand in an #SBATCH line; only "
+            f"letters, digits and _./+,@:=- are allowed with --via slurm"
+        )
+    directives = job.directives(_job_name(folder), nodes, f"{place}/slurm-%j.out")
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    cpus = f" --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else ""
+    python, *arguments = agent
+    return _SCRIPT.format(
+        directives="\n".join(directives),
+        workplace=shlex.quote(os.getcwd()),
+        exports="".join(f"{line}\n" for line in exports),
+        processes=processes_per_node,
+        cpus=cpus,
+        on_each_node=shlex.quote(_ON_EACH_NODE),
+        agent=shlex.join([python, *arguments]),
+    )
+
+
+def launch_folder(folder: Path) -> Path:
+    """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
+    from train.pretrain import LAUNCH_FOLDER  # not at the top: it brings torch
+
+    return folder.absolute() / LAUNCH_FOLDER
+
+
+def _job_name(folder: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9_.+-]", "-", folder.absolute().name)[:64].lstrip(".+-")
+    return name or "polyad"
+
+
+_SCRIPT = """\
+#!/usr/bin/env bash
+# Written by `polyad launch --via slurm`, which overwrites it.
+{directives}
+
+# Near the limit Slurm sends USR1 to this script alone. The trainer does not handle it: the job goes
+# back into the queue, Slurm ends the processes, and the next start goes on from the newest
+# checkpoint. Steps since then are done again, so checkpoint.every has to fit well into the limit.
+woken=0
+requeue() {{
+  woken=1
+  echo "polyad: the time limit is near; requeueing job $SLURM_JOB_ID" >&2
+  scontrol requeue "$SLURM_JOB_ID" || echo "polyad: error: job $SLURM_JOB_ID was not requeued" >&2
+}}
+trap requeue USR1
+
+cd {workplace} || exit 1
+{exports}
+# torchrun's agents meet on the first host of the job.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
+export POLYAD_ENDPOINT="${{hosts%%$'\\n'*}}:$((10000 + SLURM_JOB_ID % 20000))"
+threads=$((${{SLURM_CPUS_ON_NODE:-1}} / {processes}))
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}"
+
+srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c {on_each_node} agent \\
+  {agent} &
+agents=$!
+
+# A signal ends `wait` before the agents have ended.
+while :; do
+  woken=0
+  wait "$agents"
+  status=$?
+  [ "$woken" = 1 ] || break
+done
+exit "$status"
+"""
+
+# "$@": python -m launch.torchrun, its options, -m launch train CONFIG key=value
+_ON_EACH_NODE = """
+is_host=false
+if [ "$SLURM_NODEID" = 0 ]; then is_host=true; fi
+exec "${@:1:3}" --rdzv-backend c10d --rdzv-endpoint "$POLYAD_ENDPOINT" \\
+  --rdzv-id "$SLURM_JOB_ID" --rdzv-conf "is_host=$is_host" --local-addr "$SLURMD_NODENAME" "${@:4}"
+"""
+
+
+def write_script(
+    folder: Path,
+    job: SlurmJob,
+    agent: Sequence[str],
+    nodes: int,
+    processes_per_node: int,
+    variables: Mapping[str, str],
+) -> str:
+    """Writes the batch script to `launch/job.sh` in the run's folder.
+
+    Args:
+        folder: the run's.
+        job: what it asks of Slurm.
+        agent: as `script_text` takes it.
+        nodes: N.
+        processes_per_node: P.
+        variables: for the environment of all processes.
+
+    Returns:
+        Its path.
+
+    Raises:
+        LaunchError: the folder has a name that cannot stand in a `#SBATCH` line.
+    """
+    text = script_text(folder, job, agent, nodes, processes_per_node, variables)
+    place = launch_folder(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    script = place / "job.sh"
+    script.write_text(text, encoding="utf-8", errors="surrogateescape")
+    return str(script)
+
+
+def find_sbatch() -> str:
+    """The path of `sbatch`.
+
+    Raises:
+        LaunchError: it is not on the PATH.
+    """
+    found = shutil.which("sbatch")
+    if found is None:
+        raise LaunchError(
+            "--via: slurm needs sbatch, which is not on the PATH; start it on a login node of the "
+            "cluster, or add --dry-run to write the script alone"
+        )
+    return found
+
+
+def submit(script: str, sbatch: str) -> str:
+    """Submits a script.
+
+    Args:
+        script: its path.
+        sbatch: the command.
+
+    Returns:
+        What sbatch says.
+
+    Raises:
+        SubmissionError: it refused.
+    """
+    done = subprocess.run([sbatch, script], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise SubmissionError(f"sbatch refused {script}: {reason}")
+    return f"{done.stdout.strip()}\n{script}"

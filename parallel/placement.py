@@ -1,0 +1,143 @@
+"""Which part of a global tensor a process's shard is.
+
+A shard is made of pieces: runs of its rows (the first dimension), each of them a box of the global
+tensor. A column-parallel weight is one piece, a fused q, k, v weight three; rows in no piece are
+padding, which exists inside the layout alone.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows first_row .. first_row + num_rows of a shard."""
+
+    first_row: int
+    num_rows: int
+    origin: tuple[int, ...]
+    """Of its first element, in the global tensor."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A shard of a parameter in the global tensor.
+
+    Args:
+        shape: of the shard, padding included.
+        global_shape: of the whole, without padding.
+        pieces: in the order of their rows.
+        replicated: whether each tensor-parallel process holds the same.
+    """
+
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replicated: bool
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Placement":
+        """A parameter that every process has the whole of, but for ZeRO."""
+        rows = shape[0] if shape else 1
+        return cls(shape, shape, (Piece(0, rows, (0,) * len(shape)),), True)
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+        """A row-major range of the shard's elements as boxes of the global tensor.
+
+        Args:
+            start: first element.
+            stop: one past the last.
+
+        Yields:
+            (first element, (offset, size)) of each box, in order. Padding is left out.
+        """
+        row = math.prod(self.shape[1:])
+        for piece in self.pieces:
+            begin = piece.first_row * row
+            low, high = max(start, begin), min(stop, begin + piece.num_rows * row)
+            inside = (piece.num_rows, *self.shape[1:]) if self.shape else ()
+            for offset, size in boxes(inside, low - begin, high - begin):
+                where = tuple(a + b for a, b in zip(piece.origin, offset, strict=True))
+                yield low, (where, size)
+                low += math.prod(size)
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Splits elements start .. stop of a row-major tensor into at most 2 * dims - 1 boxes.
+
+    Args:
+        shape: of the tensor; an empty one has a single element.
+        start: first element.
+        stop: one past the last element.
+
+    Yields:
+        (offset, size) of each box. In order, their elements are exactly start .. stop.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, rest = math.prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row  # whole rows: first .. last
+    if first > last:  # inside one row
+        for offset, size in boxes(rest, start - last * row, stop - last * row):
+            yield (last, *offset), (1, *size)
+        return
+    for offset, size in boxes(rest, start - (first - 1) * row, row) if start < first * row else ():
+        yield (first - 1, *offset), (1, *size)
+    if first < last:
+        yield (first, *[0] * len(rest)), (last - first, *rest)
+    for offset, size in boxes(rest, 0, stop - last * row):
+        yield (last, *offset), (1, *size)
+
+
+def split_columns(shape: tuple[int, ...], axis: int, rank: int, parts: int) -> Placement:
+    """An equal part along one axis.
+
+    Args:
+        shape: global.
+        axis: which one; its size is divisible by `parts`.
+        rank: which part.
+        parts: how many.
+    """
+    size = shape[axis] // parts
+    shard = (*shape[:axis], size, *shape[axis + 1 :])
+    origin = tuple(rank * size if i == axis else 0 for i in range(len(shape)))
+    return Placement(shard, shape, (Piece(0, shard[0], origin),), False)
+
+
+def split_fused(shape: tuple[int, ...], fused: int, rank: int, parts: int) -> Placement:
+    """An equal part of each of several matrices that are stored on top of one another.
+
+    Args:
+        shape: global, rows first.
+        fused: how many matrices (3 for q, k, v).
+        rank: which part.
+        parts: how many.
+    """
+    whole = shape[0] // fused
+    size, rest = whole // parts, shape[1:]
+    pieces = tuple(
+        Piece(i * size, size, (i * whole + rank * size, *[0] * len(rest))) for i in range(fused)
+    )
+    return Placement((fused * size, *rest), shape, pieces, False)
+
+
+def split_padded(shape: tuple[int, ...], rank: int, parts: int) -> Placement:
+    """An equal number of rows, the last ones padding where `parts` does not divide them.
+
+    Args:
+        shape: global.
+        rank: which part.
+        parts: how many.
+    """
+    size, rest = -(-shape[0] // parts), shape[1:]
+    first = min(rank * size, shape[0])
+    real = min(size, shape[0] - first)
+    pieces = (Piece(0, real, (first, *[0] * len(rest))),) if real else ()
+    return Placement((size, *rest), shape, pieces, False)

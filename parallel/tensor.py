@@ -1,0 +1,239 @@
+"""Tensor parallelism: megatron-core's layers in place of a model's own.
+
+The matrix products before a branch's nonlinearity are cut by output (attention by head), those
+after it by input; embedding and output head are cut by vocabulary. A branch then exchanges one sum
+of activations forward and one backward. Names of parameters stay, so initial values and checkpoints
+are those of the whole model.
+
+Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process, with padding).
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from model.attention import CausalSelfAttention
+from model.feedforward import DenseFeedForward
+from model.gpt2 import GPT2
+from parallel import comm
+from parallel.placement import Placement, split_columns, split_fused, split_padded
+
+
+def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
+    """Cuts the layers of a GPT-2 over the tensor-parallel processes, in place.
+
+    Args:
+        model: on the meta device.
+        world: this process, with its tensor-parallel rank.
+    """
+    assert isinstance(model, GPT2)
+    layers = _Layers(world)
+    with torch.device("meta"):
+        embedding = layers.embedding(model.token_embedding)
+        _swap(model, "head", layers.head(embedding))
+        _swap(model, "token_embedding", embedding)
+        for block in model.blocks:
+            attention, feed_forward = block.attention, block.feed_forward
+            assert isinstance(attention, CausalSelfAttention)
+            assert isinstance(feed_forward, DenseFeedForward)
+            _swap(attention, "qkv", layers.column(attention.qkv, fused=3))
+            _swap(attention, "projection", layers.row(attention.projection))
+            attention.own_random_numbers = lambda: own_random_numbers(world)
+            _swap(feed_forward, "up", layers.column(feed_forward.up))
+            _swap(feed_forward, "down", layers.row(feed_forward.down))
+
+
+def _swap(parent: nn.Module, name: str, layer: nn.Module) -> None:
+    """Puts a parallel layer where the module's type promises torch's."""
+    parent._modules[name] = layer
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether tensor-parallel processes hold different parts of a parameter."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def placement_of(parameter: nn.Parameter) -> Placement:
+    """Where a parameter's shard lies in the global tensor; the whole, unless it was cut."""
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 empties `shape`
+    placement: Placement = getattr(parameter, "placement", None) or Placement.whole(shape)
+    assert placement.shape == shape
+    return placement
+
+
+def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
+    """Negative log-likelihood of every target, in nats, from logits cut by vocabulary.
+
+    Args:
+        logits_BTV: this process's part.
+        target_ids_BT: the token that follows each position.
+
+    Returns:
+        [B, T] in fp32, the same on every tensor-parallel process.
+    """
+    losses: Tensor = _tensor_parallel().vocab_parallel_cross_entropy(
+        logits_BTV.float(), target_ids_BT
+    )
+    return losses
+
+
+@contextmanager
+def own_random_numbers(world: comm.World) -> Iterator[None]:
+    """Random numbers of this process's own, for dropout of activations that are cut.
+
+    All tensor-parallel processes draw the same numbers otherwise, since what they drop there is
+    replicated. The seed is drawn from those, so recomputation finds the same numbers again.
+    """
+    seed = int(torch.randint(2**31 - world.tensor_parallel_size, ()))
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed + world.tensor_parallel_rank)
+        yield
+
+
+def _tensor_parallel() -> Any:
+    """`megatron.core.tensor_parallel`, without the warnings of its import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import tensor_parallel
+    return tensor_parallel
+
+
+class _Layers:
+    """Makes the parallel twin of a layer, on the current default device, without values."""
+
+    def __init__(self, world: comm.World) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.core import ModelParallelConfig
+        self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
+        self.parallel = _tensor_parallel()
+        self.settings = {
+            "config": ModelParallelConfig(
+                tensor_model_parallel_size=self.parts,
+                use_cpu_initialization=True,
+                perform_initialization=False,
+                params_dtype=torch.float32,
+            ),
+            "init_method": nn.init.zeros_,
+        }
+
+    def column(self, layer: nn.Linear, fused: int = 1) -> nn.Module:
+        """Cut by output; what goes in is replicated, what comes out is cut."""
+        made = _without_bias_output(self.parallel.ColumnParallelLinear)(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            gather_output=False,
+            **self.settings,
+        )
+        _place(made.weight, split_fused(tuple(layer.weight.shape), fused, self.rank, self.parts))
+        if layer.bias is not None:
+            _place(made.bias, split_fused(tuple(layer.bias.shape), fused, self.rank, self.parts))
+        return made
+
+    def row(self, layer: nn.Linear) -> nn.Module:
+        """Cut by input; what goes in is cut, what comes out is summed. The bias is added once."""
+        made = _without_bias_output(self.parallel.RowParallelLinear)(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            **self.settings,
+        )
+        _place(made.weight, split_columns(tuple(layer.weight.shape), 1, self.rank, self.parts))
+        return made
+
+    def embedding(self, layer: nn.Embedding) -> nn.Module:
+        """Cut by vocabulary, padded to equal parts."""
+        padded = -(-layer.num_embeddings // self.parts) * self.parts
+        made = self.parallel.VocabParallelEmbedding(padded, layer.embedding_dim, **self.settings)
+        _place(made.weight, split_padded(tuple(layer.weight.shape), self.rank, self.parts))
+        return made
+
+    def head(self, embedding: nn.Module) -> nn.Module:
+        """The output head on the embedding's part."""
+        weight = embedding.weight
+        assert isinstance(weight, nn.Parameter)
+        real = sum(piece.num_rows for piece in placement_of(weight).pieces)
+        return _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, real)
+
+
+def _place(parameter: nn.Parameter, placement: Placement) -> None:
+    parameter.placement = placement  # type: ignore[attr-defined]
+    # By this name DeepSpeed knows what it must sum over these processes for a norm.
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def _without_bias_output(kind: type) -> type:
+    """A megatron layer that returns its output, as a layer of torch does, and not a pair."""
+
+    class Layer(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[0]
+
+    Layer.__name__ = Layer.__qualname__ = kind.__name__
+    return Layer
+
+
+class _ParallelHead(nn.Module):
+    """The tied output head: logits of this process's part of the vocabulary.
+
+    Args:
+        copy: identity, whose gradient is summed over the tensor-parallel processes.
+        real: rows of the part that are no padding.
+    """
+
+    def __init__(self, copy: Callable[[Tensor], Tensor], real: int) -> None:
+        super().__init__()
+        self._copy, self._real = copy, real
+
+    def forward(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+        logits_BTV = linear(self._copy(x_BTD), weight_VD)
+        if self._real == weight_VD.shape[0]:
+            return logits_BTV
+        padding_V = torch.arange(weight_VD.shape[0], device=x_BTD.device) >= self._real
+        return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
+
+
+class Mpu:
+    """What DeepSpeed asks about tensor parallelism, answered by megatron-core."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        self._state = parallel_state
+
+    def get_model_parallel_group(self) -> Any:
+        """Processes that share every layer."""
+        return self._state.get_tensor_model_parallel_group()
+
+    def get_model_parallel_rank(self) -> int:
+        """This process among them."""
+        return self._state.get_tensor_model_parallel_rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._state.get_tensor_model_parallel_world_size()
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        """Processes that hold the same part."""
+        return self._state.get_data_parallel_group()
+
+    def get_data_parallel_rank(self) -> int:
+        """This process among them."""
+        return self._state.get_data_parallel_rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._state.get_data_parallel_world_size()

@@ -1,0 +1,138 @@
+"""`polyad launch`: what it checks, and what it would start."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import launch.torchrun
+from launch.agent import Rendezvous, torchrun
+from launch.cli import run
+from launch.command import launch as launch_run
+from launch.hosts import LaunchError
+from tests.launch.test_cli import error_line
+
+TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run prints what it would set, and sets it too."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nodes", "0"], ["--nodes", "'0'", "at least 1"]),
+        (["--nodes", "-2"], ["--nodes", "-2"]),
+        (["--nodes", "2"], ["--nodes: 2", "--via local", "torchrun or --via slurm"]),
+        (["--via", "ssh"], ["'ssh'", "'local', 'torchrun', 'slurm'"]),
+        (["--max-restarts", "-1"], ["--max-restarts", "'-1'"]),
+        (["--nodes", "2", "--via", "torchrun"], ["--rdzv-endpoint", "missing", "2 nodes"]),
+        (["--nodes", "3", *TORCHRUN], ["--nodes 3", "--processes-per-node 1", "= 3", "4 is not"]),
+        (
+            ["--nodes", "3", *TORCHRUN, "parallel.tensor_parallel_size=2"],
+            ["--nodes 3", "= 3 processes", "parallel.tensor_parallel_size: 2", "does not divide"],
+        ),
+        ([*TORCHRUN[:3], "a;id"], ["--rdzv-endpoint", "'a;id'"]),
+        ([*TORCHRUN[:3], "$(id):1"], ["--rdzv-endpoint", "'$(id)'"]),
+        ([*TORCHRUN, "--rdzv-id", "a b"], ["--rdzv-id", "'a b'"]),
+        ([*TORCHRUN, "--local-addr", "`id`"], ["--local-addr", "'`id`'"]),
+        ([*TORCHRUN, "--rdzv-is-host", "maybe"], ["--rdzv-is-host", "'true', 'false'"]),
+        (["--interface", "eth0 eth1"], ["--interface", "'eth0 eth1'"]),
+        (["--partition", "gpu"], ["--partition", "'gpu'", "--via local", "--via slurm"]),
+        (["--rdzv-id", "x"], ["--rdzv-id", "'x'", "--via local", "--via torchrun"]),
+        ([*TORCHRUN, "--gpus-per-node", "8"], ["--gpus-per-node", "8", "--via slurm"]),
+        (["$(touch x)=1"], ["'$(touch x)=1'", "key=value"]),
+        (["train.steps;id=1"], ["'train.steps;id=1'", "key=value"]),
+    ],
+)
+def test_a_wrong_launch_is_one_line_before_anything_starts(
+    arguments: list[str], words: list[str], config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", str(config), "--processes-per-node", "1", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in error_line(captured.err)
+    assert not (config.parent / "run").exists()
+
+
+def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:
+    with pytest.raises(LaunchError, match="--via: 'ssh'"):
+        launch_run(config, [], processes_per_node=1, via="ssh")
+    with pytest.raises(LaunchError, match="--nodes: 0"):
+        launch_run(config, [], processes_per_node=1, nodes=0)
+
+
+def test_a_dry_run_prints_this_hosts_command(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    folder = config.parent / "a b;run"
+    arguments = ["--nodes", "2", "--processes-per-node", "2", *TORCHRUN, "--rdzv-is-host", "true"]
+    more = ["--local-addr", "10.0.0.7", "--interface", "ib0", "--rdzv-id", "first", "--dry-run"]
+    override = f"run.folder={folder}"
+    status = run(["launch", str(config), *arguments, *more, "train.micro_batch_size=1", override])
+    captured = capfd.readouterr()
+    assert (status, captured.err) == (0, "")
+    assert len(captured.out.splitlines()) == 1
+    assert shlex.split(captured.out) == [
+        *("env", "OMP_NUM_THREADS=3", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==ib0"),
+        *(sys.executable, "-m", "launch.torchrun"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-1:29400", "--rdzv-id", "first"),
+        *("--rdzv-conf", "is_host=true", "--local-addr", "10.0.0.7"),
+        *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3"),
+        *("-m", "launch", "train", str(config), "train.micro_batch_size=1", override),
+    ]
+    assert not folder.exists()
+
+
+def test_a_dry_run_of_this_machine_is_standalone_and_starts_once(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["launch", str(config), "--processes-per-node", "2", "--dry-run"]) == 0
+    words = shlex.split(capfd.readouterr().out)
+    assert "--standalone" in words
+    assert words[words.index("--max-restarts") + 1] == "0"
+
+
+def test_hosts_make_the_same_id_from_the_same_folder() -> None:
+    same = Rendezvous(endpoint="a").words("runs/x")
+    assert same == Rendezvous(endpoint="a").words("runs/x")
+    assert same != Rendezvous(endpoint="a").words("runs/y")
+
+
+def test_a_config_that_looks_like_an_option_is_none() -> None:
+    words = torchrun(Path("-x.yaml"), [], 1, 0)
+    assert words[words.index("train") + 1] == "./-x.yaml"
+
+
+def test_hosts_that_do_not_meet_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+    def fail(*_: object, **__: object) -> None:
+        raise RendezvousTimeoutError
+
+    monkeypatch.setattr(launch.torchrun.runpy, "run_module", fail)
+    monkeypatch.setattr(launch.torchrun.logging, "disable", lambda _: None)
+    assert launch.torchrun.main() == 1
+    assert "did not meet: RendezvousTimeoutError" in error_line(capfd.readouterr().err)
+
+
+def test_processes_that_start_again_do_not_share_a_store_with_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    monkeypatch.setattr(
+        launch.torchrun.runpy, "run_module", lambda *_, **__: found.append(os.environ[name])
+    )
+    monkeypatch.setattr(launch.torchrun.logging, "disable", lambda _: None)
+    assert launch.torchrun.main() == 0
+    assert found == ["1"]

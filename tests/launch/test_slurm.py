@@ -1,0 +1,244 @@
+"""Slurm jobs: what is refused, what the script says, and what it does with stand-ins for Slurm."""
+
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.cli import run
+from launch.hosts import LaunchError
+from launch.slurm import SlurmJob, script_text, seconds
+from tests.launch.test_cli import error_line
+from tests.launch.test_hosts import ARGUMENTS, SHELL
+
+SLURM = ("--via", "slurm", "--nodes", "2", "--processes-per-node", "1")
+AGENT = ("python", "-m", "launch.torchrun", "--nnodes", "2", "-m", "launch", "train", "x.yaml")
+
+# A job of two nodes: srun runs the command for each in turn, python prints its arguments.
+STAND_INS = {
+    "scontrol": """
+        if [ "$1" = show ]; then printf 'node-1\\nnode-2\\n'; else echo "$@" >> "$LOG"; fi""",
+    "srun": """
+        while [ "${1#--}" != "$1" ]; do echo "$1" >> "$LOG"; shift; done
+        for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=node-$((node + 1)) "$@"; done""",
+    "python": """
+        printf '%s\\0' "$@"; test -z "$WAIT" || { touch "$WAIT"; sleep 1; exit 7; }""",
+}
+
+
+@pytest.fixture(scope="module")
+def stand_ins() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="polyad-slurm-"))
+    for name, text in STAND_INS.items():
+        write_command(folder / name, text)
+    return folder
+
+
+def write_command(path: Path, text: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return os.environ | {
+        **{"PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(folder / "log"), "WAIT": ""},
+        **{"SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "node-[1-2]"},
+        **more,
+    }
+
+
+def text_of(agent: tuple[str, ...] = AGENT, folder: str = "/runs/a", **asked: object) -> str:
+    return script_text(Path(folder), SlurmJob(**asked), agent, 2, 1, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["partition", "account", "qos", "job_name"])
+@pytest.mark.parametrize("value", [*SHELL, "-x", "gpu\n#SBATCH --wrap=id", "a%b"])
+def test_a_name_with_special_characters_is_refused(option: str, value: str) -> None:
+    with pytest.raises(LaunchError, match=f"^--{option.replace('_', '-')}: ") as caught:
+        SlurmJob(**{option: value})  # type: ignore[arg-type]
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("90", 5400), ("90:30", 5430), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400)),
+        ("1-2:30:05", 95405),
+    ],
+)
+def test_times_are_those_of_slurm(text: str, number: int) -> None:
+    assert seconds(text) == number
+
+
+@pytest.mark.parametrize(
+    "value", [*SHELL, "1h", "-5", "1:60:00", "1:2:3:4", "1-", "1-2:3:4:5", "UNLIMITED", "１"]
+)
+def test_another_time_is_refused(value: str) -> None:
+    with pytest.raises(LaunchError, match=r"^--time: "):
+        SlurmJob(time=value)
+
+
+def test_a_limit_that_the_signal_does_not_fit_into_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"--time: 3 is 180 s; .*--signal-seconds 120 \+ 60"):
+        SlurmJob(time="3")
+    SlurmJob(time="3", signal_seconds=60)
+
+
+@pytest.mark.parametrize("value", [*SHELL, "480GB", "-1", "4.5G"])
+def test_another_memory_is_refused(value: str) -> None:
+    with pytest.raises(LaunchError, match=r"^--memory-per-node: "):
+        SlurmJob(memory_per_node=value)
+
+
+@pytest.mark.parametrize("name", ["gpus_per_node", "cpus_per_node", "signal_seconds"])
+def test_counts_are_positive(name: str) -> None:
+    with pytest.raises(LaunchError, match=f"^--{name.replace('_', '-')}: 0 "):
+        SlurmJob(**{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("folder", ["/runs/a b", "/runs/a\n#SBATCH --wrap=id", "/r/$(id)", "/r/%j"])
+def test_a_run_folder_that_cannot_stand_in_a_directive_is_refused(folder: str) -> None:
+    with pytest.raises(LaunchError, match=r"^run\.folder: ") as caught:
+        text_of(folder=folder)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_script_asks_for_what_was_asked() -> None:
+    text = text_of(
+        **{"time": "1-12", "partition": "gpu", "account": "lab.1", "qos": "long"},
+        **{"gpus_per_node": 8, "cpus_per_node": 64, "memory_per_node": "480G"},
+    )
+    directives = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert directives == [
+        "#SBATCH --job-name=a",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --cpus-per-task=64",
+        "#SBATCH --mem=480G",
+        "#SBATCH --time=1-12",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=lab.1",
+        "#SBATCH --qos=long",
+        "#SBATCH --signal=B:USR1@120",
+        "#SBATCH --output=/runs/a/launch/slurm-%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+    ]
+    lines = text.splitlines()
+    commands = [i for i, line in enumerate(lines) if line and not line.startswith("#")]
+    assert lines.index(directives[-1]) < commands[0]  # Slurm reads no directive after a command
+    assert " --cpus-per-task=64 " in text  # srun does not inherit it
+
+
+def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", text_of()], env=environment(stand_ins), capture_output=True, check=True
+    )
+    words = done.stdout.decode().split("\0")
+    end = len(words) // 2
+    for node, arguments in enumerate((words[:end], words[end:-1])):
+        assert (
+            arguments
+            == [
+                *("-m", "launch.torchrun", "--rdzv-backend", "c10d"),
+                *("--rdzv-endpoint", "node-1:10007", "--rdzv-id", "40007"),  # 10000 + 40007 % 20000
+                *("--rdzv-conf", f"is_host={'false' if node else 'true'}"),
+                *("--local-addr", f"node-{node + 1}", *AGENT[3:]),
+            ]
+        )
+
+
+@given(overrides=st.lists(ARGUMENTS, max_size=3), place=ARGUMENTS.map(lambda t: t[:40]))
+@settings(max_examples=40, deadline=None)
+def test_any_override_comes_through_the_script_unchanged(
+    stand_ins: Path, overrides: list[str], place: str
+) -> None:
+    text = script_text(
+        *(Path("/runs/a"), SlurmJob(), (*AGENT, *overrides), 2, 1),
+        {"EXTRA": place},
+    )
+    subprocess.run(["bash", "-n"], input=text.encode(), check=True)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environment(stand_ins), capture_output=True, check=True
+    )
+    words = done.stdout.decode().split("\0")[:-1]
+    assert words[len(words) // 2 - len(overrides) : len(words) // 2] == overrides
+    assert words[len(words) - len(overrides) :] == overrides
+
+
+def test_near_the_limit_the_job_requeues_itself_and_waits_for_its_processes(
+    stand_ins: Path, tmp_path: Path
+) -> None:
+    log, begun = tmp_path / "log", tmp_path / "begun"
+    job = subprocess.Popen(
+        ["bash", "-c", text_of()],
+        env=environment(stand_ins, LOG=str(log), WAIT=str(begun)),
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+    )
+    until = time.monotonic() + 30
+    while not begun.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    job.send_signal(signal.SIGUSR1)
+    _, said = job.communicate(timeout=30)
+    assert "requeue 40007" in log.read_text().splitlines()
+    assert "requeueing job 40007" in said
+    assert job.returncode == 7  # of the agents, not 128 + USR1
+
+
+def test_without_sbatch_it_is_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(config.parent))
+    assert run(["launch", str(config), *SLURM]) == 2
+    line = error_line(capfd.readouterr().err)
+    assert "sbatch" in line
+    assert "--dry-run" in line
+    assert not (config.parent / "run").exists()
+
+
+def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SLURM, "--dry-run", "--interface", "ib0", "--time", "10:00:00", "seed=7"]
+    assert run(["launch", str(config), *arguments]) == 0
+    script = config.parent / "run" / "launch" / "job.sh"
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert captured.out == f"sbatch {shlex.quote(str(script))}\n"
+    text = script.read_text()
+    assert f"cd {Path.cwd()} || exit 1" in text
+    assert "export GLOO_SOCKET_IFNAME=ib0\nexport NCCL_SOCKET_IFNAME==ib0\n" in text
+    assert f"{sys.executable} -m launch.torchrun --nnodes 2 --nproc-per-node 1" in text
+    assert f"--max-restarts 3 -m launch train {config} seed=7" in text
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    # Neither another launch nor training takes it for something that is not a run.
+    assert run(["launch", str(config), *arguments]) == 0
+    assert run(["validate", str(config)]) == 0
+    assert "(a new run)" in capfd.readouterr().out
+    (config.parent / "run" / "notes.txt").write_text("mine")
+    assert run(["validate", str(config)]) == 2
+
+
+def test_the_script_is_submitted(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_command(config.parent / "sbatch", 'echo "Submitted batch job 7: $1"')
+    monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
+    assert run(["launch", str(config), *SLURM]) == 0
+    script = config.parent / "run" / "launch" / "job.sh"
+    assert f"Submitted batch job 7: {script}\n" in capfd.readouterr().out
+    write_command(config.parent / "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    assert run(["launch", str(config), *SLURM]) == 1
+    line = error_line(capfd.readouterr().err)
+    assert "sbatch refused" in line
+    assert "invalid partition" in line

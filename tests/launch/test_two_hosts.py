@@ -1,0 +1,116 @@
+"""A run over two hosts, each with a torchrun agent of its own, one of which loses its worker."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.helpers.hosts import Host, two_hosts
+from tests.launch.conftest import ROOT, SMALL
+
+Polyad = Callable[..., subprocess.CompletedProcess[str]]
+STEPS, EVERY = 300, 50
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as made:
+        yield made
+
+
+def write_config(folder: Path, data: Path) -> Path:
+    """A ZeRO 1 run with dropout, long enough to be interrupted, that saves now and then."""
+    tree = SMALL | {
+        "run": {"folder": str(folder / "run")},
+        "data": {"path": str(data)},
+        "model": SMALL["model"] | {"dropout": 0.1},
+        "train": SMALL["train"] | {"steps": STEPS},
+        "schedule": {"decay_steps": STEPS},
+        "checkpoint": {"every": EVERY},
+        "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
+        "log": {"every": EVERY, "tensorboard": False},
+    }
+    folder.mkdir()
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "run.yaml"
+
+
+def start(host: Host, endpoint: Host, config: Path) -> subprocess.Popen[str]:
+    """The command a person would give on this host."""
+    command = [
+        *(*host.inside, sys.executable, "-m", "launch", "launch", str(config)),
+        *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
+        *("--rdzv-endpoint", f"{endpoint.address}:29700"),
+        *("--rdzv-is-host", "true" if host is endpoint else "false"),
+        *("--local-addr", host.address, "--interface", host.interface),
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    return subprocess.Popen(
+        command,
+        **{"cwd": ROOT, "env": environment | {"OMP_NUM_THREADS": "1"}},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+    )
+
+
+def wait_for(condition: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:
+    """Polls; an agent that ends too early fails the test with what it said."""
+    until = time.monotonic() + 180
+    while not condition():
+        for agent in agents:
+            assert agent.poll() is None, agent.communicate()
+        assert time.monotonic() < until, "nothing happened for 180 s"
+        time.sleep(0.01)
+
+
+def stop(agent: subprocess.Popen[str]) -> None:
+    """Ends an agent that still runs, and its workers, which it would leave behind."""
+    if agent.poll() is None:
+        for worker in psutil.Process(agent.pid).children(recursive=True):
+            worker.kill()
+        agent.kill()
+        agent.wait()
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
+    hosts: tuple[Host, Host], data: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    config, whole = write_config(tmp_path / "two", data), write_config(tmp_path / "one", data)
+    run = tmp_path / "two" / "run"
+    manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
+    agents = [start(host, hosts[0], config) for host in hosts]
+    try:
+        wait_for(manifest.exists, agents)
+        saved = manifest.stat().st_mtime_ns
+        (worker,) = psutil.Process(agents[1].pid).children()
+        worker.send_signal(signal.SIGKILL)
+        assert (run / "metrics.jsonl").read_text().count("\n") < STEPS
+        ends = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            stop(agent)
+    assert [agent.returncode for agent in agents] == [0, 0], ends
+    assert f"{STEPS} steps done" in "".join(out for out, _ in ends)
+    for host, (_, said) in zip(hosts, ends, strict=True):
+        assert f"GLOO_SOCKET_IFNAME={host.interface} " in said.splitlines()[0]
+    assert manifest.stat().st_mtime_ns == saved  # it went on from there, not from the start
+
+    done = polyad("launch", whole, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    uninterrupted = losses(tmp_path / "one" / "run")
+    assert sorted(uninterrupted) == list(range(1, STEPS + 1))
+    assert losses(run) == uninterrupted  # bitwise, every step

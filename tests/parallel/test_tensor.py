@@ -1,0 +1,111 @@
+"""Tensor parallelism: shares, padding of the vocabulary, dropout, recomputation."""
+
+import pytest
+import torch
+
+from model.build import num_parameters
+from parallel.placement import Placement, split_columns, split_fused, split_padded
+from tests.helpers.training import MODEL, Case, inspect_shards, local_losses, train
+
+pytestmark = pytest.mark.distributed
+
+# Large enough that what is replicated is small, and a vocabulary that 2 does not divide.
+WIDE = MODEL.model_copy(update={"hidden_size": 128, "vocab_size": 1001})
+
+
+def gathered(placements, shards):
+    """The global tensor, put together from all shards; -1 where nothing lies."""
+    whole = torch.full(placements[0].global_shape, -1)
+    for placement, shard in zip(placements, shards, strict=True):
+        flat = shard.reshape(-1)
+        for first, (offset, size) in placement.boxes(0, flat.numel()):
+            box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+            assert whole[box].eq(-1).all()
+            whole[box] = flat[first : first + whole[box].numel()].view(size)
+    return whole
+
+
+def test_fused_rows_are_split_by_matrix():
+    whole = torch.arange(24).view(12, 2)  # three matrices of 4 rows
+    parts = [split_fused((12, 2), 3, rank, 2) for rank in (0, 1)]
+    # By hand: the first process has rows 0, 1 of each matrix.
+    shards = [whole[[0, 1, 4, 5, 8, 9]], whole[[2, 3, 6, 7, 10, 11]]]
+    assert torch.equal(gathered(parts, shards), whole)
+
+
+def test_columns_are_split_evenly():
+    whole = torch.arange(24).view(4, 6)
+    parts = [split_columns((4, 6), 1, rank, 3) for rank in range(3)]
+    assert torch.equal(gathered(parts, whole.split(2, dim=1)), whole)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(5, 2), (6, 2), (5, 4), (2, 4)])
+def test_padding_is_in_no_box(rows, parts):
+    whole = torch.arange(rows * 3).view(rows, 3)
+    places = [split_padded((rows, 3), rank, parts) for rank in range(parts)]
+    size = places[0].shape[0]
+    padded = torch.cat([whole, torch.full((size * parts - rows, 3), -7)])
+    assert torch.equal(gathered(places, padded.split(size)), whole)
+
+
+def test_any_range_of_a_shard_is_covered_in_order():
+    place = split_fused((12, 2), 3, 1, 2)
+    flat = torch.arange(24).view(12, 2)[[2, 3, 6, 7, 10, 11]].reshape(-1)
+    whole = torch.arange(24).view(12, 2)
+    for start in range(13):
+        for stop in range(start, 13):
+            found = [
+                whole[tuple(slice(a, a + n) for a, n in zip(o, s, strict=True))].reshape(-1)
+                for _, (o, s) in place.boxes(start, stop)
+            ]
+            expected = flat[start:stop].tolist()
+            assert (torch.cat(found).tolist() if found else []) == expected
+
+
+def test_scalars_and_vectors_have_a_placement():
+    assert list(Placement.whole(()).boxes(0, 1)) == [(0, ((), ()))]
+    assert list(Placement.whole((5,)).boxes(1, 4)) == [(1, ((1,), (3,)))]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_process_holds_its_share_and_5_percent(workers, size):
+    total = num_parameters(WIDE)
+    for result in workers(size).run(inspect_shards, Case(tensor=size, model=WIDE)):
+        assert result["elements"] <= total * (1 / size + 0.05)
+
+
+def test_dropout_is_equal_where_replicated_and_differs_where_cut(workers):
+    results = workers(4).run(inspect_shards, Case(tensor=2, dropout=0.5))
+    first, second, third, _ = results
+    assert first["replicated"] == second["replicated"] != third["replicated"]
+    assert first["cut"] != second["cut"]
+    assert first["after"] == second["after"]  # the replicated stream goes on in step
+    assert 0.0 in first["cut"]
+
+
+@pytest.mark.parametrize("vocab_size", [61, 62, 3])
+def test_losses_are_those_of_whole_logits(workers, vocab_size):
+    # 61 and, over 4 processes, 62 and 3 need padding; with 3 the last process has nothing else.
+    model = MODEL.model_copy(update={"vocab_size": vocab_size})
+    expected = torch.tensor(workers(1).run(local_losses, Case(model=model), 0)[0])
+    for losses in workers(4).run(local_losses, Case(model=model, tensor=4), 0):
+        torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_recomputation_and_compilation_change_nothing(workers, change, stage):
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, tensor=2, stage=stage)
+    expected = workers(2).run(train, case)[0]
+    model = MODEL.model_copy(update=change)
+    actual = workers(2).run(train, case.but(model=model))[0]
+    for key in ("losses", "norms"):
+        assert actual[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+def test_recomputation_drops_the_same_units(workers):
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0, tensor=2, dropout=0.3)
+    expected = workers(2).run(train, case)[0]
+    model = MODEL.model_copy(update={"recompute": "block"})
+    actual = workers(2).run(train, case.but(model=model))[0]
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
