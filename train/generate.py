@@ -189,9 +189,10 @@ def generate(
     weights = open_weights(path)
     coder = need_tokenizer(weights, tokenizer)
     try:
-        prompt_ids = coder.encode(prompt) or [coder.end_of_text_id]
+        prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
+    prompt_ids = coder.encode(prompt) or [coder.end_of_text_id]
     model = load_model(
         weights.folder, "cuda" if torch.cuda.is_available() else "cpu", precision=precision
     )
