@@ -155,10 +155,13 @@ def _open_files(spec: str, text_key: str) -> FileSource:
         files = _text_files(path)
         if not files:
             raise DataError(f"{spec}: no {_endings()} file in this folder")
-        return FileSource(
-            spec, tuple(_source_file(file, path, _reader(file)) for file in files), text_key
-        )
-    return FileSource(spec, (_source_file(path, path.parent, _reader(path)),), text_key)
+        found = tuple(_source_file(file, path, _reader(file)) for file in files)
+    else:
+        found = (_source_file(path, path.parent, _reader(path)),)
+    source = FileSource(spec, found, text_key)
+    if source.total_bytes == 0:
+        raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
+    return source
 
 
 def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:

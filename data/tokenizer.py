@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,6 +30,7 @@ KNOWN_END_OF_TEXT = (
 """Looked for in this order when the user names none."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
+_LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """How a tokenizer is asked for that is made from the train split."""
@@ -349,6 +351,18 @@ def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
     return hashlib.sha256(model + f"\0{end_of_text}".encode()).hexdigest()
 
 
+def _without_long_words(texts: Iterator[str]) -> Iterator[str]:
+    """Cuts words that are longer than any of a language: base64, minified code.
+
+    Training takes time that grows with the square of a word's length; merges are never so long.
+    """
+    for text in texts:
+        if _LONG_WORD.search(text) is None:
+            yield text
+        else:
+            yield from (piece for piece in _LONG_WORD.split(text) if piece)
+
+
 def train_tokenizer(
     texts: Iterator[str], vocab_size: int, end_of_text: str = END_OF_TEXT
 ) -> Tokenizer:
@@ -378,7 +392,7 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer=trainer)
+    backend.train_from_iterator(_without_long_words(texts), trainer=trainer)
     return Tokenizer(backend.to_str(), end_of_text)
 
 

@@ -169,3 +169,10 @@ def test_listing_digest_sees_a_changed_file(tmp_path):
     assert open_source(str(path)).listing_digest() == before
     path.write_text("three")
     assert open_source(str(path)).listing_digest() != before
+
+
+def test_empty_files_are_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    for spec in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(DataError, match="no text in it: 0 bytes"):
+            open_source(str(spec))

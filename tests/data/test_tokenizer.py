@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import tokenizers
@@ -154,3 +155,12 @@ def test_missing_end_of_text_asks_for_the_option(trained, tmp_path):
         Tokenizer(content)
     assert Tokenizer(content, "[UNK]").end_of_text_id == 0
     assert json.loads(content)["padding"] is None
+
+
+def test_training_does_not_stall_on_words_without_end():
+    # 4 MB in one word: cut, it takes about a second; whole, it would take many minutes.
+    text = "abcdefgh" * 500_000
+    started = time.monotonic()
+    tokenizer = train_tokenizer(iter([text, "some words"]), 300)
+    assert time.monotonic() - started < 60
+    assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]
