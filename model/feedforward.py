@@ -6,6 +6,7 @@ of `FEED_FORWARDS`; the tests run over that registry.
 Shapes: B batch, T tokens in a sequence, D width, F inner width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -34,9 +35,10 @@ class FeedForwardContext:
     """Of a weight whose output is added to the residual stream."""
 
 
-class FeedForward(nn.Module):
+class FeedForward(nn.Module, ABC):
     """The interface: two views of the input in, the output and what the router did out."""
 
+    @abstractmethod
     def forward(
         self, normalized_BTD: Tensor, residual_BTD: Tensor
     ) -> tuple[Tensor, RoutingStats | None]:
@@ -50,7 +52,6 @@ class FeedForward(nn.Module):
             The output [B, T, D], before it is added to the residual stream, and the routing
             statistics with an empty name, or None from a feed-forward that does not route.
         """
-        raise NotImplementedError
 
 
 class DenseFeedForwardConfig(Config):
