@@ -1,12 +1,14 @@
 """Causal self-attention over PyTorch's fused kernel.
 
-Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head (D = A H).
+Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, M = A H:
+D, or a part of it under tensor parallelism.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -14,12 +16,21 @@ from model.cache import LayerCache, attend_cached
 from model.initialization import Initializer, linear_initializers
 
 
-class QKV(NamedTuple):
-    """Queries, keys and values of every head, for a router that reads them."""
+class AttentionTrace(NamedTuple):
+    """What attention did, for a router that reads it.
+
+    Under tensor parallelism q, k, v and the weight are those of this process's heads; the output is
+    whole.
+    """
 
     q_BATH: Tensor
     k_BATH: Tensor
     v_BATH: Tensor
+    output_BTD: Tensor
+    """What attention adds to the residual stream, without the output projection's bias and before
+    dropout; fp32 at least."""
+    output_weight_DM: Tensor
+    """The output projection; its M = A H columns are ordered by head."""
 
 
 class CausalSelfAttention(nn.Module):
@@ -67,17 +78,17 @@ class CausalSelfAttention(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, *, need_qkv: bool = False, cache: LayerCache | None = None
-    ) -> tuple[Tensor, QKV | None]:
+        self, x_BTD: Tensor, *, need_trace: bool = False, cache: LayerCache | None = None
+    ) -> tuple[Tensor, AttentionTrace | None]:
         """Attends.
 
         Args:
             x_BTD: Normalized input.
-            need_qkv: Whether to hand out q, k and v; otherwise they can be freed.
+            need_trace: Whether to hand out q, k, v and the output; otherwise they can be freed.
             cache: The tokens before these, to which these are added; None: there are none.
 
         Returns:
-            The output [B, T, D], before the residual, and q, k, v [B, A, T, H] if asked for.
+            The output [B, T, D], before the residual, and what attention did if asked for.
         """
         batch, length, _ = x_BTD.shape
         # -1 and not A: under tensor parallelism a process holds some of the heads.
@@ -92,5 +103,13 @@ class CausalSelfAttention(nn.Module):
                     q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True
                 )
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
-        y_BTD = self.residual_dropout(self.projection(merged_BTD))
-        return y_BTD, QKV(q_BATH, k_BATH, v_BATH) if need_qkv else None
+        projected_BTD = self.projection(merged_BTD)
+        y_BTD = self.residual_dropout(projected_BTD)
+        if not need_trace:
+            return y_BTD, None
+        wide = torch.promote_types(projected_BTD.dtype, torch.float32)
+        output_BTD, bias_D = projected_BTD.to(wide), self.projection.bias
+        if bias_D is not None:
+            output_BTD = output_BTD - bias_D.to(wide)
+        trace = AttentionTrace(q_BATH, k_BATH, v_BATH, output_BTD, self.projection.weight)
+        return y_BTD, trace

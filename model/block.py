@@ -6,9 +6,9 @@ Shapes: B batch, T tokens in a sequence, D width.
 from torch import Tensor, nn
 
 from model.attention import CausalSelfAttention
-from model.cache import LayerCache
-from model.feedforward import FeedForward
+from model.cache import BlockCache
 from model.initialization import Initializer, norm_initializers
+from model.interface import FeedForward
 from model.output import RoutingStats
 
 
@@ -49,18 +49,27 @@ class Block(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, cache: LayerCache | None = None
+        self, x_BTD: Tensor, cache: BlockCache | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """Runs both branches.
 
         Args:
             x_BTD: The residual stream.
-            cache: The attention's, in generation.
+            cache: What the block keeps of earlier tokens, in generation.
 
         Returns:
             The residual stream [B, T, D] after the block, and what the feed-forward's router did.
         """
-        attended_BTD, _ = self.attention(self.attention_norm(x_BTD), cache=cache)
+        attended_BTD, trace = self.attention(
+            self.attention_norm(x_BTD),
+            need_trace=self.feed_forward.needs_attention,
+            cache=None if cache is None else cache.attention,
+        )
         x_BTD = x_BTD + attended_BTD
-        y_BTD, stats = self.feed_forward(self.feed_forward_norm(x_BTD), x_BTD)
+        y_BTD, stats = self.feed_forward(
+            self.feed_forward_norm(x_BTD),
+            x_BTD,
+            trace,
+            None if cache is None else cache.feed_forward,
+        )
         return x_BTD + y_BTD, stats

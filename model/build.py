@@ -163,6 +163,19 @@ def place(
             for module, attribute in owners[id(old)]:
                 module._buffers[attribute] = value.to(device, old.dtype)
         del value  # or it would live on beside the next one
+    buffers_changed(model)
+
+
+def buffers_changed(model: nn.Module) -> None:
+    """Tells every module that keeps a copy of a buffer, as a plain number, that it was set.
+
+    Args:
+        model: The model.
+    """
+    for module in model.modules():
+        told = getattr(module, "buffers_changed", None)
+        if told is not None and not any(b.is_meta for b in module.buffers(recurse=False)):
+            told()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

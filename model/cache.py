@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class LayerCache:
-    """Keys and values of one block's attention.
+    """Keys and values of one attention.
 
     Args:
         capacity: Tokens that there is room for.
@@ -42,6 +42,19 @@ class LayerCache:
         return self._k_BATH[:, :, :stop], self._v_BATH[:, :, :stop]
 
 
+class BlockCache:
+    """What one block keeps.
+
+    Args:
+        capacity: Tokens that there is room for.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.attention = LayerCache(capacity)
+        self.feed_forward = LayerCache(capacity)
+        """Of a router that mixes over tokens; any other leaves it empty."""
+
+
 class KeyValueCache:
     """Keys and values of a whole model, for one batch of equally long sequences.
 
@@ -53,15 +66,21 @@ class KeyValueCache:
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self.blocks = [BlockCache(capacity) for _ in range(num_layers)]
 
     @property
     def length(self) -> int:
         """Tokens that every block has seen."""
-        return self.layers[-1].length
+        return self.blocks[-1].attention.length
 
 
-def attend_cached(q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, cache: LayerCache) -> Tensor:
+def attend_cached(
+    q_BATH: Tensor,
+    k_BATH: Tensor,
+    v_BATH: Tensor,
+    cache: LayerCache,
+    scale: float | None = None,
+) -> Tensor:
     """Causal attention of new tokens to those before them and to themselves.
 
     Args:
@@ -69,6 +88,7 @@ def attend_cached(q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, cache: LayerCa
         k_BATH: Their keys.
         v_BATH: Their values.
         cache: What is before them; they are added to it.
+        scale: Of the inner products; None: 1 / sqrt(H).
 
     Returns:
         [B, A, T, H].
@@ -76,8 +96,8 @@ def attend_cached(q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, cache: LayerCa
     before, new = cache.length, q_BATH.shape[2]
     k_BASH, v_BASH = cache.append(k_BATH, v_BATH)
     if before == 0:
-        return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, is_causal=True)
+        return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, is_causal=True, scale=scale)
     seen_TS = None  # one token sees everything
     if new > 1:  # token i of the new ones sees what was before and the first i + 1 of them
         seen_TS = q_BATH.new_ones(new, before + new, dtype=torch.bool).tril(before)
-    return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, attn_mask=seen_TS)
+    return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, attn_mask=seen_TS, scale=scale)

@@ -17,15 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import CausalSelfAttention
 from model.block import Block
-from model.cache import KeyValueCache, LayerCache
+from model.cache import BlockCache, KeyValueCache
 from model.config import Config
-from model.feedforward import (
-    DenseFeedForwardConfig,
-    FeedForwardConfig,
-    FeedForwardContext,
-    build_feedforward,
-)
+from model.dense import DenseFeedForwardConfig
+from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers, normal
+from model.interface import FeedForwardContext
 from model.output import ModelOutput, RoutingStats
 
 Count = Annotated[int, Field(ge=1)]
@@ -71,6 +68,17 @@ class GPT2Config(Config):
                 f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _feed_forward_fits(self) -> Self:
+        self.feed_forward.check_model(
+            num_layers=self.num_layers, num_heads=self.num_heads, causal=True
+        )
+        return self
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block: not every block need have the same."""
+        return [self.feed_forward.of_block(block) for block in range(self.num_layers)]
 
     def known_vocab_size(self) -> int:
         """The vocabulary size, which somebody has to have filled in by now.
@@ -125,7 +133,9 @@ class GPT2(nn.Module):
         self.token_embedding = nn.Embedding(config.known_vocab_size(), width)
         self.position_embedding = nn.Embedding(config.sequence_length, width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_build_block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
+        )
         self.final_norm = nn.LayerNorm(width, eps=config.layer_norm_epsilon, bias=config.bias)
         self.head = TiedHead()
 
@@ -162,8 +172,8 @@ class GPT2(nn.Module):
         x_BTD = self.dropout(x_BTD)
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
-            layer_cache = None if cache is None else cache.layers[index]
-            x_BTD, stats = self._run(block, x_BTD, layer_cache)
+            block_cache = None if cache is None else cache.blocks[index]
+            x_BTD, stats = self._run(block, x_BTD, block_cache)
             if stats is not None:
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
@@ -172,7 +182,7 @@ class GPT2(nn.Module):
         return ModelOutput(logits_BTV, tuple(routing))
 
     def _run(
-        self, block: nn.Module, x_BTD: Tensor, cache: LayerCache | None
+        self, block: nn.Module, x_BTD: Tensor, cache: BlockCache | None
     ) -> tuple[Tensor, RoutingStats | None]:
         result: tuple[Tensor, RoutingStats | None]
         if cache is not None:
@@ -185,7 +195,7 @@ class GPT2(nn.Module):
         return result
 
 
-def _build_block(config: GPT2Config) -> Block:
+def _build_block(config: GPT2Config, feed_forward: FeedForwardConfig) -> Block:
     # 2 L branches add to the residual stream; the scale keeps its variance independent of depth
     # (Radford et al. 2019, section 2.3).
     residual_std = config.initializer_range / math.sqrt(2 * config.num_layers)
@@ -203,10 +213,12 @@ def _build_block(config: GPT2Config) -> Block:
         dropout=config.dropout,
         initializer_std=config.initializer_range,
         residual_std=residual_std,
+        num_heads=config.num_heads,
+        causal=True,
     )
     return Block(
         attention,
-        build_feedforward(config.feed_forward, context),
+        build_feedforward(feed_forward, context),
         hidden_size=config.hidden_size,
         layer_norm_epsilon=config.layer_norm_epsilon,
         bias=config.bias,
@@ -232,7 +244,8 @@ def flops_per_token(config: GPT2Config) -> int:
     6 N + 12 L D T: N the weights that multiply a token, with the output head and without the
     lookups of tokens and positions; T the full sequence length, although causal attention needs
     half of it; recomputation is not counted. Source: PaLM (Chowdhery et al. 2022), appendix B, the
-    convention of "model FLOPs utilization".
+    convention of "model FLOPs utilization". Of experts those count that a token uses; a graph of
+    tokens counts as attention does.
 
     Args:
         config: A configuration with the vocabulary size filled in.
@@ -243,7 +256,11 @@ def flops_per_token(config: GPT2Config) -> int:
     Raises:
         ValueError: The vocabulary size is None.
     """
-    width = config.hidden_size
-    per_block = 4 * width**2 + config.feed_forward.matmul_parameters_per_token(width)
-    matmul_parameters = config.num_layers * per_block + width * config.known_vocab_size()
-    return 6 * matmul_parameters + 12 * config.num_layers * width * config.sequence_length
+    width, length = config.hidden_size, config.sequence_length
+    head_size = width // config.num_heads
+    matmul_parameters, mixing = width * config.known_vocab_size(), 0
+    for feed_forward in config.block_feed_forwards():
+        matmul_parameters += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
+        mixing += 12 * width * length
+        mixing += feed_forward.mixing_flops_per_token(width, head_size, length)
+    return 6 * matmul_parameters + mixing

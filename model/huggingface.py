@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from model.build import build_model
-from model.feedforward import DenseFeedForwardConfig
+from model.dense import DenseFeedForwardConfig
 from model.gpt2 import GPT2Config
 
 CONFIG_FILE = "config.json"

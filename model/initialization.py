@@ -29,6 +29,10 @@ class Initializer:
     """Whether the first dimension counts experts, each of which draws from a generator of its own:
     a process that holds some of the experts then draws those and no others."""
 
+    def each_expert(self) -> "Initializer":
+        """The same, of a parameter whose first dimension counts experts."""
+        return Initializer(self.fill, per_expert=True)
+
     def draw(
         self, shape: torch.Size, seed: int, name: str, experts: Sequence[int] | None = None
     ) -> Tensor:
@@ -84,6 +88,24 @@ def normal(std: float) -> Initializer:
         std: Standard deviation.
     """
     return Initializer(lambda value, generator: value.normal_(0.0, std, generator=generator))
+
+
+def uniform(bound: float) -> Initializer:
+    """Uniform between -bound and bound.
+
+    Args:
+        bound: The largest absolute value.
+    """
+    return Initializer(lambda value, generator: value.uniform_(-bound, bound, generator=generator))
+
+
+def constant(number: float) -> Initializer:
+    """The same number everywhere.
+
+    Args:
+        number: The value.
+    """
+    return Initializer(lambda value, generator: value.fill_(number))
 
 
 ZEROS = Initializer(lambda value, generator: value.zero_())

@@ -4,7 +4,7 @@ Both types are NamedTuples, because those pass through the DeepSpeed engine, act
 recomputation and `torch.compile` unchanged. Statistics are returned and never stored on a module: a
 stored one counts twice when a block is recomputed.
 
-Shapes: B batch, T tokens in a sequence, V vocabulary, E experts.
+Shapes: B batch, T tokens in a sequence, V vocabulary, E experts, A heads.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,18 @@ class RoutingStats(NamedTuple):
     load_E: Tensor
     """Share of the assignments that each expert received; sums to 1."""
     entropy: Tensor
-    """Mean over tokens of the entropy of the routing weights, in nats; no dimensions."""
+    """Mean over tokens of the entropy of the scores that experts are chosen by, in nats; no
+    dimensions, as all that follow but the last."""
+    balance_loss: Tensor | None = None
+    """E sum_e f_e P_e, with its gradient: 1 at even load."""
+    z_loss: Tensor | None = None
+    """Mean of the squared logsumexp of the router's logits, with its gradient."""
+    dropped: Tensor | None = None
+    """Share of the assignments that were dropped."""
+    effective_neighbours: Tensor | None = None
+    """Mean of exp(entropy) of a token's weights in a graph; None without one."""
+    head_entropy_A: Tensor | None = None
+    """Mean entropy of each head's attention, in nats; None unless a graph asks for it."""
 
 
 class ModelOutput(NamedTuple):

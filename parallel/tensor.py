@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from model.attention import CausalSelfAttention
-from model.feedforward import DenseFeedForward
+from model.dense import DenseFeedForward
 from model.gpt2 import GPT2
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded

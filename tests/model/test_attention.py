@@ -12,35 +12,35 @@ def attention():
     )
 
 
-def test_qkv_is_handed_out_only_when_asked(attention):
+def test_trace_is_handed_out_only_when_asked(attention):
     x_BTD = torch.randn(2, 5, 24)
     y_BTD, nothing = attention(x_BTD)
-    same_BTD, qkv = attention(x_BTD, need_qkv=True)
+    same_BTD, trace = attention(x_BTD, need_trace=True)
     assert nothing is None
-    assert [t.shape for t in qkv] == [(2, 3, 5, 8)] * 3
+    assert [t.shape for t in trace[:3]] == [(2, 3, 5, 8)] * 3
     assert torch.equal(y_BTD, same_BTD)
 
 
 def test_output_equals_attention_written_out(attention):
     x_BTD = torch.randn(2, 5, 24)
-    y_BTD, qkv = attention(x_BTD, need_qkv=True)
-    scores_BATT = qkv.q_BATH @ qkv.k_BATH.transpose(-1, -2) / 8**0.5
+    y_BTD, trace = attention(x_BTD, need_trace=True)
+    scores_BATT = trace.q_BATH @ trace.k_BATH.transpose(-1, -2) / 8**0.5
     future_TT = torch.ones(5, 5, dtype=torch.bool).triu(1)
     weights_BATT = scores_BATT.masked_fill(future_TT, -torch.inf).softmax(-1)
-    heads_BTD = (weights_BATT @ qkv.v_BATH).transpose(1, 2).flatten(2)
+    heads_BTD = (weights_BATT @ trace.v_BATH).transpose(1, 2).flatten(2)
     torch.testing.assert_close(y_BTD, attention.projection(heads_BTD))
 
 
 def test_fused_weight_splits_by_head(attention):
     # [3, heads, head size, width]: head 1's queries are rows 8 to 16 of the first third, and so on.
     x_BTD = torch.randn(2, 5, 24)
-    _, qkv = attention(x_BTD, need_qkv=True)
+    _, trace = attention(x_BTD, need_trace=True)
     weight_3AHD = attention.qkv.weight.view(3, 3, 8, 24)
     bias_3AH = attention.qkv.bias.view(3, 3, 8)
     for part in range(3):
         for head in range(3):
             expected = x_BTD @ weight_3AHD[part, head].T + bias_3AH[part, head]
-            torch.testing.assert_close(qkv[part][:, head], expected)
+            torch.testing.assert_close(trace[part][:, head], expected)
 
 
 def test_dropout_acts_on_the_weights_and_on_the_output():

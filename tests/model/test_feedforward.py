@@ -5,13 +5,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from model.build import build_model, initial_values
-from model.feedforward import (
-    FEED_FORWARDS,
-    DenseFeedForward,
-    DenseFeedForwardConfig,
-    FeedForwardConfig,
-    FeedForwardContext,
-)
+from model.dense import DenseFeedForward, DenseFeedForwardConfig
+from model.feedforward import FEED_FORWARDS, FeedForwardConfig
+from model.interface import FeedForwardContext
 
 every_kind = pytest.mark.parametrize("kind", FEED_FORWARDS)
 

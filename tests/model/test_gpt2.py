@@ -4,8 +4,8 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from model.build import num_parameters
-from model.feedforward import FeedForward
 from model.gpt2 import GPT2, GPT2Config, flops_per_token
+from model.interface import FeedForward
 from model.output import RoutingStats
 from tests.helpers.reference import reference_of
 
@@ -85,7 +85,7 @@ def test_dense_model_reports_no_routing(small_model, random_ids):
 class Routed(FeedForward):
     """Sends everything to the second of two experts."""
 
-    def forward(self, normalized_BTD, residual_BTD):
+    def forward(self, normalized_BTD, residual_BTD, attention=None, cache=None):
         stats = RoutingStats(name="", load_E=torch.tensor([0.0, 1.0]), entropy=torch.tensor(0.0))
         return residual_BTD - normalized_BTD, stats
 

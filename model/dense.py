@@ -1,0 +1,107 @@
+"""The dense feed-forward: GPT-2's own.
+
+Shapes: B batch, T tokens in a sequence, D width, F inner width.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from model.attention import AttentionTrace
+from model.cache import LayerCache
+from model.config import Config
+from model.initialization import Initializer, linear_initializers
+from model.interface import FeedForward, FeedForwardContext
+from model.output import RoutingStats
+
+
+class DenseFeedForwardConfig(Config):
+    """GPT-2's own feed-forward: every token through the same two layers."""
+
+    kind: Literal["dense"] = "dense"
+    """Which feed-forward this is."""
+
+    hidden_size: Annotated[int, Field(ge=1)] | None = None
+    """Inner width F, in units; None: four times the model's width."""
+
+    def inner_size(self, width: int) -> int:
+        """The inner width F in a model of the given width D."""
+        return 4 * width if self.hidden_size is None else self.hidden_size
+
+    def of_block(self, block: int) -> "DenseFeedForwardConfig":
+        """The feed-forward of one block: this in each.
+
+        Args:
+            block: its number, from 0.
+        """
+        return self
+
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """Nothing in a model can contradict it.
+
+        Args:
+            num_layers: of the model.
+            num_heads: of its attention; None without attention.
+            causal: whether it is a language model.
+        """
+
+    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
+        """No token is mixed with others.
+
+        Args:
+            width: D.
+            head_size: of one attention head.
+            length: tokens in a sequence.
+
+        Returns:
+            0.
+        """
+        return 0
+
+    def matmul_parameters_per_token(self, width: int) -> int:
+        """Counts the weights that multiply one token; a sparse kind counts the active experts.
+
+        Args:
+            width: D.
+
+        Returns:
+            A number of weights, without biases.
+        """
+        return 2 * width * self.inner_size(width)
+
+
+class DenseFeedForward(FeedForward):
+    """Up, GELU (approximated by tanh, as in GPT-2), down.
+
+    Args:
+        config: Its own configuration.
+        context: What the model says.
+    """
+
+    def __init__(self, config: DenseFeedForwardConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        inner_size = config.inner_size(context.hidden_size)
+        self.context = context
+        self.up = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
+        self.activation = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(inner_size, context.hidden_size, bias=context.bias)
+        self.dropout = nn.Dropout(context.dropout)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        return {
+            **linear_initializers("up", self.up, self.context.initializer_std),
+            **linear_initializers("down", self.down, self.context.residual_std),
+        }
+
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Applies both layers to the normalized input; see `FeedForward.forward`."""
+        inner_BTF = self.activation(self.up(normalized_BTD))
+        return self.dropout(self.down(inner_BTF)), None

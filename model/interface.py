@@ -1,0 +1,62 @@
+"""What a block asks of its feed-forward, whatever its kind.
+
+Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from model.attention import AttentionTrace
+from model.cache import LayerCache
+from model.output import RoutingStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardContext:
+    """What a model tells each of its feed-forwards, whatever their kind."""
+
+    hidden_size: int
+    """Width D of the input and the output."""
+    bias: bool
+    """Whether linear layers have one."""
+    dropout: float
+    """Probability, of the output."""
+    initializer_std: float
+    """Of a weight that is not the last before the residual."""
+    residual_std: float
+    """Of a weight whose output is added to the residual stream."""
+    num_heads: int | None = None
+    """Of the attention in the same block; None in a model without attention."""
+    causal: bool = True
+    """Whether a token must not know of later ones, as in a language model."""
+
+
+class FeedForward(nn.Module, ABC):
+    """The interface: views of the block's state in, the output and what the router did out."""
+
+    needs_attention: bool = False
+    """Whether `forward` is to be told what the block's attention did."""
+
+    @abstractmethod
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Computes the block's second branch.
+
+        Args:
+            normalized_BTD: The residual stream after the block's LayerNorm.
+            residual_BTD: The residual stream before it, which the gate of a muMoE reads.
+            attention: What the block's attention did, if `needs_attention`.
+            cache: In generation: what this feed-forward keeps of earlier tokens, to which these
+                are added.
+
+        Returns:
+            The output [B, T, D], before it is added to the residual stream, and the routing
+            statistics with an empty name, or None from a feed-forward that does not route.
+        """

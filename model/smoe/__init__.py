@@ -1,0 +1,1 @@
+"""Sparse mixture of experts: scores, graphs, selection, dispatch, experts, each on its own."""

@@ -1,0 +1,177 @@
+"""The keys of a sparse mixture of experts."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from model.config import Config
+from model.dense import DenseFeedForwardConfig
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+ScoreName = Literal["linear", "cosine", "random"]
+GraphName = Literal["none", "similarity", "attention"]
+
+
+class SparseMoEConfig(Config):
+    """Experts of which each token uses a few: a score, a graph of tokens, top-K, experts.
+
+    Source of the graphs: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with
+    graph of tokens".
+    """
+
+    kind: Literal["smoe"] = "smoe"
+    """Which feed-forward this is."""
+    num_experts: Annotated[int, Field(ge=2)] = 16
+    """Experts E in a block."""
+    top_k: Count = 2
+    """Experts K that a token uses. With 1 the weight is the expert's score, as in Switch; with more
+    the K highest scores are divided by their sum."""
+    expert_hidden_size: Count | None = None
+    """Inner width F of one expert, in units; null: four times the model's width."""
+    placement: Count | list[Annotated[int, Field(ge=0)]] = 1
+    """Blocks that route: 1 all of them, n the last of every n (2: every second, as in GLaM), or
+    a list of block numbers, from 0. The others are dense."""
+    dense_hidden_size: Count | None = None
+    """Inner width of the blocks that do not route, in units; null: four times the model's."""
+    score: ScoreName = "linear"
+    """How a token scores the experts: `linear` softmax(W u + b); `cosine` in a narrow space, with a
+    learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout)."""
+    score_width: Count | None = None
+    """Width of the cosine score's space, in units; null: half of num_experts, at least 8."""
+    final_top_k: Count | None = None
+    """top_k grows linearly to this over `train.steps` (SMoE-dropout grows it to num_experts); null:
+    it stays."""
+    graph: GraphName = "none"
+    """Over which tokens scores are mixed before top_k is taken: `none`, those with a `similarity`
+    to this one, or those that one head's `attention` went to. In a language model a token sees no
+    later one."""
+    similarity: Literal["dot", "cosine"] = "dot"
+    """Of the similarity graph. Of normalized tokens the dot product is nearly the identity."""
+    tau: Positive = 1.0
+    """Temperature of the similarity graph: its exponent is similarity / tau."""
+    sigma: Positive = 1.0
+    """Standard deviation of a token's output around a head's, in the attention graph."""
+    lower_entropy_only: bool = False
+    """Whether a token takes part in another's mixture only if its own scores have no more entropy
+    (J_i of the paper's Proposition 1)."""
+    balancing_rate: Annotated[float, Field(ge=0)] = 0.0
+    """How far the balancing bias of each expert moves in a step towards even load (loss-free
+    balancing, Wang et al. 2024); 0 has no bias."""
+    capacity_factor: Positive | None = None
+    """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
+    come after do without it. null: no token is ever dropped."""
+    allow_leak: bool = False
+    """Whether capacity_factor is allowed in a language model, although what a token loses then
+    hangs on how long the text is and what else is in the batch."""
+    experts: Literal["grouped", "loop"] = "grouped"
+    """How experts are computed: all in one grouped matrix product, or one after the other (the
+    reference, and the only way in float64)."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        key = "model.feed_forward"
+        for name in ("top_k", "final_top_k"):
+            value = getattr(self, name)
+            if value is not None and value > self.num_experts:
+                raise ValueError(
+                    f"{key}.{name}: {value} is more than {key}.num_experts: {self.num_experts}"
+                )
+        if self.final_top_k is not None and self.final_top_k < self.top_k:
+            raise ValueError(
+                f"{key}.final_top_k: {self.final_top_k} is less than {key}.top_k: {self.top_k}; "
+                f"it can only grow"
+            )
+        if self.lower_entropy_only and self.graph == "none":
+            raise ValueError(f"{key}.lower_entropy_only: true needs a graph, there is none")
+        return self
+
+    def routes(self, block: int) -> bool:
+        """Whether a block has experts.
+
+        Args:
+            block: its number, from 0.
+        """
+        if isinstance(self.placement, list):
+            return block in self.placement
+        return (block + 1) % self.placement == 0
+
+    def of_block(self, block: int) -> "SparseMoEConfig | DenseFeedForwardConfig":
+        """The feed-forward of one block: this, or a dense one.
+
+        Args:
+            block: its number, from 0.
+        """
+        return (
+            self
+            if self.routes(block)
+            else DenseFeedForwardConfig(hidden_size=self.dense_hidden_size)
+        )
+
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """Checks what only the model knows.
+
+        Args:
+            num_layers: of the model.
+            num_heads: of its attention; None without attention.
+            causal: whether it is a language model.
+
+        Raises:
+            ValueError: a block that is not there is to route, the graph needs attention that is not
+                there, or a language model would leak.
+        """
+        key = "model.feed_forward"
+        blocks = [block for block in range(num_layers) if self.routes(block)]
+        listed = self.placement if isinstance(self.placement, list) else []
+        if any(block >= num_layers for block in listed) or not blocks:
+            raise ValueError(
+                f"{key}.placement: {self.placement} is not allowed: the model has blocks 0 to "
+                f"{num_layers - 1}, and at least one has to route"
+            )
+        if self.graph == "attention" and num_heads is None:
+            raise ValueError(
+                f"{key}.graph: attention is not allowed in a model without attention; none and "
+                f"similarity are"
+            )
+        if causal and self.capacity_factor is not None and not self.allow_leak:
+            raise ValueError(
+                f"{key}.capacity_factor: {self.capacity_factor} drops tokens by what else is "
+                f"in the batch and is not allowed in a language model: null drops none, and "
+                f"{key}.allow_leak: true allows it"
+            )
+
+    def inner_size(self, width: int) -> int:
+        """The inner width F of one expert in a model of the given width D."""
+        return 4 * width if self.expert_hidden_size is None else self.expert_hidden_size
+
+    def score_size(self) -> int:
+        """Width of the cosine score's space."""
+        return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
+
+    def matmul_parameters_per_token(self, width: int) -> int:
+        """Counts the weights that multiply one token: top_k experts, and the score.
+
+        Args:
+            width: D.
+
+        Returns:
+            A number of weights, without biases.
+        """
+        score = width * self.num_experts
+        if self.score == "cosine":
+            score = (width + self.num_experts) * self.score_size()
+        return score + self.top_k * 2 * width * self.inner_size(width)
+
+    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
+        """Counts what the graph adds, forward and backward, as attention is counted: full length.
+
+        Args:
+            width: D.
+            head_size: of one attention head.
+            length: tokens in a sequence.
+
+        Returns:
+            FLOPs.
+        """
+        keys = {"none": 0, "similarity": width, "attention": 2 * head_size + 1}[self.graph]
+        return 6 * length * (keys + self.num_experts) if keys else 0

@@ -1,0 +1,73 @@
+"""Experts: MLPs with stacked weights, over rows that are sorted by expert.
+
+Shapes: M rows, E experts, D width, F inner width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, grouped_mm
+
+from model.initialization import ZEROS, Initializer, normal
+from model.interface import FeedForwardContext
+from model.smoe.config import SparseMoEConfig
+
+
+class Experts(nn.Module):
+    """Up, GELU (approximated by tanh, as in the dense feed-forward), down: E times.
+
+    The second layer's bias is the layer's `output_bias`, not here: it is added to the sum over
+    experts, where it costs no row.
+
+    Args:
+        config: Of the layer.
+        context: What the model says.
+    """
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        experts, width = config.num_experts, context.hidden_size
+        inner = config.inner_size(width)
+        self.up = nn.Parameter(torch.empty(experts, width, inner))
+        self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+        self.down = nn.Parameter(torch.empty(experts, inner, width))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        entries = {
+            "up": normal(self.context.initializer_std).each_expert(),
+            "down": normal(self.context.residual_std).each_expert(),
+        }
+        return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Runs every row through its expert.
+
+        Args:
+            rows_MD: First all rows of expert 0, then all of expert 1, and so on.
+            counts_E: Rows of each expert; 0 is allowed.
+
+        Returns:
+            [M, D], in the same order.
+        """
+        if self.config.experts == "loop" or rows_MD.dtype == torch.float64:
+            return self._one_by_one(rows_MD, counts_E)
+        return self._grouped(rows_MD, counts_E)
+
+    def _grouped(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        inner_MF = grouped_mm(rows_MD, self.up, offs=offsets_E)
+        if self.up_bias is not None:
+            inner_MF = inner_MF + self.up_bias.repeat_interleave(
+                counts_E, dim=0, output_size=rows_MD.shape[0]
+            )
+        return grouped_mm(gelu(inner_MF, approximate="tanh"), self.down, offs=offsets_E)
+
+    def _one_by_one(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        outputs = []
+        for expert, rows in enumerate(torch.split(rows_MD, counts_E.tolist())):
+            inner = rows @ self.up[expert]
+            if self.up_bias is not None:
+                inner = inner + self.up_bias[expert]
+            outputs.append(gelu(inner, approximate="tanh") @ self.down[expert])
+        return torch.cat(outputs)

@@ -1,0 +1,79 @@
+"""The sparse mixture of experts as a feed-forward of a block.
+
+    y_i = sum_e TopK(p_i)_e g_e(u_i)
+
+Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K experts of a token.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import AttentionTrace
+from model.cache import LayerCache
+from model.initialization import ZEROS, Initializer
+from model.interface import FeedForward, FeedForwardContext
+from model.output import RoutingStats
+from model.smoe.config import SparseMoEConfig
+from model.smoe.dispatch import Dispatcher
+from model.smoe.experts import Experts
+from model.smoe.router import Router
+
+
+class SparseMoE(FeedForward):
+    """A router, a dispatcher and experts.
+
+    Args:
+        config: Its own configuration.
+        context: What the model says.
+    """
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config, context)
+        self.needs_attention = self.router.graph.needs_attention
+        self.dispatcher = Dispatcher()
+        self.experts = Experts(config, context)
+        self.output_bias = (
+            nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
+            if context.bias
+            else None
+        )
+        self.dropout = nn.Dropout(context.dropout)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how its own parameter starts; the parts speak for themselves."""
+        return {"output_bias": ZEROS.each_expert()} if self.output_bias is not None else {}
+
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Routes and computes the normalized input; see `FeedForward.forward`."""
+        selected, stats = self.router(normalized_BTD, attention, cache)
+        y_ND, where = self.dispatcher(
+            normalized_BTD.flatten(0, 1), selected, self.experts, self.config.capacity_factor
+        )
+        weights_NK = selected.weights_NK
+        if self.config.capacity_factor is not None:
+            kept_A = where.row_A < where.assignment_M.shape[0]
+            weights_NK = weights_NK * kept_A.view_as(weights_NK)
+            stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
+        if self.output_bias is not None:
+            # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
+            weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.num_experts)
+            weights_NE = weights_NE.scatter(1, selected.expert_ids_NK, weights_NK)
+            y_ND = y_ND + weights_NE.to(y_ND.dtype) @ self.output_bias
+        return self.dropout(y_ND.view_as(normalized_BTD)), stats
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Of this layer, averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+        self.router.update(stats, progress)

@@ -1,0 +1,60 @@
+"""Losses and measures of a routing: pure functions of scores and choices.
+
+Shapes: N tokens, E experts, K experts of a token.
+"""
+
+import torch
+from torch import Tensor
+
+
+def load(expert_ids_NK: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The share of the assignments that each expert receives.
+
+    Args:
+        expert_ids_NK: The experts of each token.
+        num_experts: E.
+        dtype: Of the result.
+
+    Returns:
+        f [E], which sums to 1.
+    """
+    ids = expert_ids_NK.reshape(-1)
+    counts_E = torch.zeros(num_experts, dtype=dtype, device=ids.device)
+    return counts_E.scatter_add(0, ids, torch.ones_like(ids, dtype=dtype)) / ids.numel()
+
+
+def load_balance_loss(scores_NE: Tensor, load_E: Tensor) -> Tensor:
+    """E * sum_e f_e P_e: 1 at uniform load, for any K (Fedus et al. 2022, equation 4).
+
+    Args:
+        scores_NE: The scores that top-K sees; P is their mean over tokens.
+        load_E: f; no gradient flows to it.
+
+    Returns:
+        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+    """
+    return scores_NE.shape[1] * (load_E.detach() * scores_NE.mean(0)).sum()
+
+
+def router_z_loss(logits_NE: Tensor) -> Tensor:
+    """The mean of logsumexp(logits)^2 (Zoph et al. 2022, equation 5): it keeps logits small.
+
+    Args:
+        logits_NE: Of the base score.
+
+    Returns:
+        No dimensions.
+    """
+    return logits_NE.logsumexp(-1).square().mean()
+
+
+def mean_entropy(scores_NE: Tensor) -> Tensor:
+    """The mean over tokens of the entropy of their scores.
+
+    Args:
+        scores_NE: Non-negative, each row summing to 1.
+
+    Returns:
+        Nats, no dimensions.
+    """
+    return -torch.xlogy(scores_NE, scores_NE).sum(-1).mean()

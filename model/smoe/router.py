@@ -1,0 +1,86 @@
+"""The router: a base score, mixed over a graph of tokens, of which the K highest are selected.
+
+Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K experts of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import AttentionTrace
+from model.cache import LayerCache
+from model.interface import FeedForwardContext
+from model.output import RoutingStats
+from model.smoe.config import SparseMoEConfig
+from model.smoe.graph import GRAPHS
+from model.smoe.losses import load, load_balance_loss, mean_entropy, router_z_loss
+from model.smoe.scores import SCORES
+from model.smoe.selection import Selected, TopK
+
+
+class Routing(NamedTuple):
+    """What a router decided."""
+
+    selected: Selected
+    stats: RoutingStats
+    """With an empty name."""
+
+
+class Router(nn.Module):
+    """Any score with any graph.
+
+    Args:
+        config: Of the layer.
+        context: What the model says.
+    """
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        self.score = SCORES[config.score](config, context)
+        self.graph = GRAPHS[config.graph](config, context)
+        self.selection = TopK(config)
+
+    def forward(
+        self,
+        u_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> Routing:
+        """Chooses the experts of every token.
+
+        Args:
+            u_BTD: What the experts are going to see.
+            attention: What the block's attention did, if the graph needs it.
+            cache: In generation: what the graph keeps of earlier tokens.
+
+        Returns:
+            Experts and weights of the N = B T tokens, and the statistics.
+        """
+        logits_NE = self.score(u_BTD.flatten(0, 1))
+        scores_BTE = logits_NE.softmax(-1).unflatten(0, u_BTD.shape[:2])
+        mixed = self.graph(scores_BTE, u_BTD, attention, cache)
+        mixed_NE = mixed.scores_BTE.flatten(0, 1)
+        selected = self.selection(mixed_NE)
+        load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)
+        stats = RoutingStats(
+            name="",
+            load_E=load_E,
+            entropy=mean_entropy(mixed_NE.detach()),
+            balance_loss=load_balance_loss(mixed_NE, load_E),
+            z_loss=router_z_loss(logits_NE),
+            dropped=torch.zeros((), device=load_E.device),
+            effective_neighbours=mixed.effective_neighbours,
+            head_entropy_A=mixed.head_entropy_A,
+        )
+        return Routing(selected, stats)
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+        self.selection.update(stats.load_E, progress)
+        self.graph.update(stats.head_entropy_A)

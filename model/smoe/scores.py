@@ -1,0 +1,135 @@
+"""Base scores: what each token alone thinks of each expert, as logits.
+
+A new score is a class here and a line of `SCORES`.
+
+Shapes: N tokens, D width, E experts, S width of the cosine score's space.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, normalize
+
+from model.initialization import ZEROS, Initializer, constant, normal, uniform
+from model.interface import FeedForwardContext
+from model.smoe.config import SparseMoEConfig
+
+INITIAL_TEMPERATURE = 0.07
+"""Of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision that routing is computed in: fp32, or the model's if it is higher."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Score(nn.Module, ABC):
+    """The interface of a base score.
+
+    Args:
+        config: Of the layer.
+        context: What the model says.
+    """
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        self.std = context.initializer_std
+
+    @abstractmethod
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+
+    @abstractmethod
+    def forward(self, u_ND: Tensor) -> Tensor:
+        """Scores the experts.
+
+        Args:
+            u_ND: Tokens.
+
+        Returns:
+            Logits [N, E], fp32 at least; their softmax is r.
+        """
+
+
+class LinearScore(Score):
+    """Logits W u + b (Shazeer et al. 2017, without noise)."""
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(config, context)
+        self.weight = nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if context.bias else None
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Normal weight, zero bias."""
+        entries = {"weight": normal(self.std)}
+        return entries | ({"bias": ZEROS} if self.bias is not None else {})
+
+    def forward(self, u_ND: Tensor) -> Tensor:
+        """See `Score.forward`."""
+        dtype = wide(u_ND.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return linear(u_ND.to(dtype), self.weight.to(dtype), bias)
+
+
+class CosineScore(Score):
+    """Cosine of the projected token and an embedding of each expert, over a learned temperature.
+
+    Source: Chi et al. 2022, "On the representation collapse of sparse mixture of experts" (X-MoE).
+    """
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(config, context)
+        size = config.score_size()
+        self.projection = nn.Parameter(torch.empty(size, context.hidden_size))
+        self.embedding = nn.Parameter(torch.empty(config.num_experts, size))
+        self.temperature = nn.Parameter(torch.empty(()))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Normal directions, and X-MoE's temperature."""
+        return {
+            "projection": normal(self.std),
+            "embedding": normal(self.std),
+            "temperature": constant(INITIAL_TEMPERATURE),
+        }
+
+    def forward(self, u_ND: Tensor) -> Tensor:
+        """See `Score.forward`."""
+        dtype = wide(u_ND.dtype)
+        projected_NS = normalize(linear(u_ND.to(dtype), self.projection.to(dtype)), dim=-1)
+        directions_ES = normalize(self.embedding.to(dtype), dim=-1)
+        # Learned, and so kept from crossing zero.
+        temperature = self.temperature.to(dtype).clamp_min(0.01)
+        return linear(projected_NS, directions_ES) / temperature
+
+
+class RandomScore(Score):
+    """A linear score that is never trained.
+
+    Its weight is a buffer: part of a checkpoint, not of the optimizer. Source: Chen et al. 2023,
+    "Sparse MoE as the new dropout" (SMoE-dropout).
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(config, context)
+        self.bound = context.hidden_size**-0.5
+        self.register_buffer("weight", torch.empty(config.num_experts, context.hidden_size))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Uniform, as PyTorch starts a linear layer."""
+        return {"weight": uniform(self.bound)}
+
+    def forward(self, u_ND: Tensor) -> Tensor:
+        """See `Score.forward`."""
+        dtype = wide(u_ND.dtype)
+        return linear(u_ND.to(dtype), self.weight.to(dtype))
+
+
+SCORES: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Score]] = {
+    "linear": LinearScore,
+    "cosine": CosineScore,
+    "random": RandomScore,
+}

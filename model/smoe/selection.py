@@ -1,0 +1,93 @@
+"""Selection: the K experts of each token, and their weights.
+
+Shapes: N tokens, E experts, K experts of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.initialization import ZEROS, Initializer, constant
+from model.smoe.config import SparseMoEConfig
+
+
+class Selected(NamedTuple):
+    """What was selected."""
+
+    weights_NK: Tensor
+    """Of the experts' outputs."""
+    expert_ids_NK: Tensor
+    """int64."""
+
+
+class TopK(nn.Module):
+    """The K highest scores, divided by their sum if K > 1.
+
+    With K = 1 that quotient would be the constant 1 and the score would get no gradient: the weight
+    is then the score itself, as in Switch (Fedus et al. 2022). The balancing bias decides who is
+    selected and is in no weight (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+
+    Its state are buffers: `forward` reads them, `update` is called once after an optimizer step.
+
+    Args:
+        config: Of the layer.
+    """
+
+    balancing_bias: Tensor
+    num_selected: Tensor
+
+    def __init__(self, config: SparseMoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        # forward needs a number, and reading it from a device's memory would make it wait.
+        self.top_k = config.top_k
+        if config.balancing_rate:
+            self.register_buffer("balancing_bias", torch.empty(config.num_experts))
+        if config.final_top_k is not None:
+            self.register_buffer("num_selected", torch.empty((), dtype=torch.int64))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """No bias, and the first K."""
+        return {"balancing_bias": ZEROS, "num_selected": constant(self.config.top_k)}
+
+    def buffers_changed(self) -> None:
+        """Takes K from the buffer, after something was loaded into it."""
+        if self.config.final_top_k is not None:
+            self.top_k = int(self.num_selected)
+
+    @torch.no_grad()
+    def update(self, load_E: Tensor, progress: float) -> None:
+        """Prepares the next optimizer step.
+
+        Args:
+            load_E: The share of the assignments of each expert, over the whole step.
+            progress: Share of the run's steps that are done.
+        """
+        if self.config.balancing_rate:
+            step_E = torch.sign(load_E.mean() - load_E).to(self.balancing_bias.dtype)
+            self.balancing_bias += self.config.balancing_rate * step_E
+        if self.config.final_top_k is not None:
+            first, last = self.config.top_k, self.config.final_top_k
+            # Every K from the first to the last gets an equal share of the run.
+            grown = first + int(progress * (last - first + 1) + 1e-9)
+            self.num_selected.fill_(min(grown, last))
+            self.buffers_changed()
+
+    def forward(self, scores_NE: Tensor) -> Selected:
+        """Selects.
+
+        Args:
+            scores_NE: Of every expert, each row summing to 1.
+
+        Returns:
+            Weights and experts, the highest score first.
+        """
+        ranked_NE = scores_NE
+        if self.config.balancing_rate:
+            ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
+        expert_ids_NK = ranked_NE.topk(self.top_k, dim=-1).indices
+        weights_NK = scores_NE.gather(-1, expert_ids_NK)
+        if self.top_k > 1:
+            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return Selected(weights_NK, expert_ids_NK)
