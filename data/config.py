@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from data.errors import user_path
 
 
 class Config(BaseModel):
@@ -37,7 +38,7 @@ class MixtureSource(Config):
     @property
     def label(self) -> str:
         """The name, given or the folder's."""
-        return self.name or Path(self.path).expanduser().resolve().name
+        return self.name or user_path(self.path).resolve().name
 
 
 class DataConfig(Config):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import DataError
+from data.errors import DataError, user_path
 from data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -129,7 +129,7 @@ def prepare(
     by_split = open_splits(source, text_key=text_key, streaming=streaming)
     held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
     for name, spec in held_out.items():
-        if spec:
+        if spec is not None:
             by_split[name] = open_source(spec, text_key=text_key, streaming=streaming, split=name)
     by_split = {name: by_split[name] for name in SPLITS if name in by_split}
     fractions |= {name: 0.0 for name in by_split if name in fractions}
@@ -146,7 +146,7 @@ def prepare(
         text_key=text_key,
         listings={name: text.listing_digest() for name, text in by_split.items()},
     )
-    output = Path(output).expanduser().resolve()
+    output = user_path(output).resolve()
     progress = Progress(report)
     if existing := _prepared_before(output, request):
         progress.say(f"{output}: already prepared from the same text and options; kept as it is")

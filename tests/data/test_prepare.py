@@ -142,6 +142,16 @@ def test_given_splits_are_taken_whole(tmp_path):
     assert manifest.splits["validation"].words == 12
 
 
+@pytest.mark.parametrize("name", ["source", "output", "validation_source"])
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, name):
+    # As of a variable that is not set in a shell; the current folder has text that is not meant.
+    monkeypatch.chdir(tmp_path)
+    paths = {"source": jsonl(tmp_path / "a.jsonl", ["a b"] * 10), "output": "out"}
+    with pytest.raises(DataError, match="empty"):
+        silent(tokenizer="train:300", **(paths | {name: ""}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
 def test_same_request_is_reused_and_another_is_refused(tmp_path):
     source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
     first = silent(source, "train:300", out)

@@ -176,3 +176,24 @@ def test_empty_files_are_refused_before_anything_is_read(tmp_path):
     for spec in (tmp_path, tmp_path / "a.txt"):
         with pytest.raises(DataError, match="no text in it: 0 bytes"):
             open_source(str(spec))
+
+
+@pytest.mark.parametrize("spec", ["", "~nobody-of-this-name/a.txt", "a" * 300 + ".txt"])
+def test_paths_that_cannot_be_are_one_line(spec):
+    assert spec in error_of(spec)
+
+
+def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for folder in (root, elsewhere):
+        folder.mkdir()
+    (root / "a.txt").write_text("one")
+    (elsewhere / "b.txt").write_text("two")
+    (root / "linked").symlink_to(elsewhere)
+    (root / "c.txt").symlink_to(elsewhere / "b.txt")
+    assert read(root) == ["one", "two", "two"]
+    (root / "d.txt").symlink_to(tmp_path / "gone.txt")
+    assert error_of(root).endswith(f"d.txt: a link to {tmp_path}/gone.txt, which does not exist")
+    (root / "d.txt").unlink()
+    (elsewhere / "up").symlink_to(root)
+    assert f"a link makes this folder part of {root} twice" in error_of(root)
