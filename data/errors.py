@@ -32,6 +32,21 @@ def user_path(text: str | Path) -> Path:
         raise DataError(f"{text}: there is no user of that name to have a home folder") from None
 
 
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """Lists names for an error message.
+
+    Args:
+        names: What there is.
+        most: How many are written out.
+
+    Returns:
+        The names, quoted, or `none`.
+    """
+    quoted = [repr(name) for name in names]
+    more = f" and {len(quoted) - most:,} more" if len(quoted) > most else ""
+    return ", ".join(quoted[:most]) + more or "none"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Words the nearest match as the end of an error message.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.errors import DataError, nearest, user_path
+from data.errors import DataError, listed, nearest, user_path
 from data.manifest import SPLITS, SplitName
 from data.source import Document, Skipped, Source
 
@@ -298,6 +298,6 @@ def _what_to_do(wanted: HubDataset) -> str:
 def _no_column(spec: str, text_key: str, columns: list[str]) -> str:
     return (
         f"{spec}: no column {text_key!r}; columns present: "
-        f"{', '.join(map(repr, columns)) or 'none'}{nearest(text_key, columns)}; choose one with "
+        f"{listed(columns)}{nearest(text_key, columns)}; choose one with "
         "--text-key"
     )

@@ -125,6 +125,14 @@ def prepare(
     Raises:
         DataError: An argument, the text, the tokenizer or the output folder will not do.
     """
+    _check_words(
+        source=source,
+        tokenizer=tokenizer,
+        validation_source=validation_source,
+        test_source=test_source,
+        text_key=text_key,
+        end_of_text=end_of_text,
+    )
     fractions = _checked_fractions({"validation": validation_fraction, "test": test_fraction})
     by_split = open_splits(source, text_key=text_key, streaming=streaming)
     held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
@@ -251,6 +259,15 @@ def _prepared_before(output: Path, request: Request) -> Manifest | None:
     except DataError:
         return None  # damaged: --overwrite replaces it, and without that it is refused
     return manifest if manifest.request == request else None
+
+
+def _check_words(**given: str | None) -> None:
+    """Refuses what an unset variable of a shell gives, and what the manifest could not hold."""
+    for name, text in given.items():
+        if text == "" and name != "text_key":
+            raise DataError(f"--{name.replace('_', '-')}: is empty")
+        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"--{name.replace('_', '-')}: {text!r} is not text in UTF-8")
 
 
 def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:

@@ -142,14 +142,25 @@ def test_given_splits_are_taken_whole(tmp_path):
     assert manifest.splits["validation"].words == 12
 
 
-@pytest.mark.parametrize("name", ["source", "output", "validation_source"])
+@pytest.mark.parametrize(
+    "name", ["source", "output", "tokenizer", "validation_source", "test_source", "end_of_text"]
+)
 def test_an_empty_path_is_refused(tmp_path, monkeypatch, name):
     # As of a variable that is not set in a shell; the current folder has text that is not meant.
     monkeypatch.chdir(tmp_path)
-    paths = {"source": jsonl(tmp_path / "a.jsonl", ["a b"] * 10), "output": "out"}
-    with pytest.raises(DataError, match="empty"):
-        silent(tokenizer="train:300", **(paths | {name: ""}))
+    given = {"source": jsonl(tmp_path / "a.jsonl", ["a b"] * 10), "output": "out"}
+    given["tokenizer"] = "train:300"
+    with pytest.raises(DataError, match="is empty"):
+        silent(**(given | {name: ""}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_a_name_that_the_manifest_cannot_hold_is_refused_before_the_work(tmp_path):
+    source = jsonl(tmp_path / "\udcff.jsonl", ["a b"] * 10)
+    with pytest.raises(DataError, match=r"--source: '.*udcff\.jsonl' is not text in UTF-8"):
+        silent(source, "train:300", tmp_path / "out")
+    # In a folder the name of a file may be any bytes.
+    assert silent(str(tmp_path), "train:300", tmp_path / "out").splits["train"].documents == 8
 
 
 def test_same_request_is_reused_and_another_is_refused(tmp_path):

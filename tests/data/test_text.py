@@ -150,6 +150,22 @@ def test_parquet_errors_name_the_columns(tmp_path):
     assert "cannot be read as Parquet" in error_of(tmp_path / "c.parquet")
 
 
+def test_strings_of_every_kind_are_read_from_parquet(tmp_path):
+    for kind in (pyarrow.large_string(), pyarrow.string_view()):
+        path = write_parquet(tmp_path / "a.parquet", text=pyarrow.array(["one", "two"], kind))
+        assert read(path) == ["one", "two"]
+    names = ["text", "text"]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    assert error_of(tmp_path / "b.parquet").endswith("has 2 columns called 'text'")
+
+
+def test_many_keys_are_not_all_listed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(dict.fromkeys(map(str, range(5000)), 1)))
+    assert error_of(path).endswith("'19' and 4,980 more; choose one with --text-key")
+
+
 def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
     (tmp_path / "corpus.txt").write_text("a")
     assert "did you mean 'corpus.txt'?" in error_of(tmp_path / "corpsu.txt")
