@@ -28,6 +28,12 @@ class MixtureSource(Config):
     name: str | None = None
     """What its validation loss is called by; null: the folder's own name."""
 
+    @field_validator("path")
+    @classmethod
+    def _path_can_be(cls, path: str) -> str:
+        user_path(path)
+        return path
+
     @field_validator("name")
     @classmethod
     def _name_is_a_word(cls, name: str | None) -> str | None:
