@@ -174,6 +174,8 @@ def prepare(
             chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
             chosen.save(folder / chosen.file_name)
         manifest = _write(sources, chosen, request, folder, progress, resume)
+        if _prepared_before(output, request) is None:  # another call may have been there first
+            check_replaceable(output, overwrite=overwrite)
     _summarize(manifest, output, progress)
     return manifest
 

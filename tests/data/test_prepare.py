@@ -187,6 +187,20 @@ def test_same_text_gives_the_same_fingerprint(tmp_path, texts):
     assert one.fingerprint == two.fingerprint
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "thesis.txt"])
+def test_what_came_while_it_worked_is_not_replaced(tmp_path, name):
+    source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
+
+    def meanwhile(line):
+        out.mkdir(exist_ok=True)
+        (out / name).write_text("precious")
+
+    with pytest.raises(DataError, match=r"--overwrite|did not make"):
+        prepare(source, "train:300", out, report=meanwhile)
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_text() == "precious"
+
+
 def test_foreign_content_is_never_replaced(tmp_path):
     source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
     silent(source, "train:300", out)
