@@ -199,6 +199,21 @@ def test_paths_that_cannot_be_are_one_line(spec):
     assert spec in error_of(spec)
 
 
+def test_a_file_that_the_disk_does_not_give_has_the_disk_as_its_cause(tmp_path):
+    # By it `data.staging` keeps what is done; a file that is no text has no such cause.
+    for ending in (".txt", ".jsonl", ".parquet"):
+        path = tmp_path / f"a{ending}"
+        path.write_bytes(b"\xff")
+        source = open_source(str(path))
+        with pytest.raises(DataError) as caught:
+            list(source.documents())
+        assert caught.value.__cause__ is None
+        path.unlink()
+        with pytest.raises(DataError, match="No such file") as caught:
+            list(source.documents())
+        assert isinstance(caught.value.__cause__, OSError)
+
+
 def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     for folder in (root, elsewhere):
