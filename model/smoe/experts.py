@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, grouped_mm
 from model.initialization import ZEROS, Initializer, normal
 from model.interface import FeedForwardContext
 from model.smoe.config import SparseMoEConfig
+from model.smoe.host import experts_on_host
 
 
 class Experts(nn.Module):
@@ -50,7 +51,14 @@ class Experts(nn.Module):
         Returns:
             [M, D], in the same order.
         """
-        if self.config.experts == "loop" or not _takes_grouped(rows_MD.dtype, self.up):
+        if self.config.experts == "loop":
+            return self._one_by_one(rows_MD, counts_E)
+        if rows_MD.device.type == "cpu":
+            on_host_MD: Tensor = experts_on_host(
+                rows_MD, self.up, self.up_bias, self.down, counts_E
+            )
+            return on_host_MD
+        if not _takes_grouped(rows_MD.dtype, self.up):
             return self._one_by_one(rows_MD, counts_E)
         if rows_MD.dtype == torch.bfloat16:
             return self._grouped(rows_MD, counts_E)
