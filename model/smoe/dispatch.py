@@ -132,11 +132,32 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, where: Plan) -> Tensor:
     return y_ND
 
 
-def _by_assignment(rows_MD: Tensor, row_A: Tensor) -> Tensor:
-    """Rows in the order of the assignments [N K, D]; zeros for what was dropped."""
-    if rows_MD.shape[0] < row_A.shape[0]:
-        rows_MD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])])
-    return rows_MD.index_select(0, row_A)
+def _padded(rows: Tensor, row_A: Tensor) -> Tensor:
+    """With a row of zeros at the end, if an assignment that was dropped points there."""
+    if rows.shape[0] < row_A.shape[0]:
+        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+    return rows
+
+
+def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+    """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
+    num_tokens, top_k = row_NK.shape
+    rows_MD = _padded(rows_MD, row_NK.view(-1))
+    if rows_MD.device.type != "cpu":
+        rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
+        if weights_NK is None:
+            return rows_NKD.sum(1)
+        return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
+    # A CPU is slow at many small products, and at sums over a short axis in the middle.
+    wide = torch.promote_types(rows_MD.dtype, torch.float32)
+    sum_ND = torch.zeros(num_tokens, rows_MD.shape[1], dtype=wide)
+    for k in range(top_k):
+        rows_ND = rows_MD.index_select(0, row_NK[:, k]).to(wide)
+        if weights_NK is None:
+            sum_ND += rows_ND
+        else:
+            sum_ND.addcmul_(rows_ND, weights_NK[:, k : k + 1].to(wide))
+    return sum_ND.to(rows_MD.dtype)
 
 
 # Autograd's own backward of an index is an atomic addition of rows; here the inverse of the
@@ -152,9 +173,7 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (row_A,) = ctx.saved_tensors
-        by_assignment = _by_assignment(gradients[0], row_A)
-        by_token_NKD = by_assignment.view(ctx.num_tokens, ctx.top_k, by_assignment.shape[-1])
-        return by_token_NKD.sum(1), None, None
+        return _sum_rows(gradients[0], row_A.view(ctx.num_tokens, ctx.top_k)), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -163,16 +182,14 @@ class _Combine(torch.autograd.Function):
         ctx: Any, rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
     ) -> Tensor:
         ctx.save_for_backward(rows_MD, weights_NK, assignment_M, row_A)
-        rows_NKD = _by_assignment(rows_MD, row_A).view(*weights_NK.shape, -1)
-        return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
+        return _sum_rows(rows_MD, row_A.view_as(weights_NK), weights_NK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,) = gradients
-        token_M = assignment_M // weights_NK.shape[1]
+        gradient_MD = gradient_ND.index_select(0, assignment_M // weights_NK.shape[1])
         weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
-        for_rows_MD = gradient_ND.index_select(0, token_M) * weight_M.unsqueeze(1)
-        rows_NKD = _by_assignment(rows_MD, row_A).view(*weights_NK.shape, -1)
-        for_weights_NK = torch.bmm(rows_NKD, gradient_ND.unsqueeze(2)).squeeze(2)
-        return for_rows_MD, for_weights_NK, None, None
+        for_weight_M = (rows_MD * gradient_MD).sum(1)
+        for_weights_NK = _padded(for_weight_M, row_A).index_select(0, row_A).view_as(weights_NK)
+        return gradient_MD * weight_M.unsqueeze(1), for_weights_NK, None, None
