@@ -1,10 +1,13 @@
 """`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from data.dataset import TokenStream
 from data.mixture import TrainingData
@@ -23,6 +26,7 @@ from parallel.checkpoint_writer import remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
 from parallel.huggingface import HuggingFaceWeights
+from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
@@ -35,6 +39,7 @@ from train.optimizer import build_optimizer
 from train.resolve import check_tokenizer, data_named, open_weights, resolve, tokenizer_of
 from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
+from train.startup import Startup
 from train.state import TrainState
 
 LAUNCH_FOLDER = "launch"
@@ -55,8 +60,18 @@ class Plan:
     """What a new run takes its weights from."""
 
 
-def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Everything that can be checked before a process group exists or memory is taken.
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run is asked to do, and with which data: both checked, and nothing built."""
+
+    config: RunConfig
+    """Resolved."""
+    dims: Dims
+    data: TrainingData
+
+
+def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
+    """Reads the configuration and opens the data, which takes no library that is slow to import.
 
     Args:
         path: the configuration.
@@ -72,6 +87,25 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     data = TrainingData.open(config.data)
     config = resolve(config, data.tokenizer.vocab_size)
     data.samples(config.model.sequence_length, config.seed)
+    return Inputs(config=config, dims=dims, data=data)
+
+
+def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
+    """Everything that can be checked before a process group exists or memory is taken.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    return _plan(open_inputs(path, overrides, world_size))
+
+
+def _plan(inputs: Inputs) -> Plan:
+    config, data = inputs.config, inputs.data
     model = build_model(config.model)
     resume = find_resume(config, data)
     init = None
@@ -79,7 +113,7 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
         init = _open_init(config, data)
-    return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
+    return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
 
 
 def _open_init(config: RunConfig, data: TrainingData) -> Checkpoint | HuggingFaceWeights:
@@ -152,26 +186,27 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     Returns:
         Where the run stands at its end.
     """
-    plan = plan_run(path, overrides, comm.environment_world_size())
-    config, dims, data = plan.config, plan.dims, plan.data
+    startup = Startup()
+    startup.lap("imports")  # since the process began
+    inputs = open_inputs(path, overrides, comm.environment_world_size())
+    startup.lap("data")
+    import_libraries()
+    startup.lap("imports")
+    plan = _plan(inputs)
+    config, dims = plan.config, plan.dims
     world = comm.initialize(config.parallel.timeout_minutes, dims.tensor_parallel_size)
     lock = RunLock(Path(config.run.folder), world)
     state = _start_state(plan)
+    batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
     engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
-    batches = micro_batches(
-        data.samples(config.model.sequence_length, config.seed),
-        start_step=state.step,
-        num_steps=config.train.steps - state.step,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=dims.data_parallel_size,
-        num_workers=config.data.num_workers,
-        pin_memory=world.device.type == "cuda",
-    )
-    metrics = _open_run_folder(config, state, world)
+    startup.lap("engine")
+    metrics = _open_run_folder(config, state, world, startup)
+    hooks = _hooks(engine, plan, world)
+    startup.lap("run_folder")
     try:
+        batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
+        startup.lap("data")
         train_loop(
             engine,
             batches,
@@ -182,7 +217,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
             ),
             flops_per_token=flops_per_token(config.model),
             world=world,
-            hooks=_hooks(engine, plan, world),
+            hooks=hooks,
             metrics=metrics,
         )
     finally:
@@ -190,6 +225,22 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
             metrics.close()
         lock.release()
     return state
+
+
+def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Tensor]:
+    """This process's micro-batches from where the run stands to its end."""
+    config = plan.config
+    return micro_batches(
+        plan.data.samples(config.model.sequence_length, config.seed),
+        start_step=state.step,
+        num_steps=config.train.steps - state.step,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=plan.dims.data_parallel_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
 
 
 def _start_state(plan: Plan) -> TrainState:
@@ -237,7 +288,9 @@ def _restore_random_numbers(plan: Plan, world: comm.World, state: TrainState) ->
         plan.resume.restore_random_states(world.device)
 
 
-def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) -> Metrics | None:
+def _open_run_folder(
+    config: RunConfig, state: TrainState, world: comm.World, startup: Startup
+) -> Metrics | None:
     folder = Path(config.run.folder)
     if not world.is_main:
         return None
@@ -245,7 +298,7 @@ def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) ->
     remove_partial(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
-    return Metrics(folder, config.log, state.step, config.train.steps)
+    return Metrics(folder, config.log, state.step, config.train.steps, startup)
 
 
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
