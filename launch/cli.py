@@ -5,6 +5,7 @@ How a command ends is said in `train/errors.py`.
 """
 
 import errno
+import math
 import os
 import sys
 import time
@@ -367,21 +368,46 @@ def _bench_data_arguments(parser: Parser) -> None:
     add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
     add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
     add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
-    add("--sequence-length", type=positive, default=1024, metavar="T", help="default 1024")
-    add("--micro-batch-size", type=positive, default=8, metavar="B", help="default 8")
-    add("--num-workers", type=int, default=0, metavar="N", help="loader processes; default 0")
-    add("--consumption", type=float, metavar="TOKENS", help="a second, that training takes")
+    add(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="whose batches are loaded, and whose model trains; default: 8 x 1,024 tokens, and "
+        "GPT-2 124M on 2 x 256",
+    )
+    add(
+        "--consumption",
+        type=float,
+        metavar="TOKENS",
+        help="a second, that training takes; default: measured",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    _override_arguments(parser)
 
 
 def _bench_data(options: Namespace) -> None:
-    from launch.bench.data import bench_data, data_table
+    from launch.machine import prepare_environment
 
-    arguments = dict(vars(options))
-    json_path = arguments.pop("json")
+    prepare_environment()
+    from launch.bench.data import bench_data, bench_data_of, data_table
+
+    check_json_path(options.json)
+    if not 0 < options.megabytes < math.inf:
+        raise UsageError(f"--megabytes: {options.megabytes} is not allowed; more than 0")
+    if options.consumption is not None and not 0 < options.consumption < math.inf:
+        raise UsageError(f"--consumption: {options.consumption} is not allowed; more than 0")
+    if options.overrides and options.config is None:
+        raise UsageError(f"{options.overrides[0]}: a key of a configuration, which --config names")
+    arguments = {
+        name: getattr(options, name)
+        for name in ("source", "tokenizer", "megabytes", "repeats", "consumption")
+    }
     with only_results_on_stdout() as stdout:
-        result = bench_data(**arguments)
-        show(result, data_table(result), json_path, stdout)
+        if options.config is None:
+            result = bench_data(**arguments)
+        else:
+            result = bench_data_of(options.config, options.overrides, **arguments)
+        show(result, data_table(result), options.json, stdout)
 
 
 def _bench_step_arguments(parser: Parser) -> None:
@@ -452,8 +478,9 @@ COMMANDS: dict[str, Command] = {
         handler=_validate,
     ),
     "bench data": Command(
-        summary="Times encoding beside the tokenizers library, and the loader.",
-        example="polyad bench data --consumption 400 --json data.json",
+        summary="Times encoding beside the tokenizers library, and the loader beside training.",
+        example="polyad bench data --json data.json\n"
+        "polyad bench data --config configs/gpt2/355m.yaml --megabytes 32",
         arguments=_bench_data_arguments,
         handler=_bench_data,
     ),
