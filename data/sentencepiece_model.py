@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from data.errors import DataError
 from data.manifest import SENTENCEPIECE_FILE, TokenizerFile
@@ -86,10 +85,6 @@ class SentencePieceTokenizer(Tokenizer):
                 documents[-1].append(int(token))
         return self.end_of_text.join(self._processor.decode(part) for part in documents)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the model, byte for byte.
-
-        Args:
-            path: The file.
-        """
-        Path(path).write_bytes(self._model)
+    def file_bytes(self) -> bytes:
+        """Gives the model, byte for byte."""
+        return self._model

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.errors import DataError, nearest
-from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE, TokenizerFile
+from data.manifest import TOKENIZER_FILE, TOKENIZER_FILES, TokenizerFile
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (
@@ -111,7 +111,7 @@ class Tokenizer:
         path = Path(path).expanduser()
         file = path
         if path.is_dir():
-            known = (path / TOKENIZER_FILE, path / SENTENCEPIECE_FILE)
+            known = [path / name for name in TOKENIZER_FILES]
             found = [candidate for candidate in known if candidate.exists()]
             if not found:
                 return cls._load_byte_level(path, end_of_text)
@@ -226,18 +226,17 @@ class Tokenizer:
         """Every token and its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
-    @property
-    def content(self) -> str:
-        """The text of its `tokenizer.json`, in canonical form."""
-        return self._content
-
     def save(self, path: str | Path) -> None:
         """Writes the file that `load` reads back to the same fingerprint.
 
         Args:
             path: The file.
         """
-        Path(path).write_text(self._content, encoding="utf-8")
+        Path(path).write_bytes(self.file_bytes())
+
+    def file_bytes(self) -> bytes:
+        """Gives all that the file holds which `save` writes."""
+        return self._content.encode()
 
     def encodes_in_pieces(self) -> bool:
         """Tells whether a long text can be encoded in pieces.

@@ -301,7 +301,11 @@ def _generate_arguments(parser: Parser) -> None:
     add("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
     add("--top-p", type=float, default=1.0, metavar="P", help="among tokens of this probability")
     add("--seed", type=int, default=0, metavar="N", help="of the choice; default 0")
-    add("--tokenizer", metavar="PATH", help="a tokenizer.json; default: the checkpoint's")
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="a file or folder, as of prepare; default: the checkpoint's",
+    )
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default fp32")
     add("--no-cache", action="store_true", help="run the whole window for every token")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -16,13 +16,8 @@ from data.windows import EvaluationWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import (
-    TOKENIZER_FILE,
-    Checkpoint,
-    WeightsOnly,
-    complete_checkpoints,
-)
-from parallel.checkpoint_writer import remove_partial, save
+from parallel.checkpoint import Checkpoint, WeightsOnly, complete_checkpoints
+from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
 from parallel.huggingface import HuggingFaceWeights
@@ -306,9 +301,9 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     parts = plan.data.validation()
     windows = {part.name: _windows(plan, part.stream) for part in parts}
     # Read at the start: the data may be gone from where it is when the run ends.
-    file = plan.data.tokenizer_path
-    readable = world.is_main and file.name == TOKENIZER_FILE
-    tokenizer_json = file.read_text(encoding="utf-8") if readable else None
+    file = plan.data.tokenizer.file
+    content = plan.data.tokenizer_path.read_bytes() if world.is_main else None
+    tokenizer = TokenizerCopy(file, content) if content is not None else None
 
     def validate_now() -> dict[str, float]:
         engine.train(False)
@@ -332,7 +327,7 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
             state.step,
             state=values,
             config_yaml=config.to_yaml(),
-            tokenizer_json=tokenizer_json,
+            tokenizer=tokenizer,
         )
 
     return Hooks(validate=validate_now if parts else None, save=save_now)
