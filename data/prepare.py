@@ -256,11 +256,13 @@ def _prepared_before(output: Path, request: Request) -> Manifest | None:
 def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:
-            raise DataError(f"{name}_fraction {fraction}: a share of at least 0 and below 1")
+            raise DataError(
+                f"--{name}-fraction: {fraction} is not allowed; a share of at least 0 and below 1"
+            )
     if sum(fractions.values()) >= 1:
         both = " + ".join(str(fraction) for fraction in fractions.values())
         raise DataError(
-            f"validation_fraction + test_fraction = {both}: nothing is left to train on"
+            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
         )
     return fractions
 

@@ -79,9 +79,9 @@ def guard(work: Callable[[], int]) -> int:
         return work()
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if _is_main():
-            _say("interrupted")
+            _say("; ".join(["interrupted", *map(str, stop.args)]))
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `polyad validate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

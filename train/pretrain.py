@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +189,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     import_libraries()
     startup.lap("imports")
     plan = _plan(inputs)
+    _say_what_is_not_used(plan)
     config, dims = plan.config, plan.dims
     world = comm.initialize(config.parallel.timeout_minutes, dims.tensor_parallel_size)
     lock = RunLock(Path(config.run.folder), world)
@@ -215,11 +217,33 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
             hooks=hooks,
             metrics=metrics,
         )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_kept(config)) from None
     finally:
         if metrics is not None:
             metrics.close()
         lock.release()
     return state
+
+
+def _say_what_is_not_used(plan: Plan) -> None:
+    """One line for who set `checkpoint.init_from` of a run that has a checkpoint by now."""
+    start = plan.config.checkpoint.init_from
+    if plan.resume is not None and start is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(
+            f"the run goes on from step {plan.resume.training_step:,} of {plan.config.run.folder}; "
+            f"checkpoint.init_from: {start} is for a new run, and not used",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _what_is_kept(config: RunConfig) -> str:
+    """Where a run that was interrupted will go on."""
+    found = complete_checkpoints(Path(config.run.folder) / "checkpoints")
+    if not found:
+        return "no checkpoint was written yet; the same command begins at step 0"
+    return f"the same command goes on from {found[-1]}"
 
 
 def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Tensor]:

@@ -196,8 +196,10 @@ def test_bad_line_met_in_training_or_encoding_leaves_nothing(tmp_path, prepared_
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 0.96])
 def test_bad_fraction_is_refused(tmp_path, texts, fraction):
-    with pytest.raises(DataError, match="fraction"):
+    with pytest.raises(DataError, match=r"^--validation-fraction"):
         silent(str(texts), "train:300", tmp_path / "out", validation_fraction=fraction)
+    with pytest.raises(DataError, match=r"--test-fraction: "):
+        silent(str(texts), "train:300", tmp_path / "out", test_fraction=fraction)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
