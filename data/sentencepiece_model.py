@@ -4,8 +4,9 @@ import os
 from collections.abc import Sequence
 
 from data.errors import DataError
+from data.fingerprint import bytes_fingerprint
 from data.manifest import SENTENCEPIECE_FILE, TokenizerFile
-from data.tokenizer import Tokenizer, bytes_fingerprint, choose_end_of_text
+from data.tokenizer import Tokenizer, choose_end_of_text
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -14,7 +14,8 @@ from data.errors import DataError
 from data.manifest import MANIFEST_FILE, SPLITS, index_bytes
 from data.prepare import prepare, split_of_documents
 from data.text import open_source
-from data.tokenizer import END_OF_TEXT, train_tokenizer
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_training import train_tokenizer
 from data.writer import token_dtype, write_index
 
 PREPARE = """
