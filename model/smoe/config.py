@@ -161,6 +161,15 @@ class SparseMoEConfig(Config):
         """Width of the cosine score's space."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
+    def saved_numbers_per_token(self, width: int) -> int:
+        """What one token leaves for the backward pass: of each of its experts the row that goes in,
+        the inner units before and after the activation, and the row that comes out.
+
+        Args:
+            width: D.
+        """
+        return self.top_k * 2 * (self.inner_size(width) + width)
+
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts the weights that multiply one token: top_k experts, and the score.
 
