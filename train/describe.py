@@ -213,11 +213,11 @@ def activation_bytes(model: GPT2Config, micro_batch_size: int, size: int) -> int
     """A rough estimate of what the backward pass needs from the forward pass, in bytes.
 
     A token leaves 8 D + 2 F numbers in a dense block of width D and inner width F: the inputs of
-    both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the feed-forward,
-    and its inner values before and after the activation function (Korthikanti et al. 2022, section
-    4, without the attention matrix, which fused attention never stores). Recomputation keeps the
-    block's input alone, and one block at a time is whole again. The output adds logits, and their
-    log-softmax and gradient in fp32.
+    both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the
+    feed-forward, and its inner values before and after the activation function (Korthikanti et al.
+    2022, section 4, without the attention matrix, which fused attention never stores).
+    Recomputation keeps the block's input alone, and one block at a time is whole again. The output
+    adds logits, and their log-softmax and gradient in fp32.
 
     Args:
         model: its configuration, with the vocabulary size filled in.
