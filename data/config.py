@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from data.errors import user_path
 
 
 class Config(BaseModel):
@@ -27,6 +28,12 @@ class MixtureSource(Config):
     name: str | None = None
     """What its validation loss is called by; null: the folder's own name."""
 
+    @field_validator("path")
+    @classmethod
+    def _path_can_be(cls, path: str) -> str:
+        user_path(path)
+        return path
+
     @field_validator("name")
     @classmethod
     def _name_is_a_word(cls, name: str | None) -> str | None:
@@ -37,7 +44,7 @@ class MixtureSource(Config):
     @property
     def label(self) -> str:
         """The name, given or the folder's."""
-        return self.name or Path(self.path).expanduser().resolve().name
+        return self.name or user_path(self.path).resolve().name
 
 
 class DataConfig(Config):

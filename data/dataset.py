@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError, nearest
+from data.errors import DataError, nearest, user_path
 from data.indexed import indexed_dataset
 from data.manifest import (
     END_BYTES,
@@ -154,7 +154,7 @@ class PreparedData:
         Raises:
             DataError: It is not prepared data, or not whole.
         """
-        folder = Path(path).expanduser()
+        folder = user_path(path)
         if not (folder / MANIFEST_FILE).is_file():
             raise DataError(_not_prepared(folder))
         manifest = Manifest.read(folder)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.errors import DataError, nearest
+from data.errors import DataError, listed, nearest, user_path
 from data.manifest import SPLITS, SplitName
 from data.source import Document, Skipped, Source
 
@@ -20,6 +20,9 @@ HUB, ARROW = "hub:", "arrow:"
 README = "README.md"  # where a data set says which files are which configuration and split
 BATCH_ROWS = 256
 """Rows read at once."""
+
+NETWORK_LIBRARIES = frozenset({"httpx", "httpx2", "aiohttp", "requests", "urllib3"})
+"""Their errors need not be OSErrors; all of them may be under `datasets`, by its version."""
 
 # WikiText comes as lines. A level-1 heading stands between blank lines and opens an article:
 # " = Title = ", where " = = Section = = " is of level 2.
@@ -68,18 +71,17 @@ def find_dataset(spec: str) -> HubDataset | None:
     if spec in SHORT_NAMES:
         return HubDataset(spec, *SHORT_NAMES[spec])
     if spec.startswith(ARROW):
-        folder = Path(spec.removeprefix(ARROW)).expanduser()
+        folder = user_path(spec.removeprefix(ARROW) or spec)
         if not _is_saved(folder):
             raise DataError(f"{spec}: not a folder that `save_to_disk` of `datasets` made")
         return HubDataset(spec, str(folder), None, "saved")
     if not spec.startswith(HUB):
-        folder = Path(spec).expanduser()
+        folder = user_path(spec)
         return HubDataset(spec, str(folder), None, "saved") if _is_saved(folder) else None
     name = spec.removeprefix(HUB)
     head, _, tail = name.rpartition(":")
     for place, config in ((name, None), (head, tail)):
-        folder = Path(place).expanduser()
-        if place and folder.is_dir():
+        if place and (folder := user_path(place)).is_dir():
             return HubDataset(spec, str(folder), config, "saved" if _is_saved(folder) else "copy")
     if match := re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]+))?", name, re.ASCII):
         return HubDataset(spec, match[1], match[2])
@@ -271,9 +273,17 @@ def _one_line(spec: str, wanted: HubDataset | None = None) -> Iterator[None]:
         raise
     except Exception as error:  # bare ones of several libraries: of pyarrow, of the network
         reason = " ".join(str(error).split()) or type(error).__name__
-        if wanted and wanted.kind == "hub" and isinstance(error, OSError):
+        cause = _network_as_os_error(error)
+        if wanted and wanted.kind == "hub" and isinstance(cause, OSError):
             reason += f"; {_what_to_do(wanted)}"
-        raise DataError(f"{spec}: {reason}") from error
+        raise DataError(f"{spec}: {reason}") from cause
+
+
+def _network_as_os_error(error: Exception) -> Exception:
+    """Gives what a library of the network raises as the kind that `data.staging` keeps work for."""
+    if isinstance(error, OSError) or type(error).__module__.split(".")[0] not in NETWORK_LIBRARIES:
+        return error
+    return ConnectionError(str(error))
 
 
 def _what_to_do(wanted: HubDataset) -> str:
@@ -288,6 +298,6 @@ def _what_to_do(wanted: HubDataset) -> str:
 def _no_column(spec: str, text_key: str, columns: list[str]) -> str:
     return (
         f"{spec}: no column {text_key!r}; columns present: "
-        f"{', '.join(map(repr, columns)) or 'none'}{nearest(text_key, columns)}; choose one with "
+        f"{listed(columns)}{nearest(text_key, columns)}; choose one with "
         "--text-key"
     )

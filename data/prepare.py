@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import DataError
+from data.errors import DataError, user_path
 from data.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -125,11 +125,19 @@ def prepare(
     Raises:
         DataError: An argument, the text, the tokenizer or the output folder will not do.
     """
+    _check_words(
+        source=source,
+        tokenizer=tokenizer,
+        validation_source=validation_source,
+        test_source=test_source,
+        text_key=text_key,
+        end_of_text=end_of_text,
+    )
     fractions = _checked_fractions({"validation": validation_fraction, "test": test_fraction})
     by_split = open_splits(source, text_key=text_key, streaming=streaming)
     held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
     for name, spec in held_out.items():
-        if spec:
+        if spec is not None:
             by_split[name] = open_source(spec, text_key=text_key, streaming=streaming, split=name)
     by_split = {name: by_split[name] for name in SPLITS if name in by_split}
     fractions |= {name: 0.0 for name in by_split if name in fractions}
@@ -146,7 +154,7 @@ def prepare(
         text_key=text_key,
         listings={name: text.listing_digest() for name, text in by_split.items()},
     )
-    output = Path(output).expanduser().resolve()
+    output = user_path(output).resolve()
     progress = Progress(report)
     if existing := _prepared_before(output, request):
         progress.say(f"{output}: already prepared from the same text and options; kept as it is")
@@ -166,6 +174,8 @@ def prepare(
             chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
             chosen.save(folder / chosen.file_name)
         manifest = _write(sources, chosen, request, folder, progress, resume)
+        if _prepared_before(output, request) is None:  # another call may have been there first
+            check_replaceable(output, overwrite=overwrite)
     _summarize(manifest, output, progress)
     return manifest
 
@@ -251,6 +261,15 @@ def _prepared_before(output: Path, request: Request) -> Manifest | None:
     except DataError:
         return None  # damaged: --overwrite replaces it, and without that it is refused
     return manifest if manifest.request == request else None
+
+
+def _check_words(**given: str | None) -> None:
+    """Refuses what an unset variable of a shell gives, and what the manifest could not hold."""
+    for name, text in given.items():
+        if text == "" and name != "text_key":
+            raise DataError(f"--{name.replace('_', '-')}: is empty")
+        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"--{name.replace('_', '-')}: {text!r} is not text in UTF-8")
 
 
 def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data.errors import DataError, nearest
+from data.errors import DataError, listed, nearest
 
 Reader = Callable[[Path, str], Iterator[tuple[str, int]]]
 
@@ -124,10 +124,9 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
     if not isinstance(value, dict):
         raise DataError(f"{where}: {type(value).__name__} where a JSON object is expected")
     if text_key not in value:
-        keys = ", ".join(map(repr, value)) or "none"
         raise DataError(
-            f"{where}: no key {text_key!r}; keys present: {keys}{nearest(text_key, value)}; "
-            "choose one with --text-key"
+            f"{where}: no key {text_key!r}; keys present: {listed(value)}"
+            f"{nearest(text_key, value)}; choose one with --text-key"
         )
     text = value[text_key]
     if not isinstance(text, str):
@@ -173,18 +172,20 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
 
 
 def _check_column(schema: Any, text_key: str, path: Path) -> None:
-    import pyarrow
+    from pyarrow import types
 
     if text_key not in schema.names:
         raise DataError(
             f"{path}: no column {text_key!r}; columns present: "
-            f"{', '.join(map(repr, schema.names)) or 'none'}{nearest(text_key, schema.names)}; "
-            "choose one with --text-key"
+            f"{listed(schema.names)}{nearest(text_key, schema.names)}; choose one with --text-key"
         )
+    if schema.names.count(text_key) > 1:
+        raise DataError(f"{path}: has {schema.names.count(text_key)} columns called {text_key!r}")
     kind = schema.field(text_key).type
-    if pyarrow.types.is_dictionary(kind):
+    if types.is_dictionary(kind):
         kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    is_text = (types.is_string, types.is_large_string, types.is_string_view)
+    if not any(holds(kind) for holds in is_text):
         raise DataError(f"{path}: column {text_key!r} is of {kind}, not of strings")
 
 

@@ -25,6 +25,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, end_of_text: str | None = None) -> None:
         import sentencepiece
 
+        if not model:  # the library would take it for no model, and say so on its own
+            raise DataError("not a SentencePiece model")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             size = self._processor.get_piece_size()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.corpus import standard_library, standard_library_files
-from data.errors import DataError, nearest
+from data.errors import DataError, nearest, user_path
 from data.manifest import SplitName
 from data.readers import READERS, Reader, read_module
 from data.source import Document, Skipped, Source
@@ -82,7 +82,9 @@ class FileSource:
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or error
-                    raise DataError(f"{file.path}: cannot be read: {reason}") from None
+                    # The cause says that the disk may give it the next time: see `data.staging`.
+                    cause = error if isinstance(error, OSError) else None
+                    raise DataError(f"{file.path}: cannot be read: {reason}") from cause
                 skipped.unreadable += 1
             before += file.size
 
@@ -109,12 +111,18 @@ def open_splits(
     """
     from data.hub import find_dataset, open_dataset
 
-    if wanted := find_dataset(spec):
-        splits = open_dataset(wanted, text_key=text_key, streaming=streaming)
-        if "train" not in splits:
-            raise DataError(f"{spec}: no train split; it has {', '.join(splits) or 'none'}")
-        return splits
-    return {"train": _open_files(spec, text_key)}
+    if not spec:  # the current folder would be meant otherwise
+        raise DataError("the source is empty; a name or a path is needed")
+    try:
+        wanted = find_dataset(spec)
+        if wanted is None:
+            return {"train": _open_files(spec, text_key)}
+    except OSError as error:
+        raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
+    splits = open_dataset(wanted, text_key=text_key, streaming=streaming)
+    if "train" not in splits:
+        raise DataError(f"{spec}: no train split; it has {', '.join(splits) or 'none'}")
+    return splits
 
 
 def open_source(
@@ -148,7 +156,7 @@ def _open_files(spec: str, text_key: str) -> FileSource:
             raise DataError(f"{PYTHON_STDLIB}: this Python has no sources in {root}")
         found = tuple(_source_file(path, root, read_module) for path in files)
         return FileSource(spec, found, text_key, skip_unreadable=True)
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if not path.exists():
         raise DataError(_missing(spec, path))
     if path.is_dir():
@@ -178,12 +186,25 @@ def _reader(path: Path) -> Reader | None:
 
 
 def _text_files(root: Path) -> list[Path]:
+    """Finds the files of a folder; nothing that looks like text is left out without a word."""
     found: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
+    seen: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            raise DataError(f"{folder}: a link makes this folder part of {root} twice")
+        seen.add((status.st_dev, status.st_ino))
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found.extend(path for path in paths if _reader(path) and path.is_file())
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
+        found.extend(path for path in paths if _reader(path))
+    if broken := next((path for path in found if not path.exists()), None):
+        raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
+    files = (path for path in found if path.is_file())  # a pipe would never end
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _endings() -> str:

@@ -189,7 +189,7 @@ def _open(path: Path, size: int, sha256: str | None) -> tuple[BinaryIO, "hashlib
         while left and (part := before.read(min(left, 1 << 20))):
             digest.update(part)
             left -= len(part)
-    if left or digest.hexdigest() != sha256:
+    if left or digest.hexdigest() != sha256 or not path.exists():
         raise DataError(
             f"{path}: damaged since it was written; the same command now begins from the start"
         )

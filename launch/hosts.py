@@ -67,6 +67,11 @@ def endpoint(text: str, option: str) -> str:
     if bracketed:
         host, port = bracketed[1], bracketed[2]
         return f"[{host_name(host, option)}]:{_port(port, option)}"
+    if text.count(":") > 1:
+        raise LaunchError(
+            f"{option}: {text!r} is not HOST or HOST:PORT; an IPv6 address stands in brackets, as "
+            f"in [::1]:{DEFAULT_PORT}"
+        )
     host, colon, port = text.partition(":")
     return f"{host_name(host, option)}:{_port(port if colon else None, option)}"
 

@@ -17,6 +17,8 @@ from launch.hosts import LaunchError, plain_name
 
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
+MOST_SIGNAL_SECONDS = 65535
+"""What Slurm has room for (man sbatch, --signal)."""
 
 _TIME = re.compile(
     r"(?P<minutes>[0-9]{1,7})(:(?P<seconds>[0-5]?[0-9]))?"
@@ -65,6 +67,11 @@ class SlurmJob:
             if number is not None and (not isinstance(number, int) or number < least):
                 option = f"--{name.replace('_', '-')}"
                 raise LaunchError(f"{option}: {number!r} is not allowed, at least {least}")
+        if self.signal_seconds > MOST_SIGNAL_SECONDS:
+            raise LaunchError(
+                f"--signal-seconds: {self.signal_seconds} is not allowed, at most "
+                f"{MOST_SIGNAL_SECONDS}"
+            )
         if self.memory_per_node is not None and not _MEMORY.fullmatch(self.memory_per_node):
             raise LaunchError(
                 f"--memory-per-node: {self.memory_per_node!r} is not allowed; a number with K, M, "
@@ -141,8 +148,14 @@ def script_text(
         variables: for the environment of all processes.
 
     Raises:
-        LaunchError: the folder has a name that cannot stand in a `#SBATCH` line.
+        LaunchError: the folder has a name that cannot stand in a `#SBATCH` line, or there are fewer
+            GPUs than processes.
     """
+    if job.gpus_per_node is not None and job.gpus_per_node < processes_per_node:
+        raise LaunchError(
+            f"--gpus-per-node: {job.gpus_per_node} is not allowed with --processes-per-node "
+            f"{processes_per_node}, each of which takes one"
+        )
     place = str(launch_folder(folder))
     if not _DIRECTIVE_PATH.fullmatch(place):
         raise LaunchError(
@@ -281,9 +294,14 @@ def submit(script: str, sbatch: str) -> str:
         What sbatch says.
 
     Raises:
-        SubmissionError: it refused.
+        SubmissionError: it refused, or could not be started.
     """
-    done = subprocess.run([sbatch, script], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [sbatch, script], capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise SubmissionError(f"{sbatch} cannot be started: {error.strerror}") from None
     if done.returncode:
         reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise SubmissionError(f"sbatch refused {script}: {reason}")

@@ -111,6 +111,33 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
         yield name, _find_initializer(model, name).draw(shape, seed, name)
 
 
+def has_experts(model: nn.Module, name: str) -> bool:
+    """Whether the first dimension of a parameter counts experts.
+
+    Args:
+        model: The whole model, as for `initial_value`.
+        name: The parameter's name.
+    """
+    return _find_initializer(model, name).per_expert
+
+
+def matrix_dimensions(model: nn.Module) -> dict[str, int]:
+    """The number of dimensions of each parameter, without the one that counts experts.
+
+    Weights have two or more; biases and scales, of a layer or of each expert, have fewer.
+
+    Args:
+        model: The whole model, as for `initial_value`.
+
+    Returns:
+        By parameter name.
+    """
+    return {
+        name: parameter.dim() - has_experts(model, name)
+        for name, parameter in model.named_parameters()
+    }
+
+
 def materialize(
     model: nn.Module,
     seed: int,

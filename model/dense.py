@@ -29,6 +29,14 @@ class DenseFeedForwardConfig(Config):
         """The inner width F in a model of the given width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
+    def cut_sizes(self, width: int) -> dict[str, int]:
+        """What tensor parallelism divides, by key.
+
+        Args:
+            width: D.
+        """
+        return {"model.feed_forward.hidden_size": self.inner_size(width)}
+
     def of_block(self, block: int) -> "DenseFeedForwardConfig":
         """The feed-forward of one block: this in each.
 

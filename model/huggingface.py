@@ -59,6 +59,11 @@ _ONLY = {
 }
 """Options of theirs, and the one value of each that is GPT-2 as it is built here."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+_THEIRS = {
+    **{ours: theirs for theirs, ours in _OURS.items()},
+    **{"dropout": _DROPOUTS[0], "feed_forward": "n_inner"},
+}
+"""What to call a key of ours in an error about their file."""
 
 
 class HuggingFaceError(ValueError):
@@ -137,15 +142,17 @@ def config_from_huggingface(tree: dict[str, Any], origin: str) -> GPT2Config:
         _OURS[key]: tree.get(key, tree.get(_ALIASES.get(key, key), default))
         for key, default in _DEFAULTS.items()
     }
-    dropouts = {tree.get(key, 0.1) for key in _DROPOUTS}
-    values["dropout"] = dropouts.pop() if len(dropouts) == 1 else 0.0
+    if values["vocab_size"] is None:  # ours may wait for a tokenizer's, weights may not
+        raise HuggingFaceError(f"{origin}: vocab_size: None: a number of at least 1 is needed")
+    dropouts = [tree.get(key, 0.1) for key in _DROPOUTS]
+    values["dropout"] = dropouts[0] if dropouts.count(dropouts[0]) == len(dropouts) else 0.0
     values["feed_forward"] = {"kind": "dense", "hidden_size": tree.get("n_inner")}
     try:
         return GPT2Config.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         ours = str(first["loc"][0]) if first["loc"] else ""
-        theirs = next((key for key, name in _OURS.items() if name == ours), ours)
+        theirs = _THEIRS.get(ours, ours)
         message = first["msg"].removeprefix("Value error, ")
         where = f"{theirs}: {first['input']!r}: " if theirs else ""
         raise HuggingFaceError(f"{origin}: {where}{message}") from None

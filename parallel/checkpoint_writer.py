@@ -200,7 +200,10 @@ def _replica(engine: Engine, fragment: Fragment) -> tuple[int, int]:
     parallelism does not cut, every such rank has.
     """
     world = engine.world
-    rank, copies = (0, 1) if engine.stage else (world.data_parallel_rank, world.data_parallel_size)
+    parts = fragment.placement.expert_parallel_size
+    rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
+    if engine.stage:
+        rank, copies = 0, 1
     if fragment.placement.replicated:
         rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
         copies *= world.tensor_parallel_size

@@ -28,6 +28,9 @@ class World:
     device: torch.device
     tensor_parallel_size: int = 1
     """Processes that share every layer; they have consecutive ranks."""
+    expert_parallel_size: int = 1
+    """Data-parallel processes that have different experts; they have consecutive data-parallel
+    ranks."""
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -43,6 +46,11 @@ class World:
     def data_parallel_rank(self) -> int:
         """This process's group among them."""
         return self.rank // self.tensor_parallel_size
+
+    @property
+    def expert_parallel_rank(self) -> int:
+        """This process among those that have different experts."""
+        return self.data_parallel_rank % self.expert_parallel_size
 
     @property
     def is_main(self) -> bool:
@@ -67,7 +75,9 @@ def environment_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(timeout_minutes: float = 30.0, tensor_parallel_size: int = 1) -> World:
+def initialize(
+    timeout_minutes: float = 30.0, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
+) -> World:
     """Joins the processes that torchrun started, or makes a world of one; a second call is free.
 
     Collectives run over NCCL where there is a GPU for every local process, else over gloo.
@@ -75,6 +85,7 @@ def initialize(timeout_minutes: float = 30.0, tensor_parallel_size: int = 1) -> 
     Args:
         timeout_minutes: how long a collective waits.
         tensor_parallel_size: processes that share every layer.
+        expert_parallel_size: data-parallel processes that have different experts.
     """
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -93,7 +104,14 @@ def initialize(timeout_minutes: float = 30.0, tensor_parallel_size: int = 1) -> 
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     if tensor_parallel_size > 1:
         _join_tensor_parallel_group(tensor_parallel_size)
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, tensor_parallel_size)
+    return World(
+        dist.get_rank(),
+        dist.get_world_size(),
+        local_rank,
+        device,
+        tensor_parallel_size,
+        expert_parallel_size,
+    )
 
 
 def _join_tensor_parallel_group(size: int) -> None:
@@ -152,17 +170,6 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all processes; any shape, the same on each."""
     total = values.clone()
     dist.all_reduce(total)
-    return total
-
-
-def sum_over_tensor_parallel_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
-    """The sum of a tensor over the processes that share this one's layers."""
-    if world.tensor_parallel_size == 1:
-        return values
-    from megatron.core import parallel_state
-
-    total = values.clone()
-    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
     return total
 
 

@@ -1,6 +1,6 @@
 """How a run is spread over processes."""
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from model.config import Config
 
@@ -12,8 +12,9 @@ class ParallelConfig(Config):
     """Processes that share every layer: heads, inner units and vocabulary are cut. Keep it within a
     host."""
 
-    expert_parallel_size: int = 1
-    """Processes that the experts are spread over. Only 1 for now."""
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Data-parallel processes that the experts are spread over; it divides them, and the experts.
+    The more there are, the fewer experts each holds, and the more tokens travel."""
 
     zero_stage: int = Field(default=1, ge=0, le=3)
     """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
@@ -24,15 +25,6 @@ class ParallelConfig(Config):
 
     timeout_minutes: float = Field(default=30.0, gt=0, le=7 * 24 * 60)
     """How long a collective waits for a process that does not come."""
-
-    @field_validator("expert_parallel_size")
-    @classmethod
-    def _only_one_until_built(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError(
-                "1 is the only value allowed: this kind of parallelism is not built yet"
-            )
-        return value
 
 
 class CheckpointConfig(Config):

@@ -30,6 +30,13 @@ class Dims:
                 raise LayoutError(
                     f"parallel.{key}: {degree} does not divide the {self.world_size} processes"
                 )
+        if self.data_parallel_size % self.expert_parallel_size:
+            raise LayoutError(
+                f"parallel.expert_parallel_size: {self.expert_parallel_size} does not divide the "
+                f"{self.data_parallel_size} data-parallel processes that "
+                f"parallel.tensor_parallel_size: {self.tensor_parallel_size} leaves of "
+                f"{self.world_size}"
+            )
 
     @property
     def data_parallel_size(self) -> int:

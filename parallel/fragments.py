@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from model.build import buffers_changed
 from parallel.placement import Placement
 from parallel.tensor import placement_of
 from parallel.zero import Engine
@@ -116,6 +117,7 @@ def fill(engine: Engine, source: Source) -> None:
     _refresh(engine, held)
     for name, buffer in persistent_buffers(engine.module):
         buffer.copy_(source.buffer(name))
+    buffers_changed(engine.module)
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -52,7 +52,7 @@ class HuggingFaceWeights:
         self.config: GPT2Config = config_from_huggingface(tree, str(folder / CONFIG_FILE))
         self._open: dict[Path, Any] = {}
         self._stored = self._find()
-        self._shapes = dict(parameter_shapes(self.config))
+        self._shapes = self._described()
         self._check()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -114,6 +114,21 @@ class HuggingFaceWeights:
         if differing:
             raise HuggingFaceError(f"{self.folder}: is of another model: {'; '.join(differing)}")
 
+    def _described(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that config.json describes: sizes without bounds, so the files come first."""
+        last = f"h.{self.config.num_layers - 1}.ln_1.weight"
+        if last not in self._stored:
+            raise HuggingFaceError(
+                f"{self.folder}: no tensor {last}, though {CONFIG_FILE} says n_layer "
+                f"{self.config.num_layers}"
+            )
+        try:
+            return dict(parameter_shapes(self.config))
+        except (RuntimeError, TypeError):  # torch's, of several lines, for what overflows 64 bits
+            raise HuggingFaceError(
+                f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
+            ) from None
+
     def _find(self) -> dict[str, tuple[Path, str]]:
         """Where each tensor is: {their name without prefix: (file, name in it)}."""
         index, single = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
@@ -122,17 +137,24 @@ class HuggingFaceWeights:
             if not isinstance(listed, dict):
                 raise HuggingFaceError(f"{index}: has no weight_map")
             files = {str(file) for file in listed.values()}
-            if strange := sorted(file for file in files if Path(file).name != file):
+            if strange := sorted(f for f in files if Path(f).name != f or f in {"", ".."}):
                 raise HuggingFaceError(f"{index}: {strange[0]!r} is not a file of this folder")
             paths = [self.folder / file for file in sorted(files)]
         elif single.is_file():
             paths = [single]
         else:
             raise HuggingFaceError(_no_weights(self.folder))
-        stored = {}
+        stored: dict[str, tuple[Path, str]] = {}
         for path in paths:
             for name in self._file(path).keys():  # noqa: SIM118  # not a dict
-                stored[name.removeprefix(PREFIX)] = (path, name)
+                short = name.removeprefix(PREFIX)
+                if short in stored:
+                    before, other = stored[short]
+                    raise HuggingFaceError(
+                        f"{self.folder}: {short} is there twice: {other} in {before.name}, {name} "
+                        f"in {path.name}"
+                    )
+                stored[short] = (path, name)
         return stored
 
     def _file(self, path: Path) -> Any:
@@ -141,7 +163,7 @@ class HuggingFaceWeights:
                 self._open[path] = safe_open(path, framework="pt")
             except FileNotFoundError:
                 raise HuggingFaceError(f"{path}: missing, though {INDEX_FILE} lists it") from None
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, UnicodeError) as error:
                 raise HuggingFaceError(f"{path}: is damaged or no safetensors: {error}") from None
         return self._open[path]
 
@@ -178,7 +200,14 @@ class HuggingFaceWeights:
         if head.get_shape() != embedding.get_shape():
             return False
         return all(
-            torch.equal(head[row : row + _ROWS], embedding[row : row + _ROWS])
+            # A run that went wrong has left NaN in both, which equals nothing.
+            torch.allclose(
+                head[row : row + _ROWS].double(),
+                embedding[row : row + _ROWS].double(),
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+            )
             for row in range(0, head.get_shape()[0], _ROWS)
         )
 
@@ -197,7 +226,7 @@ def _no_weights(folder: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError(f"{path}: cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise HuggingFaceError(f"{path}: holds {type(tree).__name__}, an object is needed")

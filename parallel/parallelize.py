@@ -5,13 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from model.build import count_parameters, initial_value, place
+from model.build import (
+    count_parameters,
+    has_experts,
+    initial_value,
+    matrix_dimensions,
+    place,
+)
 from model.gpt2 import compile_blocks
-from parallel import comm, tensor
+from model.smoe.layer import SparseMoE
+from parallel import comm, expert, tensor
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.fragments import MASTER, Source, fill
-from parallel.tensor import Mpu, is_sharded, parallelize_tensors
+from parallel.tensor import Mpu, parallelize_tensors, placement_of
 from parallel.zero import (
     DTYPES,
     Engine,
@@ -21,7 +28,7 @@ from parallel.zero import (
     import_deepspeed,
 )
 
-# (parameter name, parameter, number of dimensions): ZeRO 3 flattens parameters, so the last is told
+# (parameter name, parameter, number of dimensions as `matrix_dimensions` has it)
 NamedParameters = list[tuple[str, nn.Parameter, int]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
@@ -29,13 +36,14 @@ OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 class InitialWeights:
     """The source that a new run is filled from: each parameter from its own generator.
 
-    One whole parameter is held at a time. Values are exact fp32 whatever the training precision,
-    and the same on any layout.
+    One whole parameter, or some of its experts, is held at a time. Values are exact fp32 whatever
+    the training precision, and the same on any layout.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model, self._seed = model, seed
-        self._name, self._whole = "", torch.empty(0)
+        self._last: tuple[str, range | None] | None = None
+        self._value = torch.empty(0)
 
     def read(
         self,
@@ -48,11 +56,16 @@ class InitialWeights:
         """A box of a parameter's initial value; zeros for optimizer state."""
         if field != MASTER:
             return torch.zeros(size)
-        if name != self._name:
-            self._name, self._whole = name, initial_value(self._model, name, self._seed)
-        assert tuple(self._whole.shape) == tuple(global_shape)
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        return self._whole[box]
+        box = [slice(a, a + n) for a, n in zip(offset, size, strict=True)]
+        experts = None
+        if has_experts(self._model, name):  # those of other processes are not even drawn
+            experts = range(offset[0], offset[0] + size[0])
+            box[0] = slice(None)
+        if (name, experts) != self._last:
+            self._last = name, experts
+            self._value = initial_value(self._model, name, self._seed, experts)
+        assert tuple(self._value.shape[1:]) == tuple(global_shape[1:])
+        return self._value[tuple(box)]
 
     def step(self, name: str) -> float:
         """None taken."""
@@ -109,15 +122,22 @@ def parallelize(
     # blocks are compiled before the engine hooks them; values come last, because building an
     # engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
     mpu = None
+    dimensions = matrix_dimensions(model)
     if dims.tensor_parallel_size > 1:
         parallelize_tensors(model, world)
         mpu, token_losses = Mpu(), tensor.token_losses
-    dimensions = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    if routed:
+        expert.forget_groups(dims.tensor_parallel_size)
+    for layer in routed:
+        expert.parallelize_experts(layer, world)
     _allocate(model, world, DTYPES[precision], config, mpu)
     if compile_model:
         compile_blocks(model)
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
+    if dims.expert_parallel_size > 1:
+        expert.split_groups(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     engine = Engine(
         model,
@@ -126,11 +146,18 @@ def parallelize(
         clip_grad_norm,
         world=world,
         token_losses=token_losses,
-        counted=[is_sharded(p) or world.tensor_parallel_rank == 0 for p in parameters],
+        copies=[_copies(p, world) for p in parameters],
         mpu=mpu,
     )
     fill(engine, source)
     return engine
+
+
+def _copies(parameter: nn.Parameter, world: comm.World) -> int:
+    """How many processes hold the same part of a parameter, but for ZeRO."""
+    placement = placement_of(parameter)
+    alike = world.data_parallel_size // placement.expert_parallel_size
+    return alike * world.tensor_parallel_size if placement.replicated else alike
 
 
 def _allocate(

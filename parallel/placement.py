@@ -32,12 +32,14 @@ class Placement:
         global_shape: of the whole, without padding.
         pieces: in the order of their rows.
         replicated: whether each tensor-parallel process holds the same.
+        expert_parallel_size: groups of data-parallel processes that hold different experts of it.
     """
 
     shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     replicated: bool
+    expert_parallel_size: int = 1
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Placement":
@@ -141,3 +143,30 @@ def split_padded(shape: tuple[int, ...], rank: int, parts: int) -> Placement:
     real = min(size, shape[0] - first)
     pieces = (Piece(0, real, (first, *[0] * len(rest))),) if real else ()
     return Placement((size, *rest), shape, pieces, False)
+
+
+def split_experts(
+    shape: tuple[int, ...],
+    *,
+    expert_rank: int,
+    expert_parts: int,
+    inner_axis: int,
+    inner_rank: int,
+    inner_parts: int,
+) -> Placement:
+    """An equal part of the experts, and of each an equal part of its inner units.
+
+    Args:
+        shape: global, experts first.
+        expert_rank: which part of the experts.
+        expert_parts: how many.
+        inner_axis: that of the inner units.
+        inner_rank: which part of them.
+        inner_parts: how many.
+    """
+    part = split_columns(shape, inner_axis, inner_rank, inner_parts)
+    size = shape[0] // expert_parts
+    origin = (expert_rank * size, *part.pieces[0].origin[1:])
+    return Placement(
+        (size, *part.shape[1:]), shape, (Piece(0, size, origin),), inner_parts == 1, expert_parts
+    )

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from model.attention import CausalSelfAttention
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2
+from model.smoe.layer import SparseMoE
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
@@ -40,10 +41,12 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
         for block in model.blocks:
             attention, feed_forward = block.attention, block.feed_forward
             assert isinstance(attention, CausalSelfAttention)
-            assert isinstance(feed_forward, DenseFeedForward)
             _swap(attention, "qkv", layers.column(attention.qkv, fused=3))
             _swap(attention, "projection", layers.row(attention.projection))
             attention.own_random_numbers = lambda: own_random_numbers(world)
+            if isinstance(feed_forward, SparseMoE):
+                continue  # `parallel/expert.py` cuts those
+            assert isinstance(feed_forward, DenseFeedForward)
             _swap(feed_forward, "up", layers.column(feed_forward.up))
             _swap(feed_forward, "down", layers.row(feed_forward.down))
 
@@ -51,11 +54,6 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
 def _swap(parent: nn.Module, name: str, layer: nn.Module) -> None:
     """Puts a parallel layer where the module's type promises torch's."""
     parent._modules[name] = layer
-
-
-def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether tensor-parallel processes hold different parts of a parameter."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
@@ -76,7 +74,7 @@ def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
     Returns:
         [B, T] in fp32, the same on every tensor-parallel process.
     """
-    losses: Tensor = _tensor_parallel().vocab_parallel_cross_entropy(
+    losses: Tensor = tensor_parallel_library().vocab_parallel_cross_entropy(
         logits_BTV.float(), target_ids_BT
     )
     return losses
@@ -96,7 +94,7 @@ def own_random_numbers(world: comm.World) -> Iterator[None]:
         yield
 
 
-def _tensor_parallel() -> Any:
+def tensor_parallel_library() -> Any:
     """`megatron.core.tensor_parallel`, without the warnings of its import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,7 +110,7 @@ class _Layers:
             warnings.simplefilter("ignore")
             from megatron.core import ModelParallelConfig
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
-        self.parallel = _tensor_parallel()
+        self.parallel = tensor_parallel_library()
         self.settings = {
             "config": ModelParallelConfig(
                 tensor_model_parallel_size=self.parts,

@@ -94,21 +94,15 @@ def deepspeed_config(
 class _StageZeroHook:
     """Before the optimizer's step at stage 0: the norm, the finite check, the clip."""
 
-    def __init__(self, clip_grad_norm: float, counted: list[bool], world: comm.World) -> None:
+    def __init__(self, clip_grad_norm: float, copies: list[int], world: comm.World) -> None:
         self.clip_grad_norm = clip_grad_norm
         self.grad_norm: float | None = None
-        self._counted, self._world = counted, world
+        self._copies, self._is_cut = copies, any(n != world.size for n in copies)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # In bf16 these are DeepSpeed's fp32 masters: of the model's parameters the order alone
-        # is left, and by it what tensor-parallel processes all hold counts once.
-        pairs = zip(parameters, self._counted, strict=True)
-        counted = [p.grad for p, counts in pairs if counts and p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(counted)
-        if self._world.tensor_parallel_size > 1:
-            norm = comm.sum_over_tensor_parallel_ranks(norm.square(), self._world).sqrt()
+        norm = self._norm(parameters) if self._is_cut else nn.utils.get_total_norm(gradients)
         self.grad_norm = norm.item()
         finite = self.grad_norm - self.grad_norm == 0.0
         optimizer.overflow = not finite  # type: ignore[attr-defined]  # tells the engine
@@ -118,6 +112,14 @@ class _StageZeroHook:
         elif 0.0 < self.clip_grad_norm < self.grad_norm:
             # The formula of DeepSpeed's other stages.
             torch._foreach_mul_(gradients, self.clip_grad_norm / (self.grad_norm + 1e-6))
+
+    def _norm(self, parameters: list[Any]) -> torch.Tensor:
+        """Over all processes, where they hold different parts: what several hold counts once."""
+        # In bf16 these are DeepSpeed's fp32 masters: of the model's parameters the order alone is
+        # left, and by it the number of copies.
+        pairs = [(p.grad, n) for p, n in zip(parameters, self._copies, strict=True)]
+        shares = [g.float().square().sum() / n for g, n in pairs if g is not None]
+        return comm.sum_over_ranks(torch.stack(shares).sum()).sqrt()
 
 
 class Engine:
@@ -130,8 +132,8 @@ class Engine:
         clip_grad_norm: largest gradient norm, 0 for no clipping; used at stage 0.
         world: this process.
         token_losses: of logits as the module gives them, which may be cut by vocabulary.
-        counted: for each parameter, in the optimizer's order, whether this process counts it in a
-            norm: what several tensor-parallel processes hold whole, one of them counts.
+        copies: for each parameter, in the optimizer's order, how many processes hold the same part
+            of it.
         mpu: tells DeepSpeed of tensor parallelism; None without it.
     """
 
@@ -144,7 +146,7 @@ class Engine:
         *,
         world: comm.World,
         token_losses: TokenLosses,
-        counted: list[bool],
+        copies: list[int],
         mpu: Any = None,
     ) -> None:
         deepspeed = import_deepspeed()
@@ -153,14 +155,16 @@ class Engine:
         self.stage: int = config["zero_optimization"]["stage"]
         self._hook = None
         if self.stage == 0:
-            self._hook = _StageZeroHook(clip_grad_norm, counted, world)
+            self._hook = _StageZeroHook(clip_grad_norm, copies, world)
             optimizer.register_step_pre_hook(self._hook)
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # of an engine that this process had before
+            dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=config, mpu=mpu
             )
+        _restore_dtypes(self.module, dtypes)
         self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
 
     @property
@@ -212,6 +216,14 @@ class Engine:
     def _grad_norm(self) -> float:
         norm = self._hook.grad_norm if self._hook else self.deepspeed.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
+
+
+def _restore_dtypes(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """Undoes what DeepSpeed does to buffers when it makes a model bf16: means would stand still."""
+    for path, dtype in dtypes.items():
+        prefix, _, name = path.rpartition(".")
+        owner = module.get_submodule(prefix)
+        owner._buffers[name] = module.get_buffer(path).to(dtype)
 
 
 def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

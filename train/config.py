@@ -18,10 +18,12 @@ from pydantic import BaseModel, Field, ValidationError
 from data.config import DataConfig
 from model.build import ModelConfig
 from model.config import Config
+from model.smoe.config import SparseMoEConfig
 from parallel.config import CheckpointConfig, ParallelConfig
 from parallel.dims import Dims
 from parallel.zero import Precision
 from train.errors import ConfigError
+from train.loss import LossConfig
 from train.metrics import LogConfig
 from train.optimizer import OptimizerConfig
 from train.schedule import ScheduleConfig
@@ -63,6 +65,7 @@ class RunConfig(Config):
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    loss: LossConfig = LossConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -262,6 +265,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         expert_parallel_size=config.parallel.expert_parallel_size,
     )
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
+    check_experts(config, dims.expert_parallel_size)
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -290,16 +294,39 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     Raises:
         ConfigError: it does not divide heads, width or inner width.
     """
-    inner = model.feed_forward.inner_size(model.hidden_size)
-    for key, value in (
-        ("model.num_heads", model.num_heads),
-        ("model.hidden_size", model.hidden_size),
-        ("model.feed_forward.hidden_size", inner),
-    ):
+    sizes = {"model.num_heads": model.num_heads, "model.hidden_size": model.hidden_size}
+    sizes |= model.feed_forward.cut_sizes(model.hidden_size)
+    for key, value in sizes.items():
         if value % size:
             raise ConfigError(
                 f"parallel.tensor_parallel_size: {size} does not divide {key}: {value}"
             )
+
+
+def check_experts(config: RunConfig, size: int) -> None:
+    """Checks that experts can be spread over processes.
+
+    Raises:
+        ConfigError: there are none, they have no equal parts, or ZeRO cannot hold them.
+    """
+    feed_forward, stage = config.model.feed_forward, config.parallel.zero_stage
+    if not isinstance(feed_forward, SparseMoEConfig):
+        if size > 1:
+            raise ConfigError(
+                f"parallel.expert_parallel_size: {size} is not allowed with "
+                f"model.feed_forward.kind: {feed_forward.kind}, which has no experts to spread"
+            )
+        return
+    if feed_forward.num_experts % size:
+        raise ConfigError(
+            f"parallel.expert_parallel_size: {size} does not divide "
+            f"model.feed_forward.num_experts: {feed_forward.num_experts}"
+        )
+    if stage == 3:
+        raise ConfigError(
+            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe: DeepSpeed "
+            "does not partition experts that other processes do not have; use stage 0, 1 or 2"
+        )
 
 
 def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:

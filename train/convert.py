@@ -49,13 +49,16 @@ def convert(source: Path, destination: Path, to: Format) -> dict[str, Any]:
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
+    if not destination.name:  # the current folder, which will be another one
+        destination = destination.absolute()
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
     is_theirs = is_huggingface_folder(source)
     if is_theirs == (to == "huggingface"):
         other = "polyad" if is_theirs else "huggingface"
         kind = "a Hugging Face folder" if is_theirs else "of Polyad"
-        find_checkpoint(source) if not is_theirs else None  # says so if it is nothing at all
+        if not is_theirs:
+            find_checkpoint(source)  # says so if it is nothing at all
         raise ConfigError(f"{source}: is {kind} already; --to {other} is the other way")
     if is_theirs:
         return _to_polyad(HuggingFaceWeights(source), destination)

@@ -70,7 +70,9 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     """
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probability_V = (logits_V.double() / sampling.temperature).softmax(-1)
+    # The largest becomes 0, which no temperature, however low, makes infinite.
+    logits_V = logits_V.double() - logits_V.max()
+    probability_V = (logits_V / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         sorted_V, order_V = probability_V.sort(descending=True, stable=True)
         before_V = sorted_V.cumsum(-1) - sorted_V  # the mass of likelier ones
@@ -87,6 +89,7 @@ def generate_ids(
     stop_ids: Collection[int] = (),
     vocab_size: int | None = None,
     use_cache: bool = True,
+    name: str = "the model",
 ) -> Iterator[int]:
     """Continues a prompt.
 
@@ -98,9 +101,13 @@ def generate_ids(
         stop_ids: tokens that end it; they are not handed out.
         vocab_size: only ids below it are chosen; None: all that the model has.
         use_cache: keep keys and values, or run the whole window for every token.
+        name: of the model, for an error.
 
     Yields:
         Token ids, each as soon as it is chosen.
+
+    Raises:
+        ConfigError: the model's weights are not such that a token can be chosen.
     """
     config: GPT2Config = model.config  # type: ignore[assignment]
     length, device = config.sequence_length, next(model.parameters()).device
@@ -116,6 +123,10 @@ def generate_ids(
         with torch.inference_mode():
             logits_BTV = model(torch.tensor([window], device=device), cache).logits
             logits_V = logits_BTV[0, -1, :vocab_size].cpu()
+        if not logits_V.isfinite().all():
+            raise ConfigError(
+                f"{name}: its logits are not finite: its weights hold NaN or inf, or are too large"
+            )
         read = len(ids)
         token = choose(logits_V, sampling, generator)
         if token in stop_ids:
@@ -207,6 +218,7 @@ def generate(
         stop_ids=(coder.end_of_text_id,),
         vocab_size=coder.vocab_size,
         use_cache=use_cache,
+        name=str(weights.folder),
     ):
         ids.append(token)
         pieces.append(stream.push(token))

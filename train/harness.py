@@ -53,9 +53,18 @@ def register(folder: Path) -> Path:
 
     Returns:
         The file that was written.
+
+    Raises:
+        ConfigError: It cannot be.
     """
     path = folder / PTH_FILE
-    path.write_text(_LINE, encoding="utf-8")
+    try:
+        path.write_text(_LINE, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written: {error.strerror}; `python -m train.harness --model polyad "
+            f"...` needs no such file"
+        ) from None
     return path
 
 

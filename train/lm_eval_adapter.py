@@ -96,11 +96,24 @@ class PolyadLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        answers = self._score([request[1:] for request in requests], disable_tqdm)
+        answers = self._score([self._pair(*request) for request in requests], disable_tqdm)
         for request, answer in zip(requests, answers, strict=True):
             if request[0] is not None:
                 self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
+
+    def _pair(
+        self, texts: Any, context: list[int], continuation: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Mends what lm-eval's cut between context and continuation leaves empty.
+
+        It moves white space at the end of a context to the continuation, all of it if there is no
+        more. Where the continuation has gone into the context's last token, nothing would be
+        scored, which is more likely than any other answer.
+        """
+        if not continuation and texts is not None and texts[1]:
+            continuation = self.tok_encode(texts[1])
+        return context or [self.prefix_token_id], continuation
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in nats, each after an end of text."""
@@ -168,6 +181,7 @@ class PolyadLM(TemplateLM):
             sampling=sampling,
             stop_ids=(self.eot_token_id,),
             vocab_size=self._coder.vocab_size,
+            name=self._about["checkpoint"],
         ):
             text += stream.push(token)
             if any(mark in text for mark in until):
@@ -186,23 +200,36 @@ def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampli
     rest = copy.copy(options)
     until = rest.pop("until", None) or []
     until = [until] if isinstance(until, str) else [mark for mark in until if mark]
-    lengths = [rest.pop(key, None) for key in _LENGTHS]
+    lengths = [_number(rest, key, int) for key in _LENGTHS]
     max_tokens = next((int(length) for length in lengths if length is not None), MAX_GENERATED)
     sampled = bool(rest.pop("do_sample", False))
-    temperature, top_p = float(rest.pop("temperature", 1.0)), float(rest.pop("top_p", 1.0))
+    temperature, top_p = (_number(rest, key, float) for key in ("temperature", "top_p"))
     if rest:
         key = min(rest)
         raise ConfigError(
             f"{key}: {rest[key]!r}: generation knows until, do_sample, temperature, top_p and "
             f"max_gen_toks"
         )
-    return until, max_tokens, Sampling(temperature=temperature if sampled else 0.0, top_p=top_p)
+    temperature = 1.0 if temperature is None else temperature
+    sampling = Sampling(
+        temperature=temperature if sampled else 0.0, top_p=1.0 if top_p is None else top_p
+    )
+    return until, max_tokens, sampling
+
+
+def _number(options: dict[str, Any], key: str, kind: type[int] | type[float]) -> float | None:
+    """Takes a number out of a task's options; None where the task says nothing."""
+    value = options.pop(key, None)
+    try:
+        return None if value is None else kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}: {value!r} is not a number") from None
 
 
 def _batch_size(given: int | str | None) -> int:
     text = str(given or 1)
     if text.startswith("auto"):
         return _AUTOMATIC_BATCH
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"batch_size: {given!r} is not allowed: a number of at least 1, or auto")
     return int(text)

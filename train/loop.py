@@ -5,19 +5,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from model.output import RoutingStats
 from parallel import comm
 from parallel.zero import Engine, StepResult
 from train.config import RunConfig
 from train.errors import RunError
-from train.loss import split_samples
+from train.loss import LossConfig, routing_loss, split_samples
 from train.metrics import Metrics, peak_flops, peak_memory_bytes
+from train.routing import RoutingMean, routing_record, update_routers
 from train.schedule import learning_rate
 from train.state import TrainState
+
+NO_OTHER_LOSS = LossConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,14 @@ def train_loop(
             rate = learning_rate(
                 config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
             )
-            loss, result = train_step(engine, micro_batches, accumulation_steps, rate)
+            loss, result, routing = train_step(
+                engine,
+                micro_batches,
+                accumulation_steps,
+                rate,
+                losses=config.loss,
+                progress=(state.step + 1) / config.train.steps,
+            )
             seconds = time.monotonic() - started
             _advance(state, config, tokens_per_step, seconds, loss, result)
             tick()
@@ -87,7 +98,7 @@ def train_loop(
                 "memory_bytes": peak_memory_bytes(world.device),
                 "skipped": not result.applied,
                 "skipped_steps": state.skipped_steps,
-            }
+            } | routing_record(routing)
             too_many = state.skipped_in_a_row >= config.train.max_skipped_steps
             done = state.step == config.train.steps
             due = not too_many and _due(state.step, config.evaluation.every, done)
@@ -107,9 +118,25 @@ def train_loop(
                 saved_at = state.step
 
 
+class StepOutcome(NamedTuple):
+    """An optimizer step over the global batch; the same on every process."""
+
+    loss: float
+    """Mean negative log-likelihood of a token, in nats."""
+    result: StepResult
+    routing: tuple[RoutingStats, ...]
+    """Averaged over the step; empty in a dense model."""
+
+
 def train_step(
-    engine: Engine, micro_batches: Iterator[Tensor], accumulation_steps: int, learning_rate: float
-) -> tuple[float, StepResult]:
+    engine: Engine,
+    micro_batches: Iterator[Tensor],
+    accumulation_steps: int,
+    learning_rate: float,
+    *,
+    losses: LossConfig = NO_OTHER_LOSS,
+    progress: float = 0.0,
+) -> StepOutcome:
     """One optimizer step over the global batch.
 
     Args:
@@ -117,22 +144,32 @@ def train_step(
         micro_batches: this process's, in order.
         accumulation_steps: how many of them make a step.
         learning_rate: of this step.
+        losses: what routed layers add.
+        progress: share of the run's steps that are done after this one, for routers that change
+            over a run.
 
     Returns:
-        The mean loss of the global batch in nats a token, and what became of the step. Both are
-        the same on every process.
+        What came of it.
     """
-    total = torch.zeros((), device=engine.device)
+    total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
     result: StepResult | None = None
     for _ in range(accumulation_steps):
         tokens = next(micro_batches).to(engine.device, non_blocking=True)
         input_ids_BT, target_ids_BT = split_samples(tokens)
-        loss = engine.token_losses(engine(input_ids_BT).logits, target_ids_BT).mean()
+        logits_BTV, routing = engine(input_ids_BT)
+        loss = engine.token_losses(logits_BTV, target_ids_BT).mean()
         total += loss.detach() / accumulation_steps
+        routing_mean.add(routing)
+        added = routing_loss(routing, losses)
+        if added is not None:
+            loss = loss + added
         engine.backward(loss)
         result = engine.step(learning_rate)
     assert result is not None
-    return comm.mean_over_ranks(total).item(), result
+    loss_mean, routing = routing_mean.over_ranks(total)
+    if result.applied:
+        update_routers(engine.module, routing, progress)
+    return StepOutcome(loss_mean.item(), result, routing)
 
 
 def _advance(

@@ -3,8 +3,47 @@
 Shapes: B batch, T tokens in a sequence, V vocabulary.
 """
 
+from typing import Annotated
+
+import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from model.config import Config
+from model.output import RoutingStats
+
+
+class LossConfig(Config):
+    """What is added to the mean negative log-likelihood of a token, for every layer that routes."""
+
+    load_balance: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the load-balance loss E sum_e f_e P_e (Switch: 0.01); 0 leaves it out."""
+    router_z: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the router z-loss, the mean squared logsumexp of its logits (ST-MoE: 0.001);
+    0 leaves it out."""
+
+
+def routing_loss(routing: tuple[RoutingStats, ...], config: LossConfig) -> Tensor | None:
+    """The losses of all routed layers, weighted and added up.
+
+    Args:
+        routing: as the model returned it.
+        config: the coefficients.
+
+    Returns:
+        No dimensions; None where nothing is to be added.
+    """
+    terms = [
+        coefficient * value
+        for stats in routing
+        for coefficient, value in (
+            (config.load_balance, stats.balance_loss),
+            (config.router_z, stats.z_loss),
+        )
+        if coefficient and value is not None
+    ]
+    return torch.stack(terms).sum() if terms else None
 
 
 def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:

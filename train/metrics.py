@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 
 from model.config import Config
+from train.routing import console_summary
 
 # Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32 without TF32).
 DEVICE_PEAKS: dict[str, tuple[float, float]] = {
@@ -196,6 +197,7 @@ def console_line(record: dict[str, Any], total: int, seconds_left: float) -> str
     parts.append(f"{record['memory_bytes'] / 2**30:.2f} GiB")
     if "validation_loss" in record:
         parts.append(f"val {record['validation_loss']:.4f}")
+    parts += console_summary(record)
     if record["skipped"]:
         parts.append(f"SKIPPED ({record['skipped_steps']} so far)")
     parts.append(f"{duration(seconds_left)} left")

@@ -154,7 +154,9 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     """
     plan = plan_run(path, overrides, comm.environment_world_size())
     config, dims, data = plan.config, plan.dims, plan.data
-    world = comm.initialize(config.parallel.timeout_minutes, dims.tensor_parallel_size)
+    world = comm.initialize(
+        config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
+    )
     lock = RunLock(Path(config.run.folder), world)
     state = _start_state(plan)
     engine = _build_engine(plan, world)

@@ -164,6 +164,8 @@ def _their_tokenizer(folder: Path) -> Tokenizer | None:
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"{about}: cannot be read: {error}") from None
         end_of_text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(end_of_text, str | None):
+            raise ConfigError(f"{about}: eos_token: {end_of_text!r:.60} is not a string")
     return Tokenizer.load(folder, end_of_text)
 
 

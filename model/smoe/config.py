@@ -66,7 +66,7 @@ class SparseMoEConfig(Config):
     hangs on how long the text is and what else is in the batch."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: all in one grouped matrix product, or one after the other (the
-    reference, and the only way in float64)."""
+    reference, and the only way in float64 or with widths that are no multiple of 8)."""
 
     @field_validator("placement", mode="before")
     @classmethod
@@ -157,6 +157,19 @@ class SparseMoEConfig(Config):
     def inner_size(self, width: int) -> int:
         """The inner width F of one expert in a model of the given width D."""
         return 4 * width if self.expert_hidden_size is None else self.expert_hidden_size
+
+    def cut_sizes(self, width: int) -> dict[str, int]:
+        """What tensor parallelism divides, by key.
+
+        Args:
+            width: D.
+        """
+        key = "model.feed_forward"
+        sizes = {f"{key}.expert_hidden_size": self.inner_size(width)}
+        if self.placement != 1:
+            dense = 4 * width if self.dense_hidden_size is None else self.dense_hidden_size
+            sizes[f"{key}.dense_hidden_size"] = dense
+        return sizes
 
     def score_size(self) -> int:
         """Width of the cosine score's space."""

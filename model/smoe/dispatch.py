@@ -147,14 +147,15 @@ class _TakeRows(torch.autograd.Function):
     def forward(ctx: Any, tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
         ctx.save_for_backward(row_A)
         ctx.num_tokens = tokens_ND.shape[0]
-        top_k = row_A.shape[0] // tokens_ND.shape[0]
-        return tokens_ND.index_select(0, assignment_M // top_k)
+        ctx.top_k = row_A.shape[0] // max(1, ctx.num_tokens)  # a process may get no row at all
+        return tokens_ND.index_select(0, assignment_M // max(1, ctx.top_k))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (row_A,) = ctx.saved_tensors
         by_assignment = _by_assignment(gradients[0], row_A)
-        return by_assignment.view(ctx.num_tokens, -1, by_assignment.shape[-1]).sum(1), None, None
+        by_token_NKD = by_assignment.view(ctx.num_tokens, ctx.top_k, by_assignment.shape[-1])
+        return by_token_NKD.sum(1), None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -52,7 +52,7 @@ class Experts(nn.Module):
         Returns:
             [M, D], in the same order.
         """
-        if self.config.experts == "loop" or rows_MD.dtype == torch.float64:
+        if self.config.experts == "loop" or not _takes_grouped(rows_MD.dtype, self.up):
             return self._one_by_one(rows_MD, counts_E)
         return self._grouped(rows_MD, counts_E)
 
@@ -73,6 +73,12 @@ class Experts(nn.Module):
                 inner = inner + self.up_bias[expert]
             outputs.append(gelu(inner, approximate="tanh") @ self.down[expert])
         return torch.cat(outputs)
+
+
+def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
+    """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])
+    return aligned and dtype != torch.float64
 
 
 def _product(rows_MD: Tensor, weight_EDF: Tensor, offsets_E: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Graph(nn.Module, ABC):
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
-        self.config, self.causal = config, context.causal
+        self.config, self.context, self.causal = config, context, context.causal
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each buffer starts; see `model/initialization.py`."""

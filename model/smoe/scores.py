@@ -84,7 +84,7 @@ class CosineScore(Score):
         size = config.score_size()
         self.projection = nn.Parameter(torch.empty(size, context.hidden_size))
         self.embedding = nn.Parameter(torch.empty(config.num_experts, size))
-        self.temperature = nn.Parameter(torch.empty(()))
+        self.temperature = nn.Parameter(torch.empty(1))  # DeepSpeed takes no scalars
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal directions, and X-MoE's temperature."""

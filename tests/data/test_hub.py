@@ -11,7 +11,7 @@ import pytest
 
 from data.dataset import PreparedData
 from data.errors import DataError
-from data.hub import HubDataset, find_dataset, join_articles
+from data.hub import DatasetSource, HubDataset, find_dataset, join_articles
 from data.manifest import SPLITS
 from data.prepare import prepare
 from data.text import open_source, open_splits
@@ -258,6 +258,29 @@ def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
     assert "no train split; it has test" in error_of(open_splits, f"hub:{tmp_path}/nulls")
     (tmp_path / "nulls" / "test.parquet").write_bytes(b"nothing")
     assert "nulls" in error_of(lambda: texts(open_source(f"hub:{tmp_path}/nulls")))
+
+
+def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, monkeypatch):
+    library = pytest.importorskip("httpx2", reason="what the hub's client raises")
+    monkeypatch.setattr("data.prepare.SAVE_SECONDS", 0.0)
+
+    class Rows:
+        """A stream whose connection ends, as it cannot here without a network."""
+
+        def __init__(self, found):
+            self.found = found
+
+        def iter(self, batch_size):
+            yield {"text": self.found}
+            raise library.ReadError("the server went away")
+
+    found = [document.text for document in open_source(str(texts)).documents()]
+    source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
+    monkeypatch.setattr("data.prepare.open_splits", lambda *_, **__: {"train": source})
+    with pytest.raises(DataError, match="hub:a/b: the server went away"):
+        prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
+    (kept,) = tmp_path.glob(".out.partial-*")
+    assert (kept / "resume.json").is_file()
 
 
 def test_code_that_comes_with_a_data_set_is_not_run(tmp_path):

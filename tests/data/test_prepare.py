@@ -142,6 +142,27 @@ def test_given_splits_are_taken_whole(tmp_path):
     assert manifest.splits["validation"].words == 12
 
 
+@pytest.mark.parametrize(
+    "name", ["source", "output", "tokenizer", "validation_source", "test_source", "end_of_text"]
+)
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, name):
+    # As of a variable that is not set in a shell; the current folder has text that is not meant.
+    monkeypatch.chdir(tmp_path)
+    given = {"source": jsonl(tmp_path / "a.jsonl", ["a b"] * 10), "output": "out"}
+    given["tokenizer"] = "train:300"
+    with pytest.raises(DataError, match="is empty"):
+        silent(**(given | {name: ""}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_a_name_that_the_manifest_cannot_hold_is_refused_before_the_work(tmp_path):
+    source = jsonl(tmp_path / "\udcff.jsonl", ["a b"] * 10)
+    with pytest.raises(DataError, match=r"--source: '.*udcff\.jsonl' is not text in UTF-8"):
+        silent(source, "train:300", tmp_path / "out")
+    # In a folder the name of a file may be any bytes.
+    assert silent(str(tmp_path), "train:300", tmp_path / "out").splits["train"].documents == 8
+
+
 def test_same_request_is_reused_and_another_is_refused(tmp_path):
     source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
     first = silent(source, "train:300", out)
@@ -164,6 +185,20 @@ def test_same_request_is_reused_and_another_is_refused(tmp_path):
 def test_same_text_gives_the_same_fingerprint(tmp_path, texts):
     one, two = (silent(str(texts), "train:300", tmp_path / name) for name in "ab")
     assert one.fingerprint == two.fingerprint
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "thesis.txt"])
+def test_what_came_while_it_worked_is_not_replaced(tmp_path, name):
+    source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
+
+    def meanwhile(line):
+        out.mkdir(exist_ok=True)
+        (out / name).write_text("precious")
+
+    with pytest.raises(DataError, match=r"--overwrite|did not make"):
+        prepare(source, "train:300", out, report=meanwhile)
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_text() == "precious"
 
 
 def test_foreign_content_is_never_replaced(tmp_path):

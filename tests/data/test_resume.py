@@ -1,5 +1,6 @@
 """An interrupted `polyad prepare` goes on, to the files of one that was not interrupted."""
 
+import hashlib
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ from data.dataset import PreparedData
 from data.errors import DataError
 from data.prepare import prepare
 from data.resume import RESUME_FILE
-from data.writer import DatasetWriter
+from data.tokenizer import Tokenizer
+from data.writer import DatasetWriter, SplitState, SplitWriter
 
 PREPARE_SLOWLY = """
 import sys, time, data.prepare, data.writer
@@ -149,3 +151,12 @@ def test_every_core_encodes_whatever_the_environment_says(tmp_path, texts, prepa
     threads, after = done.stdout.split()
     assert int(threads) >= 23
     assert after == "false"
+
+
+def test_a_missing_file_of_an_empty_split_is_damage(tmp_path, prepared_path):
+    nothing = hashlib.sha256().hexdigest()
+    state = SplitState(
+        documents=0, tokens=0, words=0, bytes=0, sha256=nothing, lengths_sha256=nothing
+    )
+    with pytest.raises(DataError, match=r"test\.bin: damaged .*begins from the start"):
+        SplitWriter(tmp_path / "test", Tokenizer.load(prepared_path), state)

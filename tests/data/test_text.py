@@ -150,6 +150,22 @@ def test_parquet_errors_name_the_columns(tmp_path):
     assert "cannot be read as Parquet" in error_of(tmp_path / "c.parquet")
 
 
+def test_strings_of_every_kind_are_read_from_parquet(tmp_path):
+    for kind in (pyarrow.large_string(), pyarrow.string_view()):
+        path = write_parquet(tmp_path / "a.parquet", text=pyarrow.array(["one", "two"], kind))
+        assert read(path) == ["one", "two"]
+    names = ["text", "text"]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    assert error_of(tmp_path / "b.parquet").endswith("has 2 columns called 'text'")
+
+
+def test_many_keys_are_not_all_listed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(dict.fromkeys(map(str, range(5000)), 1)))
+    assert error_of(path).endswith("'19' and 4,980 more; choose one with --text-key")
+
+
 def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
     (tmp_path / "corpus.txt").write_text("a")
     assert "did you mean 'corpus.txt'?" in error_of(tmp_path / "corpsu.txt")
@@ -176,3 +192,39 @@ def test_empty_files_are_refused_before_anything_is_read(tmp_path):
     for spec in (tmp_path, tmp_path / "a.txt"):
         with pytest.raises(DataError, match="no text in it: 0 bytes"):
             open_source(str(spec))
+
+
+@pytest.mark.parametrize("spec", ["", "~nobody-of-this-name/a.txt", "a" * 300 + ".txt"])
+def test_paths_that_cannot_be_are_one_line(spec):
+    assert spec in error_of(spec)
+
+
+def test_a_file_that_the_disk_does_not_give_has_the_disk_as_its_cause(tmp_path):
+    # By it `data.staging` keeps what is done; a file that is no text has no such cause.
+    for ending in (".txt", ".jsonl", ".parquet"):
+        path = tmp_path / f"a{ending}"
+        path.write_bytes(b"\xff")
+        source = open_source(str(path))
+        with pytest.raises(DataError) as caught:
+            list(source.documents())
+        assert caught.value.__cause__ is None
+        path.unlink()
+        with pytest.raises(DataError, match="No such file") as caught:
+            list(source.documents())
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for folder in (root, elsewhere):
+        folder.mkdir()
+    (root / "a.txt").write_text("one")
+    (elsewhere / "b.txt").write_text("two")
+    (root / "linked").symlink_to(elsewhere)
+    (root / "c.txt").symlink_to(elsewhere / "b.txt")
+    assert read(root) == ["one", "two", "two"]
+    (root / "d.txt").symlink_to(tmp_path / "gone.txt")
+    assert error_of(root).endswith(f"d.txt: a link to {tmp_path}/gone.txt, which does not exist")
+    (root / "d.txt").unlink()
+    (elsewhere / "up").symlink_to(root)
+    assert f"a link makes this folder part of {root} twice" in error_of(root)

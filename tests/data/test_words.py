@@ -130,6 +130,16 @@ def test_bad_size_is_refused(spec):
         resolve_tokenizer(spec, training_texts=lambda: iter(["a"]))
 
 
-def test_unk_cannot_end_documents():
+def test_unk_cannot_end_documents(tmp_path):
     with pytest.raises(DataError, match=re.escape("'<unk>' cannot end")):
         resolve_tokenizer("words", end_of_text="<unk>", training_texts=lambda: iter(["a"]))
+    # An unknown word in a text would end its document.
+    file = word_file(tmp_path / "words.json", {"<unk>": 0, "a": 1, "</s>": 2})
+    with pytest.raises(DataError, match=r"words\.json: '<unk>' stands for unknown words"):
+        Tokenizer.load(file, "<unk>")
+    assert Tokenizer.load(file).encode("a b </s>") == [1, 0, 0]
+
+
+def test_text_without_a_word_has_no_vocabulary():
+    with pytest.raises(DataError, match="has no word"):
+        train_words(iter([" \n", "<unk>"]), None, END_OF_TEXT)

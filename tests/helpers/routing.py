@@ -40,7 +40,7 @@ def scatter(module, scale=0.3, seed=1):
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in filter(torch.Tensor.dim, module.parameters()):
+        for parameter in (p for p in module.parameters() if p.numel() > 1):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise.to(parameter.dtype), alpha=scale)
     return module

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,12 +20,19 @@ from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.loop import train_step
-from train.loss import token_losses
+from train.loss import LossConfig, token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
+from train.routing import routing_record
 
 # Odd sizes, so that fragments and padding fall everywhere.
 MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
+
+
+def moe_model(**feed_forward: Any) -> GPT2Config:
+    """The tiny model with experts in its blocks; keywords say more of them."""
+    section = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24}
+    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class Case:
     momentum: float = 0.0
     tensor: int = 1
     """Tensor-parallel processes."""
+    expert: int = 1
+    """Expert-parallel processes."""
+    losses: LossConfig = field(default_factory=LossConfig)
+    total_steps: int = 100
+    """Of the run, for what changes over it."""
     poison: str | None = None
     """`loss` or `gradient`: made NaN on the last rank at `poison_step`, in `poison_micro_batch`."""
     poison_step: int = -1
@@ -67,14 +79,18 @@ def global_batch(step: int, config: GPT2Config) -> torch.Tensor:
 
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     """An engine for a case, filled from initial weights or from a source."""
-    world = comm.initialize(tensor_parallel_size=case.tensor)
+    world = comm.initialize(tensor_parallel_size=case.tensor, expert_parallel_size=case.expert)
     config = case.model.model_copy(update={"dropout": case.dropout})
     optimizer = OptimizerConfig(
         kind=case.optimizer, learning_rate=case.learning_rate, momentum=case.momentum
     )
     engine = parallelize(
         build_model(config),
-        Dims(world_size=world.size, tensor_parallel_size=case.tensor),
+        Dims(
+            world_size=world.size,
+            tensor_parallel_size=case.tensor,
+            expert_parallel_size=case.expert,
+        ),
         ParallelConfig(zero_stage=case.stage),
         world=world,
         make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
@@ -103,22 +119,28 @@ def train(case: Case) -> dict[str, Any]:
     comm.seed_random(5, case.first_step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world.device)
-    losses, norms, applied = [], [], []
+    losses, norms, applied, routing = [], [], [], []
     for step in range(case.first_step, case.last_step):
         batches = local_batches(step, world, case.model)
-        if step == case.poison_step:
-            if case.skip_data:
-                continue
-            with poisoned(engine, case, world):
-                loss, result = train_step(engine, iter(batches), len(batches), case.learning_rate)
-        else:
-            loss, result = train_step(engine, iter(batches), len(batches), case.learning_rate)
-        losses.append(loss)
-        norms.append(result.grad_norm)
-        applied.append(result.applied)
+        if step == case.poison_step and case.skip_data:
+            continue
+        spoil = poisoned(engine, case, world) if step == case.poison_step else nullcontext()
+        with spoil:
+            outcome = train_step(
+                engine,
+                iter(batches),
+                len(batches),
+                case.learning_rate,
+                losses=case.losses,
+                progress=(step + 1) / case.total_steps,
+            )
+        losses.append(outcome.loss)
+        norms.append(outcome.result.grad_norm)
+        applied.append(outcome.result.applied)
+        routing.append(routing_record(outcome.routing))
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
-    return {"losses": losses, "norms": norms, "applied": applied}
+    return {"losses": losses, "norms": norms, "applied": applied, "routing": routing}
 
 
 @contextmanager

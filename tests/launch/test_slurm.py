@@ -105,6 +105,15 @@ def test_counts_are_positive(name: str) -> None:
         SlurmJob(**{name: 0})  # type: ignore[arg-type]
 
 
+def test_counts_that_slurm_or_the_processes_have_no_room_for_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"^--signal-seconds: 65536 .*at most 65535"):
+        SlurmJob(signal_seconds=65536)
+    job = SlurmJob(gpus_per_node=3)
+    with pytest.raises(LaunchError, match=r"^--gpus-per-node: 3 .*--processes-per-node 4"):
+        script_text(Path("/runs/a"), job, AGENT, 2, 4, {})
+    assert "--gpus-per-node=3\n" in script_text(Path("/runs/a"), job, AGENT, 2, 3, {})
+
+
 @pytest.mark.parametrize("folder", ["/runs/a b", "/runs/a\n#SBATCH --wrap=id", "/r/$(id)", "/r/%j"])
 def test_a_run_folder_that_cannot_stand_in_a_directive_is_refused(folder: str) -> None:
     with pytest.raises(LaunchError, match=r"^run\.folder: ") as caught:
@@ -242,3 +251,9 @@ def test_the_script_is_submitted(
     line = error_line(capfd.readouterr().err)
     assert "sbatch refused" in line
     assert "invalid partition" in line
+    write_command(config.parent / "sbatch", r"printf '\xff' >&2; exit 1")
+    assert run(["launch", str(config), *SLURM]) == 1
+    assert "sbatch refused" in error_line(capfd.readouterr().err)
+    (config.parent / "sbatch").write_text("no program")
+    assert run(["launch", str(config), *SLURM]) == 1
+    assert "sbatch cannot be started: Exec format error" in error_line(capfd.readouterr().err)

@@ -86,7 +86,9 @@ def test_different_dropouts_are_none():
         ({"n_head": 5}, ["768", "5"]),
         ({"n_layer": "12"}, ["n_layer", "'12'"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
-        ({"n_inner": -1}, ["-1"]),
+        ({"n_inner": -1}, ["n_inner", "-1"]),
+        ({"vocab_size": None}, ["vocab_size", "None"]),
+        ({f"{kind}_pdrop": [1] for kind in ("resid", "embd", "attn")}, ["resid_pdrop", "[1]"]),
     ],
 )
 def test_another_architecture_is_refused_by_name_and_value(change, words):

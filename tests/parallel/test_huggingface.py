@@ -144,6 +144,7 @@ def drop(name):
         (lambda t: t | {"transformer.h.2.ln_1.bias": torch.ones(32)}, ["unknown tensor h.2.ln_1"]),
         (lambda t: t | {"lm_head.weight": torch.ones(400, 32)}, ["lm_head.weight", "tied"]),
         (lambda t: t | {"lm_head.weight": torch.ones(4, 32)}, ["lm_head.weight", "tied"]),
+        (lambda t: t | {"wte.weight": torch.ones(400, 32)}, ["wte.weight is there twice"]),
         (
             lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.ones(128, 32)},
             ["h.0.mlp.c_fc.weight is [128, 32]", "[32, 128]"],
@@ -176,10 +177,42 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     index["weight_map"]["transformer.wte.weight"] = "model-00001.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(tmp_path, "model-00001.safetensors: missing")
+    for name in ("", "..", "\ud800"):
+        index["weight_map"]["transformer.wte.weight"] = name
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        refused(tmp_path, "not a file of this folder" if name in {"", ".."} else "is damaged")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    refused(tmp_path, "config.json: cannot be read")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "config.json: cannot be read")
     (tmp_path / "config.json").write_text("[]")
     refused(tmp_path, "config.json: holds list")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_layer": 10**9}, ["no tensor h.999999999.ln_1.weight", "n_layer 1000000000"]),
+        ({"n_embd": 10**18}, ["config.json: asks for more"]),
+        ({"vocab_size": 10**19}, ["config.json: asks for more"]),
+    ],
+)
+def test_sizes_without_bounds_are_refused_before_a_model_is_built(folder, tmp_path, change, words):
+    rewrite(folder, tmp_path, lambda tensors: tensors)
+    tree = json.loads((folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    refused(tmp_path, *words)
+
+
+def test_a_head_with_the_nan_of_its_embedding_is_tied(folder, tmp_path):
+    def spoil(tensors):
+        embedding = tensors["transformer.wte.weight"].clone()
+        embedding[3, 4] = torch.nan
+        tied = {"transformer.wte.weight": embedding, "lm_head.weight": embedding.clone()}
+        return tensors | tied
+
+    weights = HuggingFaceWeights(rewrite(folder, tmp_path, spoil))
+    assert weights.whole("token_embedding.weight").isnan().sum() == 1
 
 
 def refused(folder, *words):

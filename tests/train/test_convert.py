@@ -3,6 +3,7 @@
 import json
 import shutil
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,6 +272,14 @@ def test_a_conversion_that_fails_leaves_nothing(finished, tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space"):
         convert(finished, tmp_path / "new", "huggingface")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_current_folder_may_be_the_destination(exported, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = convert(exported, Path("."), "polyad")
+    assert set(result["files"]) == {path.name for path in (tmp_path / "here").iterdir()}
+    assert "folder: runs/here\n" in (tmp_path / "here" / "config.yaml").read_text()
 
 
 def test_an_empty_destination_may_exist_and_the_result_is_json(finished, tmp_path, capfd):

@@ -101,6 +101,7 @@ def test_choice_follows_probability_and_top_p_by_hand():
     assert shares(Sampling(top_p=0.5)) == [0, 0, 1, 0]
     assert shares(Sampling(top_p=1e-9)) == [0, 0, 1, 0]
     assert shares(Sampling(temperature=0)) == [0, 0, 1, 0]
+    assert shares(Sampling(temperature=1e-310)) == [0, 0, 1, 0]  # below what 1 / x has room for
     # Squares 0.09, 0.0025, 0.25, 0.0225 of 0.365.
     expected = [0.2466, 0.0068, 0.6849, 0.0616]
     assert shares(Sampling(temperature=0.5)) == pytest.approx(expected, abs=0.03)
@@ -127,6 +128,15 @@ def test_a_seed_gives_the_same_tokens_whatever_was_drawn_before():
 def test_bad_numbers_are_refused(options, word):
     with pytest.raises(ConfigError, match=word):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
+def test_weights_that_are_not_finite_choose_no_token(sampling):
+    model = small_model()
+    with torch.no_grad():
+        next(model.parameters())[3, 0] = torch.nan
+    with pytest.raises(ConfigError, match="a model of mine: its logits are not finite"):
+        ids_of(model, [3], sampling=sampling, name="a model of mine")
 
 
 def test_text_comes_in_whole_characters(prepared):
@@ -212,6 +222,8 @@ def test_bad_input_is_one_line(finished, tmp_path, prepared_path, capfd):
     shutil.copy(tokenizer, tmp_path / "theirs")
     (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "<no>"}')
     assert "'<no>'" in refused(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": 5}')
+    assert "tokenizer_config.json: eos_token: 5 is not a string" in refused(tmp_path / "theirs")
     with pytest.raises(ConfigError, match="UTF-8"):
         generate(finished, "\udcff")
 

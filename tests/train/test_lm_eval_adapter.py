@@ -94,6 +94,23 @@ def test_log_likelihoods_equal_transformers(finished, reference, batch_size):
         assert greedy == expected[1]
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_there_is_always_a_context_and_something_to_score(finished, reference, batch_size):
+    model = PolyadLM(str(finished), batch_size=batch_size)
+    encode, end = model.tok_encode, model.eot_token_id
+    assert len(encode("in")) == len(encode("i")) == 1  # lm-eval leaves nothing of "n"
+    cases = {
+        (" ", "x"): ([end], encode(" x")),
+        ("\n \n", "x"): ([end], encode("\n \nx")),
+        ("i", "n"): (encode("i"), encode("n")),
+    }
+    answers = model.loglikelihood(requests("loglikelihood", *cases), disable_tqdm=True)
+    for (total, greedy), (context, continuation) in zip(answers, cases.values(), strict=True):
+        expected = log_likelihood(reference, context, continuation)
+        assert total == pytest.approx(expected[0], abs=1e-3, rel=1e-5)
+        assert greedy == expected[1]
+
+
 def test_what_greedy_decoding_says_is_greedy(finished):
     model = PolyadLM(str(finished))
     options = {"until": [], "max_gen_toks": 5}
@@ -157,6 +174,7 @@ def test_generation_ends_before_the_first_mark_and_within_its_length(finished):
     [
         ({"batch_size": "many"}, "batch_size: 'many'"),
         ({"batch_size": 0.5}, "batch_size: 0.5"),
+        ({"batch_size": "²"}, "batch_size: '²'"),
         ({"precision": "fp16"}, "precision: 'fp16' is not allowed: fp32, bf16"),
         ({"checkpoint": "nowhere"}, "nowhere: there is no such folder"),
     ],
@@ -167,10 +185,26 @@ def test_bad_arguments_are_refused(finished, arguments, words):
     assert caught.value.exit_status == 2
 
 
-def test_options_that_are_not_built_are_refused(finished):
-    asked = requests("generate_until", ("x", {"num_beams": 4}))
-    with pytest.raises(ConfigError, match="num_beams: 4"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 4}, "num_beams: 4"),
+        ({"max_gen_toks": "x"}, "max_gen_toks: 'x' is not a number"),
+        ({"temperature": [1]}, r"temperature: \[1\] is not a number"),
+    ],
+)
+def test_options_that_are_not_built_are_refused(finished, options, words):
+    asked = requests("generate_until", ("x", options))
+    with pytest.raises(ConfigError, match=words):
         PolyadLM(str(finished)).generate_until(asked, disable_tqdm=True)
+
+
+def test_an_option_that_says_nothing_is_its_default(finished):
+    model = PolyadLM(str(finished))
+    options = {"max_gen_toks": 5, "temperature": None, "top_p": None, "until": None}
+    asked = requests("generate_until", ("x", options), ("x", {"max_gen_toks": 5}))
+    said, expected = model.generate_until(asked, disable_tqdm=True)
+    assert said == expected
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +288,11 @@ def test_plain_lm_eval_knows_it_once_registered(finished, tasks, tmp_path):
     done = harness_command(tmp_path, *command, tasks=tasks, finished=finished)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "polyad_choice" in results_of(tmp_path)["results"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"none/polyad_lm_eval\.pth: cannot be written"):
+        harness.register(tmp_path / "none")
 
 
 def test_registration_does_nothing_in_other_processes(tmp_path):

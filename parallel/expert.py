@@ -1,0 +1,259 @@
+"""Expert parallelism: whole experts on different processes, tokens exchanged with them.
+
+The router is on every process. Each sends the rows of its tokens to the processes that have their
+experts, and gets the outputs back: two exchanges forward and two backward, of K T D (EP - 1) / EP
+numbers each under even routing, and no gathering. Under tensor parallelism the inner width of every
+expert is cut, too: the processes that share tokens each compute a part of the same rows.
+
+Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width,
+P processes that share the experts, X experts of each.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+
+from model.attention import AttentionTrace
+from model.cache import LayerCache
+from model.smoe.dispatch import Dispatcher, Plan, plan, take_rows
+from model.smoe.experts import Experts
+from model.smoe.graph import AttentionGraph, Mixed, head_entropies, mix
+from model.smoe.layer import SparseMoE
+from model.smoe.selection import Selected
+from parallel import comm
+from parallel.placement import split_experts
+from parallel.tensor import tensor_parallel_library
+from parallel.zero import import_deepspeed
+
+
+def parallelize_experts(layer: SparseMoE, world: comm.World) -> None:
+    """Cuts the experts of one layer over the processes, in place.
+
+    Args:
+        layer: on the meta device.
+        world: this process, with its expert-parallel and tensor-parallel ranks.
+    """
+    experts = layer.experts
+    _cut(experts, "up", world, inner=2)
+    _cut(experts, "down", world, inner=1)
+    if experts.up_bias is not None:
+        _cut(experts, "up_bias", world, inner=1)
+    if world.expert_parallel_size > 1:
+        layer.dispatcher = _expert_parallel_dispatcher()(experts.config.num_experts, world)
+    elif world.tensor_parallel_size > 1:
+        layer.dispatcher = TensorParallelDispatcher()
+    graph = layer.router.graph
+    if world.tensor_parallel_size > 1 and isinstance(graph, AttentionGraph):
+        layer.router.graph = TensorParallelAttentionGraph(graph, world)
+
+
+def _cut(experts: Experts, name: str, world: comm.World, *, inner: int) -> None:
+    """Leaves of one parameter this process's part: some experts, some of their inner units."""
+    whole = getattr(experts, name)
+    placement = split_experts(
+        tuple(whole.shape),
+        expert_rank=world.expert_parallel_rank,
+        expert_parts=world.expert_parallel_size,
+        inner_axis=inner,
+        inner_rank=world.tensor_parallel_rank,
+        inner_parts=world.tensor_parallel_size,
+    )
+    with torch.device("meta"):
+        part = nn.Parameter(torch.empty(placement.shape))
+    part.placement = placement  # type: ignore[attr-defined]
+    # By these names DeepSpeed knows over which processes a gradient and a norm are summed.
+    if world.tensor_parallel_size > 1:
+        part.tensor_model_parallel = True  # type: ignore[attr-defined]
+    if world.expert_parallel_size > 1:
+        part.allreduce = False  # type: ignore[attr-defined]
+        part.group_name = group_name(world.expert_parallel_size)  # type: ignore[attr-defined]
+    setattr(experts, name, part)
+
+
+def group_name(expert_parallel_size: int) -> str:
+    """What DeepSpeed calls the groups of processes that share a set of experts."""
+    return f"ep_size_{expert_parallel_size}"
+
+
+def forget_groups(tensor_parallel_size: int) -> None:
+    """Lets DeepSpeed make its groups of experts anew, if those it has are of another layout."""
+    import_deepspeed()
+    from deepspeed.utils import groups
+
+    if groups.expert_tensor_parallel_world_size != tensor_parallel_size:
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
+
+
+def split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Gives experts parameter groups of their own, as DeepSpeed needs them, in place.
+
+    Args:
+        optimizer: before its first step.
+    """
+    import_deepspeed()
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    for number, group in enumerate(optimizer.param_groups):
+        group["name"] = f"group {number}"
+    split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
+    optimizer.param_groups = [group for group in split if group["params"]]
+
+
+class TensorParallelDispatcher(Dispatcher):
+    """Experts whose inner width is cut: each process computes a part of every output."""
+
+    def forward(
+        self,
+        tokens_ND: Tensor,
+        selected: Selected,
+        experts: Experts,
+        capacity_factor: float | None = None,
+    ) -> tuple[Tensor, Plan]:
+        """See `Dispatcher.forward`; y is the same on every process."""
+        library = tensor_parallel_library()
+        # Up to the reduction a process holds a part of each sum: both inputs sum their gradients.
+        copy = library.copy_to_tensor_model_parallel_region
+        y_ND, where = super().forward(
+            copy(tokens_ND),
+            selected._replace(weights_NK=copy(selected.weights_NK)),
+            experts,
+            capacity_factor,
+        )
+        return library.reduce_from_tensor_model_parallel_region(y_ND), where
+
+
+class _Exchange:
+    """Rows to the processes that have their experts, and back.
+
+    Args:
+        num_experts: E.
+        parts: processes that share them.
+    """
+
+    def __init__(self, num_experts: int, parts: int) -> None:
+        self.parts, self.experts_here = parts, num_experts // parts
+
+    def __call__(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts, group: Any) -> Tensor:
+        """As `Dispatcher.compute`."""
+        counts_PX = counts_E.view(self.parts, self.experts_here)
+        arriving_E = _wait(collectives.all_to_all_single(counts_E, None, None, group))
+        arriving_PX = arriving_E.view(self.parts, self.experts_here)
+        # The one place where the host waits for the device.
+        send, receive = torch.stack([counts_PX.sum(1), arriving_PX.sum(1)]).tolist()
+        arrived_MD = _all_to_all(rows_MD, receive, send, group)
+        if self.experts_here == 1:
+            done_MD = experts(arrived_MD, arriving_PX.sum(0))
+        else:
+            where = self._by_expert(arriving_PX, sum(receive))
+            sorted_MD = experts(take_rows(arrived_MD, where), where.counts_E)
+            back = Plan(where.row_A, where.assignment_M, where.counts_E)
+            done_MD = take_rows(sorted_MD, back)
+        return _all_to_all(done_MD, send, receive, group)
+
+    def _by_expert(self, arriving_PX: Tensor, total: int) -> Plan:
+        """Rows arrive sorted by sender and then by expert; the experts want them by expert."""
+        expert_E = torch.arange(self.experts_here, device=arriving_PX.device).repeat(self.parts)
+        expert_M = expert_E.repeat_interleave(arriving_PX.flatten(), output_size=total)
+        return plan(expert_M.unsqueeze(1), self.experts_here)
+
+
+def _all_to_all(rows_MD: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
+    return _wait(collectives.all_to_all_single_autograd(rows_MD, receive, send, group))
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    done: Tensor = collectives.wait_tensor(tensor)
+    return done
+
+
+@functools.cache
+def _expert_parallel_dispatcher() -> type:
+    """The class, made when DeepSpeed is there: the engine looks for instances of its `MoE`."""
+    import_deepspeed()
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
+
+    class ExpertParallelDispatcher(TensorParallelDispatcher, MoE):
+        def __init__(self, num_experts: int, world: comm.World) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = num_experts
+            self.num_local_experts = num_experts // world.expert_parallel_size
+            self.expert_group_name = group_name(world.expert_parallel_size)
+            self._size, self._tensor_parallel = (
+                world.expert_parallel_size,
+                world.tensor_parallel_size > 1,
+            )
+            self._exchange = _Exchange(num_experts, self._size)
+            self._group: Any = None
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            groups._create_expert_data_and_model_parallel(self._size, mpu=groups.mpu)
+            self._group = groups._get_expert_parallel_group(self.expert_group_name)
+
+        def forward(
+            self,
+            tokens_ND: Tensor,
+            selected: Selected,
+            experts: Experts,
+            capacity_factor: float | None = None,
+        ) -> tuple[Tensor, Plan]:
+            kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
+            return kind.forward(self, tokens_ND, selected, experts, capacity_factor)
+
+        def compute(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+            return self._exchange(rows_MD, counts_E, experts, self._group)
+
+    return ExpertParallelDispatcher
+
+
+class TensorParallelAttentionGraph(AttentionGraph):
+    """The attention graph where each process has some of the heads.
+
+    The process that has the chosen head computes the mixture and the others get it; which one that
+    is depends on a buffer, so all of them run the same operations and none waits to know.
+
+    Args:
+        graph: the whole one.
+        world: this process.
+    """
+
+    def __init__(self, graph: AttentionGraph, world: comm.World) -> None:
+        with torch.device("meta"):
+            super().__init__(graph.config, graph.context)
+        self._heads_here = self.num_heads // world.tensor_parallel_size
+        self._first_head = self._heads_here * world.tensor_parallel_rank
+
+    def forward(
+        self,
+        scores_BTE: Tensor,
+        u_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> Mixed:
+        """See `Graph.forward`."""
+        assert attention is not None
+        assert cache is None  # generation runs in one process
+        library = tensor_parallel_library()
+        copy = library.copy_to_tensor_model_parallel_region
+        head = self.head_entropy.argmin(keepdim=True) - self._first_head
+        is_here = (head >= 0) & (head < self._heads_here)
+        features = self.features(
+            attention._replace(output_BTD=copy(attention.output_BTD)),
+            head.clamp(0, self._heads_here - 1),
+        )
+        mixed_BTE, neighbours = mix(features, copy(scores_BTE), self.config, self.causal)
+        mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
+        mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)
+        assert neighbours is not None
+        measured = torch.zeros(1 + self.num_heads, dtype=neighbours.dtype, device=u_BTD.device)
+        measured[:1] = torch.where(is_here, neighbours, 0.0)
+        here = slice(1 + self._first_head, 1 + self._first_head + self._heads_here)
+        measured[here] = head_entropies(attention, self.causal)
+        measured = library.reduce_from_tensor_model_parallel_region(measured)
+        return Mixed(mixed_BTE, measured[0], measured[1:])

@@ -1,0 +1,176 @@
+"""Experts over processes, looked at from inside; called in worker processes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.build import build_model, place
+from model.gpt2 import GPT2, GPT2Config
+from model.smoe.dispatch import Dispatcher
+from model.smoe.layer import SparseMoE
+from model.smoe.selection import Selected
+from parallel import comm, expert
+from parallel.fragments import MASTER
+from parallel.parallelize import InitialWeights
+from parallel.tensor import placement_of
+
+
+def expert_parallel_model(
+    config: GPT2Config, expert_parallel_size: int, dtype: torch.dtype
+) -> tuple[GPT2, comm.World]:
+    """A model whose experts are spread, in any precision and without an engine."""
+    world = comm.initialize(expert_parallel_size=expert_parallel_size)
+    source = InitialWeights(build_model(config), 7)
+    model = build_model(config)
+    assert isinstance(model, GPT2)
+    expert.forget_groups(1)
+    for layer in model.modules():
+        if isinstance(layer, SparseMoE):
+            expert.parallelize_experts(layer, world)
+    if expert_parallel_size > 1:
+        import deepspeed
+        from deepspeed.utils import groups
+
+        with comm.quiet():  # what the engine does first; it finds the group that is there
+            deepspeed.init_distributed("gloo", verbose=False)
+        groups.mpu = None
+        for block in model.blocks:
+            block.feed_forward.dispatcher.set_deepspeed_parallelism()
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
+            where = placement_of(parameter)
+            (piece,) = where.pieces
+            yield name, source.read(name, MASTER, where.global_shape, piece.origin, where.shape)
+        for name, _ in model.named_buffers():
+            yield name, source.buffer(name)
+
+    place(model, values(), "cpu", dtype)
+    return model, world
+
+
+@contextmanager
+def recorded_ids(model: GPT2) -> Iterator[list[torch.Tensor]]:
+    """The experts that each forward pass chooses, block by block."""
+    ids: list[torch.Tensor] = []
+    hooks = [
+        block.feed_forward.router.selection.register_forward_hook(
+            lambda module, args, output: ids.append(output.expert_ids_NK.clone())
+        )
+        for block in model.blocks
+    ]
+    try:
+        yield ids
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def logits_and_ids(
+    config: GPT2Config, expert_parallel_size: int, input_ids_BT: torch.Tensor
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What a float64 model makes of token ids; every process has the same ones."""
+    model, _ = expert_parallel_model(config, expert_parallel_size, torch.float64)
+    with torch.no_grad(), recorded_ids(model) as ids:
+        logits_BTV = model(input_ids_BT).logits
+    return logits_BTV, ids
+
+
+class Exchanged(TorchDispatchMode):
+    """Counts what collectives send away."""
+
+    def __init__(self, rank_in_group: int) -> None:
+        super().__init__()
+        self.rank, self.numbers, self.others = rank_in_group, 0, set()
+        self.tokens_sent: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            name = func._schema.name
+            if name.endswith("all_to_all_single") and args[0].is_floating_point():
+                rows, width = args[2], args[0].shape[1]
+                away = sum(rows) - rows[self.rank]
+                self.tokens_sent.append(away)
+                self.numbers += away * width
+            elif not name.endswith(("all_to_all_single", "wait_tensor", "wrap_tensor_autograd")):
+                self.others.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens: int) -> Any:
+    """Numbers sent away by one forward and by one backward pass under even routing."""
+    model, world = expert_parallel_model(config, expert_parallel_size, torch.float32)
+    layer = model.blocks[0].feed_forward
+    experts, top_k = config.feed_forward.num_experts, config.feed_forward.top_k
+    ids_NK = torch.arange(tokens * top_k).view(tokens, top_k) % experts
+    weights_NK = torch.full((tokens, top_k), 1 / top_k, requires_grad=True)
+    tokens_ND = torch.randn(tokens, config.hidden_size, requires_grad=True)
+    with Exchanged(world.expert_parallel_rank) as forward:
+        y_ND, _ = layer.dispatcher(tokens_ND, Selected(weights_NK, ids_NK), layer.experts)
+    gradient = torch.ones_like(y_ND)
+    with Exchanged(world.expert_parallel_rank) as backward:
+        y_ND.backward(gradient)
+    return [
+        {"sent": mode.tokens_sent, "numbers": mode.numbers, "others": sorted(mode.others)}
+        for mode in (forward, backward)
+    ]
+
+
+PATTERNS = ("random", "all to the first expert", "none to the last process", "one token", "uneven")
+
+
+def dispatch_against_one_process(
+    config: GPT2Config, expert_parallel_size: int, pattern: str
+) -> dict[str, float]:
+    """Largest differences of outputs and gradients from those of all experts in one process.
+
+    The loss is the sum over processes, so an expert's gradient is that of all tokens together.
+    """
+    model, world = expert_parallel_model(config, expert_parallel_size, torch.float32)
+    layer = model.blocks[0].feed_forward
+    total, top_k = config.feed_forward.num_experts, config.feed_forward.top_k
+    width = config.hidden_size
+    generator = torch.Generator().manual_seed(world.rank)
+    count = {"one token": 1, "uneven": 5 + 9 * world.rank}.get(pattern, 12)
+    if pattern == "all to the first expert":
+        ids_NK = torch.stack([torch.zeros(count), torch.ones(count)], 1).long()[:, :top_k]
+    else:
+        last = total - total // expert_parallel_size
+        limit = last if pattern == "none to the last process" else total
+        scores = torch.rand(count, limit, generator=generator)
+        ids_NK = scores.topk(top_k).indices
+    weights_NK = torch.rand(count, top_k, generator=generator).requires_grad_()
+    tokens_ND = torch.randn(count, width, generator=generator).requires_grad_()
+    wanted_ND = torch.randn(count, width, generator=generator)
+    selected = Selected(weights_NK, ids_NK)
+    parameters = dict(layer.experts.named_parameters())
+    y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts)
+    (y_ND * wanted_ND).sum().backward()
+    ours = {"y": y_ND.detach(), "tokens": tokens_ND.grad, "weights": weights_NK.grad}
+    ours |= {name: p.grad for name, p in parameters.items()}
+
+    tokens_ND.grad = weights_NK.grad = None
+    whole, _ = expert_parallel_model(config, 1, torch.float32)
+    reference = whole.blocks[0].feed_forward
+    y_ND, _ = Dispatcher()(tokens_ND, selected, reference.experts)
+    (y_ND * wanted_ND).sum().backward()
+    theirs = {"y": y_ND.detach(), "tokens": tokens_ND.grad, "weights": weights_NK.grad}
+    size = total // expert_parallel_size
+    here = slice(world.expert_parallel_rank * size, (world.expert_parallel_rank + 1) * size)
+    for name, parameter in reference.experts.named_parameters():
+        gradient = parameter.grad.clone()
+        # Processes with the same experts keep their own tokens' gradients until ZeRO adds them.
+        group = [r for r in range(world.size) if _set_of(r, world) == _set_of(world.rank, world)]
+        gathered = [torch.empty_like(gradient) for _ in range(world.size)]
+        dist.all_gather(gathered, gradient)
+        theirs[name] = sum(gathered[r] for r in group)[here]
+    return {name: (ours[name] - theirs[name]).abs().max().item() for name in ours}
+
+
+def _set_of(rank: int, world: comm.World) -> int:
+    """Which group of expert-parallel processes a rank is in."""
+    return rank // world.expert_parallel_size

@@ -1,0 +1,205 @@
+"""Experts over processes compute what one process computes."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.helpers.experts import (
+    PATTERNS,
+    dispatch_against_one_process,
+    exchange_of_one_layer,
+    logits_and_ids,
+)
+from tests.helpers.pairwise import pairwise
+from tests.helpers.training import MODEL, Case, moe_model, tensors, train
+from train.loss import LossConfig
+
+pytestmark = pytest.mark.distributed
+
+# (processes, tensor-parallel ones, expert-parallel ones)
+LAYOUTS = [(1, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 1, 1), (2, 2, 1)]
+SCORES = ["linear", "cosine", "random"]
+GRAPHS = ["none", "similarity", "attention"]
+FACTORS = (LAYOUTS, [0, 1, 2], SCORES, GRAPHS, [0.5, 0.0])
+PAIRS = pairwise(*FACTORS)
+LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
+
+
+def name(layout):
+    processes, tensor, expert = layout
+    return f"{processes} processes, TP {tensor}, EP {expert}"
+
+
+def model(score, graph, **others):
+    # With state of every kind: a balancing bias, head entropies, a frozen score.
+    section = {"score": score, "graph": graph, "similarity": "cosine", "balancing_rate": 0.01}
+    return moe_model(**section | others)
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
+
+
+def close(a, b, rtol=1e-5):
+    return torch.allclose(torch.tensor(a), torch.tensor(b), rtol=rtol, atol=0)
+
+
+def same_routing(a, b):
+    """Whether records of routing agree; None stands with None."""
+    assert a.keys() == b.keys()
+    return all(
+        torch.allclose(torch.tensor(a[key]), torch.tensor(b[key]), rtol=1e-4, atol=1e-6)
+        for key in a
+    )
+
+
+@pytest.fixture(scope="module")
+def references(workers, tmp_path_factory):
+    """One process at stage 0, for every setting that is compared."""
+    made = {}
+
+    def reference(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            result = workers(1).run(train, case.but(stage=0, save_to=str(folder)))[0]
+            made[case] = result, tensors(folder / "step-00000004")
+        return made[case]
+
+    return reference
+
+
+@pytest.fixture(scope="module")
+def compare(workers, references, tmp_path_factory):
+    """Trains under SGD on a layout, and compares with one process."""
+
+    def run(layout, stage, score, graph, clip):
+        case = Case(
+            optimizer="sgd", learning_rate=0.1, clip=clip, model=model(score, graph), losses=LOSSES
+        )
+        expected, weights = references(case)
+        assert all(norm > 0.5 for norm in expected["norms"])  # so that a clip of 0.5 is active
+        processes, tensor, expert = layout
+        folder = tmp_path_factory.mktemp("layout")
+        case = case.but(stage=stage, tensor=tensor, expert=expert, save_to=str(folder))
+        results = workers(processes).run(train, case)
+        assert all(result == results[0] for result in results)
+        assert close(results[0]["losses"], expected["losses"])
+        assert close(results[0]["norms"], expected["norms"])
+        pairs = zip(results[0]["routing"], expected["routing"], strict=True)
+        assert all(same_routing(*pair) for pair in pairs)
+        ours = tensors(folder / "step-00000004")
+        assert ours.keys() == weights.keys()
+        assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
+
+    return run
+
+
+@pytest.mark.parametrize(("layout", "stage", "score", "graph", "clip"), PAIRS)
+def test_sgd_gives_equal_losses_norms_routing_and_weights(
+    compare, layout, stage, score, graph, clip
+):
+    compare(layout, stage, score, graph, clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "stage", "score", "graph", "clip"), sorted({*itertools.product(*FACTORS)} - {*PAIRS})
+)
+def test_sgd_gives_equal_results_in_every_combination(compare, layout, stage, score, graph, clip):
+    compare(layout, stage, score, graph, clip)
+
+
+def test_every_pair_of_settings_is_in_the_normal_suite():
+    for a, b in itertools.combinations(range(len(FACTORS)), 2):
+        found = {(row[a], row[b]) for row in PAIRS}
+        assert found == set(itertools.product(FACTORS[a], FACTORS[b]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=name)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_adamw_gives_equal_losses(workers, references, layout, stage):
+    case = Case(learning_rate=1e-3, model=model("linear", "similarity"))
+    expected, _ = references(case)
+    processes, tensor, expert = layout
+    case = case.but(stage=stage, tensor=tensor, expert=expert)
+    assert close(workers(processes).run(train, case)[0]["losses"], expected["losses"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("layout", [(2, 1, 2), (4, 2, 2)], ids=name)
+def test_bf16_stays_near_fp32(workers, references, layout, stage):
+    # Widths that are multiples of 8, which the grouped product takes in bf16.
+    case = Case(
+        learning_rate=1e-3,
+        model=model("linear", "none").model_copy(update={"hidden_size": 32}),
+    )
+    expected, _ = references(case)
+    processes, tensor, expert = layout
+    case = case.but(stage=stage, tensor=tensor, expert=expert, precision="bf16")
+    losses = workers(processes).run(train, case)[0]["losses"]
+    assert close(losses, expected["losses"], rtol=3e-3)
+
+
+@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_recomputation_and_compilation_change_nothing(workers, references, change, graph):
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", graph))
+    expected, _ = references(case)
+    changed = case.model.model_copy(update=change)
+    result = workers(2).run(train, case.but(stage=1, expert=2, model=changed))[0]
+    assert close(result["losses"], expected["losses"])
+    assert close(result["norms"], expected["norms"])
+    pairs = zip(result["routing"], expected["routing"], strict=True)
+    assert all(same_routing(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize(("parts", "processes"), [(2, 2), (2, 4), (4, 4)])
+def test_the_exchange_sends_each_row_once_each_way(workers, parts, processes):
+    # Even routing: a process keeps 1/EP of its K T rows, and nothing but all-to-all is called.
+    tokens, config = 32, moe_model()
+    away = 2 * tokens * (parts - 1) // parts
+    for forward, backward in workers(processes).run(exchange_of_one_layer, config, parts, tokens):
+        for way in (forward, backward):
+            assert way["sent"] == [away, away]
+            assert way["numbers"] == 2 * away * config.hidden_size
+            assert way["others"] == []
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(("parts", "processes"), [(2, 2), (4, 4)])
+def test_any_load_gives_what_one_process_gives(workers, parts, processes, pattern):
+    for bias in (True, False):
+        config = moe_model().model_copy(update={"bias": bias})
+        results = workers(processes).run(dispatch_against_one_process, config, parts, pattern)
+        assert all(max(result.values()) < 1e-5 for result in results)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("score", SCORES)
+def test_spread_experts_see_no_future(workers, score, graph):
+    config = model(score, graph)
+    assert config.vocab_size is not None
+    ids_BT = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))
+    (before, chosen), (same, _) = workers(2).run(logits_and_ids, config, 2, ids_BT)
+    torch.testing.assert_close(same, before, atol=1e-10, rtol=0)
+    for last in (0, 7, 14):
+        changed_BT = ids_BT.clone()
+        changed_BT[:, last + 1 :] = (changed_BT[:, last + 1 :] + 1) % config.vocab_size
+        after, chosen_after = workers(2).run(logits_and_ids, config, 2, changed_BT)[0]
+        seen = slice(None, last + 1)
+        torch.testing.assert_close(after[:, seen], before[:, seen], atol=1e-10, rtol=0)
+        for a, b in zip(chosen, chosen_after, strict=True):
+            assert torch.equal(a.view(2, 16, -1)[:, seen], b.view(2, 16, -1)[:, seen])
+        assert not torch.allclose(after, before, atol=1e-10, rtol=0)
+        prefix, _ = workers(2).run(logits_and_ids, config, 2, ids_BT[:, seen])[0]
+        torch.testing.assert_close(prefix, before[:, seen], atol=1e-10, rtol=0)
+
+
+def test_one_process_and_two_choose_the_same_experts(workers):
+    config = model("linear", "attention")
+    ids_BT = torch.randint(MODEL.vocab_size or 0, (2, 16))
+    one, one_ids = workers(1).run(logits_and_ids, config, 1, ids_BT)[0]
+    two, two_ids = workers(2).run(logits_and_ids, config, 2, ids_BT)[0]
+    torch.testing.assert_close(two, one, atol=1e-10, rtol=0)
+    assert all(torch.equal(a, b) for a, b in zip(one_ids, two_ids, strict=True))

@@ -1,0 +1,151 @@
+"""What routers did in an optimizer step: averaged, reported, and told to them for the next one."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.output import RoutingStats
+from model.smoe.layer import SparseMoE
+from parallel import comm
+
+Routing = tuple[RoutingStats, ...]
+
+
+class RoutingMean:
+    """The mean of routing statistics over the micro-batches of a step, on all processes.
+
+    Every micro-batch has as many tokens as any other, so means of means are means over tokens.
+    """
+
+    def __init__(self) -> None:
+        self._last: Routing = ()
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, routing: Routing) -> None:
+        """Adds a micro-batch.
+
+        Args:
+            routing: As the model returned it.
+        """
+        self._last, self._count = routing, self._count + 1
+        parts = [
+            value.detach().reshape(-1).float()
+            for stats in routing
+            for _, value in _named_tensors(stats)
+        ]
+        if parts:
+            flat = torch.cat(parts)
+            self._sum = flat if self._sum is None else self._sum + flat
+
+    def over_ranks(self, loss: Tensor) -> tuple[Tensor, Routing]:
+        """Averages over micro-batches and processes, in one exchange.
+
+        Args:
+            loss: Of this process, already averaged over its micro-batches; goes along.
+
+        Returns:
+            The loss, and the statistics, on the CPU; the same on every process.
+        """
+        parts = [loss.detach().reshape(1).float()]
+        if self._sum is not None:
+            parts.append(self._sum / self._count)
+        mean = comm.mean_over_ranks(torch.cat(parts)).cpu()
+        first, routing = 1, []
+        for stats in self._last:
+            values = {}
+            for name, value in _named_tensors(stats):
+                values[name] = mean[first : first + value.numel()].view(value.shape)
+                first += value.numel()
+            routing.append(_with(stats, values))
+        return mean[0], tuple(routing)
+
+
+def _named_tensors(stats: RoutingStats) -> list[tuple[str, Tensor]]:
+    return [(name, v) for name, v in stats._asdict().items() if isinstance(v, Tensor)]
+
+
+def _with(stats: RoutingStats, tensors: dict[str, Tensor]) -> RoutingStats:
+    return RoutingStats(**(stats._asdict() | tensors))
+
+
+def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:
+    """Brings up to date what routers read in their forward pass, once after an optimizer step.
+
+    Args:
+        module: The model.
+        routing: Averaged over the step.
+        progress: Share of the run's steps that are done.
+    """
+    for stats in routing:
+        layer = module.get_submodule(stats.name)
+        if isinstance(layer, SparseMoE):
+            device = next(layer.parameters()).device
+            on_device = {name: value.to(device) for name, value in _named_tensors(stats)}
+            layer.update(_with(stats, on_device), progress)
+
+
+def routing_record(routing: Routing) -> dict[str, Any]:
+    """The statistics of a step as flat keys, for metrics.jsonl and TensorBoard.
+
+    Args:
+        routing: Averaged over the step.
+
+    Returns:
+        `routing/LAYER/MEASURE` for each layer and `routing/MEASURE` for all of them: the mean, of
+        `load_max` the largest. Nothing from a model that does not route.
+    """
+    layers = {stats.name: measures(stats) for stats in routing}
+    record: dict[str, Any] = {}
+    for name in {key: None for values in layers.values() for key in values}:
+        found = [values.get(name) for values in layers.values()]
+        numbers = [value for value in found if isinstance(value, float)]
+        if numbers:
+            record[f"routing/{name}"] = (
+                max(numbers) if name == "load_max" else math.fsum(numbers) / len(numbers)
+            )
+    for layer, values in layers.items():
+        record |= {f"routing/{layer}/{name}": value for name, value in values.items()}
+    return record
+
+
+def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
+    """One layer's statistics as numbers.
+
+    Args:
+        stats: Averaged over a step, or over one forward pass.
+
+    Returns:
+        `load_max`: the load of the busiest expert over the mean load; `unused`: the share of the
+        experts that got nothing; `load`: the share of the assignments of each expert; the other
+        fields of `RoutingStats` that the layer has, by their names.
+    """
+    load_E = stats.load_E
+    values: dict[str, float | list[float]] = {
+        "load_max": load_E.max().item() * load_E.numel(),
+        "unused": (load_E == 0).float().mean().item(),
+    }
+    for name, value in _named_tensors(stats):
+        short = name.rpartition("_")[0] if name.endswith(("_E", "_A")) else name
+        values[short] = value.item() if value.dim() == 0 else value.tolist()
+    return values
+
+
+def console_summary(record: dict[str, Any]) -> list[str]:
+    """The routing part of a step's line for a person.
+
+    Args:
+        record: With the keys of `routing_record`; none of them in a dense model.
+    """
+    parts = []
+    if "routing/load_max" in record:
+        parts.append(f"load {record['routing/load_max']:.2f}x")
+        if record["routing/unused"]:
+            parts.append(f"unused {100 * record['routing/unused']:.0f}%")
+    if record.get("routing/dropped"):
+        parts.append(f"dropped {100 * record['routing/dropped']:.1f}%")
+    if "routing/effective_neighbours" in record:
+        parts.append(f"neighbours {record['routing/effective_neighbours']:.1f}")
+    return parts
