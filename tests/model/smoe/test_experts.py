@@ -8,7 +8,7 @@ import torch
 
 from model.build import build_model, initial_value, initial_values
 from model.smoe.experts import Experts
-from tests.helpers.routing import make, make_config, make_context
+from tests.helpers.routing import Watch, make, make_config, make_context
 
 COUNTS = {
     "even": [4, 4, 4, 4],
@@ -37,9 +37,9 @@ def test_experts_equal_numbers_worked_out_by_hand():
     torch.testing.assert_close(output_MD, expected, atol=2e-6, rtol=0)
 
 
-def run(kind, counts, bias, dtype):
+def run(kind, counts, bias, dtype, inner=24):
     """Output and gradients, in float64, of one and the same experts and rows in a precision."""
-    config = make_config(num_experts=4, expert_hidden_size=24, experts=kind)
+    config = make_config(num_experts=4, expert_hidden_size=inner, experts=kind)
     experts = make(Experts, config, make_context(hidden_size=16, bias=bias), dtype)
     rows_MD = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(3))
     rows_MD = rows_MD.to(dtype).requires_grad_()
@@ -76,6 +76,20 @@ def test_an_expert_without_rows_gets_a_gradient_of_zeros(counts, kind):
 def test_float64_goes_through_the_loop_by_itself():
     grouped, loop = (run(kind, [3, 0, 2, 4], True, torch.float64) for kind in ("grouped", "loop"))
     assert all(torch.equal(grouped[name], loop[name]) for name in loop)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "grouped"),
+    [(torch.float32, 12, True), (torch.float32, 10, False), (torch.bfloat16, 12, False)],
+    ids=str,
+)
+def test_rows_that_are_no_whole_16_bytes_go_through_the_loop(dtype, inner, grouped):
+    counts = [3, 0, 2, 4]
+    with Watch() as watch:
+        ours = run("grouped", counts, True, dtype, inner)
+    assert ("grouped_mm" in watch.operations) == grouped
+    for name, value in run("loop", counts, True, dtype, inner).items():
+        torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=1e-5)
 
 
 def test_initial_values_of_an_expert_depend_on_seed_name_and_expert_alone(small_config):

@@ -152,6 +152,19 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
     assert_compiles(small_model, random_ids, {})
 
 
+def test_bf16_is_traced_whole(small_model, random_ids):
+    # There PyTorch's own grouped product is called, in fp32 one that says what comes out.
+    ids, options = random_ids(2, 16), {"graph": "attention", "top_k": 6}
+    model = routed(small_model, options, dtype=torch.bfloat16)
+    expected = step(model, ids)["logits"]
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    torch.testing.assert_close(step(model, ids)["logits"], expected, atol=0.02, rtol=0.02)
+    assert not _dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.slow
 @every_graph
 @pytest.mark.parametrize("recompute", ["none", "block"])
