@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError, nearest, user_path
+from data.fingerprint import file_fingerprint
 from data.indexed import indexed_dataset
 from data.manifest import (
     END_BYTES,
@@ -22,7 +23,7 @@ from data.manifest import (
     ends_digest,
     index_bytes,
 )
-from data.tokenizer import Tokenizer, file_fingerprint
+from data.tokenizer import Tokenizer
 
 
 class TokenStream:

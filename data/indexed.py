@@ -1,11 +1,13 @@
 """The one door to `megatron.core.datasets`, opened when it is needed.
 
-Importing megatron-core takes seconds and warns, several times, about kernels that nothing here
-uses; opening a data set, listing its manifest or training a tokenizer does without it.
+Importing megatron-core takes half a second and warns, several times, about kernels that nothing
+here uses; opening a data set, listing its manifest or training a tokenizer does without it.
 """
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,44 @@ def indexed_dataset() -> Any:
     Returns:
         The module `megatron.core.datasets.indexed_dataset`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quick_import():
         from megatron.core.datasets import indexed_dataset as module
     return module
+
+
+@functools.cache
+def sample_index_helpers() -> Any:
+    """Imports megatron-core's C++ that cuts documents into samples.
+
+    Returns:
+        The module `megatron.core.datasets.helpers`.
+    """
+    with quick_import():
+        from megatron.core.datasets import helpers as module
+    return module
+
+
+@contextlib.contextmanager
+def quick_import() -> Iterator[None]:
+    """Within the block libraries are imported without their warnings and without torch's compiler.
+
+    megatron-core and parts of DeepSpeed decorate functions, of which nothing here calls one, with
+    `torch.compile`. The first of these decorators imports all of torch's compiler, for more than a
+    second; here they leave the functions as they are. What was imported before stays as it is.
+    """
+    import torch
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return (lambda decorated: decorated) if function is None else function
+
+    compiler = torch.compile
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile = as_it_is  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compile = compiler
 
 
 def build_sample_index(
@@ -44,10 +80,7 @@ def build_sample_index(
         An array of shape (samples + 1, 2): where each sample begins, as a position in `order_D` and
         an offset in that document, in tokens.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.helpers import build_sample_idx
-    index: npt.NDArray[np.int64 | np.int32] = build_sample_idx(
+    index: npt.NDArray[np.int64 | np.int32] = sample_index_helpers().build_sample_idx(
         lengths_D,
         order_D,
         sequence_length,

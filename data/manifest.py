@@ -18,9 +18,10 @@ MANIFEST_FILE = "manifest.json"
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
+TOKENIZER_FILES = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
 FILES = frozenset(
     {
-        *(MANIFEST_FILE, TOKENIZER_FILE, SENTENCEPIECE_FILE),
+        *(MANIFEST_FILE, *TOKENIZER_FILES),
         *(f"{name}.{end}" for name in SPLITS for end in ("bin", "idx")),
     }
 )

@@ -22,7 +22,8 @@ from data.resume import Resume, read_resume, remove_resume, save_resume
 from data.source import Document, Skipped, Source
 from data.staging import check_replaceable, staged_folder
 from data.text import open_source, open_splits
-from data.tokenizer import Tokenizer, all_cores, resolve_tokenizer, training_wanted
+from data.tokenizer import Tokenizer, all_cores
+from data.tokenizer_training import resolve_tokenizer, training_wanted
 from data.writer import DatasetWriter, cut_between_words
 
 SAVE_SECONDS = 30.0
@@ -106,7 +107,7 @@ def prepare(
         source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
             taken where it has them; see `data.text.open_source`.
         tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or a path; see
-            `data.tokenizer.resolve_tokenizer`.
+            `data.tokenizer_training.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0.
         test_fraction: Share of the documents held out for the test, at least 0.
@@ -275,11 +276,13 @@ def _check_words(**given: str | None) -> None:
 def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:
-            raise DataError(f"{name}_fraction {fraction}: a share of at least 0 and below 1")
+            raise DataError(
+                f"--{name}-fraction: {fraction} is not allowed; a share of at least 0 and below 1"
+            )
     if sum(fractions.values()) >= 1:
         both = " + ".join(str(fraction) for fraction in fractions.values())
         raise DataError(
-            f"validation_fraction + test_fraction = {both}: nothing is left to train on"
+            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
         )
     return fractions
 

@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from data.config import Config
 from data.errors import DataError
+from data.fingerprint import file_fingerprint
 from data.manifest import LENGTHS_SUFFIX, SPLITS, Request, SplitName, TokenizerFile, flush_to_disk
-from data.tokenizer import Tokenizer, file_fingerprint
+from data.tokenizer import Tokenizer
 from data.writer import SplitState
 
 RESUME_FILE, DRAFT_FILE = "resume.json", "resume.json.draft"

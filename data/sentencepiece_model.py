@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from data.errors import DataError
+from data.fingerprint import bytes_fingerprint
 from data.manifest import SENTENCEPIECE_FILE, TokenizerFile
-from data.tokenizer import Tokenizer, bytes_fingerprint, choose_end_of_text
+from data.tokenizer import Tokenizer, choose_end_of_text
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -88,10 +88,6 @@ class SentencePieceTokenizer(Tokenizer):
                 documents[-1].append(int(token))
         return self.end_of_text.join(self._processor.decode(part) for part in documents)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the model, byte for byte.
-
-        Args:
-            path: The file.
-        """
-        Path(path).write_bytes(self._model)
+    def file_bytes(self) -> bytes:
+        """Gives the model, byte for byte."""
+        return self._model

@@ -1,19 +1,16 @@
 """Text to token ids and back: a Hugging Face tokenizer that cannot be made to end a document."""
 
 import contextlib
-import hashlib
-import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from data.errors import DataError, nearest
-from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE, TokenizerFile
+from data.fingerprint import canonical, fingerprint
+from data.manifest import TOKENIZER_FILE, TOKENIZER_FILES, TokenizerFile
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (
@@ -28,9 +25,6 @@ KNOWN_END_OF_TEXT = (
     "[SEP]",
 )
 """Looked for in this order when the user names none."""
-SMALLEST_VOCABULARY = 257
-"""256 bytes and the end-of-text token."""
-_LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """How a tokenizer is asked for that is made from the train split."""
@@ -111,7 +105,7 @@ class Tokenizer:
         path = Path(path).expanduser()
         file = path
         if path.is_dir():
-            known = (path / TOKENIZER_FILE, path / SENTENCEPIECE_FILE)
+            known = [path / name for name in TOKENIZER_FILES]
             found = [candidate for candidate in known if candidate.exists()]
             if not found:
                 return cls._load_byte_level(path, end_of_text)
@@ -142,7 +136,7 @@ class Tokenizer:
             model = models.BPE.from_file(str(vocabulary), str(merges))
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise DataError(f"{folder}: not GPT-2's vocab.json and merges.txt: {error}") from None
-        backend = _byte_level(model)
+        backend = byte_level(model)
         known = [token for token in KNOWN_END_OF_TEXT if model.token_to_id(token) is not None]
         backend.add_special_tokens(known)
         try:
@@ -226,18 +220,17 @@ class Tokenizer:
         """Every token and its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
-    @property
-    def content(self) -> str:
-        """The text of its `tokenizer.json`, in canonical form."""
-        return self._content
-
     def save(self, path: str | Path) -> None:
         """Writes the file that `load` reads back to the same fingerprint.
 
         Args:
             path: The file.
         """
-        Path(path).write_text(self._content, encoding="utf-8")
+        Path(path).write_bytes(self.file_bytes())
+
+    def file_bytes(self) -> bytes:
+        """Gives all that the file holds which `save` writes."""
+        return self._content.encode()
 
     def encodes_in_pieces(self) -> bool:
         """Tells whether a long text can be encoded in pieces.
@@ -288,186 +281,8 @@ def all_cores() -> Iterator[None]:
             os.environ[PARALLELISM] = before
 
 
-def canonical(content: str) -> str:
-    """Brings the text of a `tokenizer.json` into one form, without truncation and padding.
-
-    Args:
-        content: The text.
-
-    Returns:
-        The same tokenizer, keys sorted.
-    """
-    # Not the library's own serialization: that may change with its version, and the fingerprint
-    # of prepared data with it.
-    value = json.loads(content)
-    if not isinstance(value, dict) or "model" not in value:
-        raise DataError("not a tokenizer.json: no key 'model'")
-    value["truncation"] = value["padding"] = None
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-
-
-def fingerprint(content: str, end_of_text: str) -> str:
-    """Digests a tokenizer.
-
-    Args:
-        content: The text of a `tokenizer.json` in any form.
-        end_of_text: The token that ends each document.
-
-    Returns:
-        A SHA-256, hexadecimal.
-    """
-    return hashlib.sha256(f"{canonical(content)}\0{end_of_text}".encode()).hexdigest()
-
-
-def file_fingerprint(path: Path, end_of_text: str) -> str:
-    """Digests a tokenizer by its file, as its own `fingerprint` does.
-
-    Args:
-        path: A `tokenizer.json` or a SentencePiece `.model`.
-        end_of_text: The token that ends each document.
-
-    Returns:
-        A SHA-256, hexadecimal.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not a `tokenizer.json`.
-    """
-    if path.suffix == ".model":
-        return bytes_fingerprint(path.read_bytes(), end_of_text)
-    return fingerprint(path.read_text(encoding="utf-8"), end_of_text)
-
-
-def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
-    """Digests a tokenizer that is stored in bytes.
-
-    Args:
-        model: All of its file.
-        end_of_text: The token that ends each document.
-
-    Returns:
-        A SHA-256, hexadecimal.
-    """
-    return hashlib.sha256(model + f"\0{end_of_text}".encode()).hexdigest()
-
-
-def _without_long_words(texts: Iterator[str]) -> Iterator[str]:
-    """Cuts words that are longer than any of a language: base64, minified code.
-
-    Training takes time that grows with the square of a word's length; merges are never so long.
-    """
-    for text in texts:
-        if _LONG_WORD.search(text) is None:
-            yield text
-        else:
-            yield from (piece for piece in _LONG_WORD.split(text) if piece)
-
-
-def train_tokenizer(
-    texts: Iterator[str], vocab_size: int, end_of_text: str = END_OF_TEXT
-) -> Tokenizer:
-    """Trains a byte-level BPE with GPT-2's pre-tokenizer; the same texts give the same tokenizer.
-
-    Args:
-        texts: The texts, read once.
-        vocab_size: Entries wanted: the end-of-text token, 256 bytes, and merges. Texts with too
-            few different words give a smaller vocabulary.
-        end_of_text: The token that ends each document.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        DataError: `vocab_size` has no room for the bytes.
-    """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise DataError(
-            f"train:{vocab_size}: a vocabulary has at least {SMALLEST_VOCABULARY} entries "
-            "(256 bytes and the end-of-text token)"
-        )
-    backend = _byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[end_of_text],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_without_long_words(texts), trainer=trainer)
-    return Tokenizer(backend.to_str(), end_of_text)
-
-
-class Training(NamedTuple):
-    """A tokenizer that is to be made from text.
-
-    Attributes:
-        kind: Byte-level BPE, or all words that white space separates.
-        vocab_size: Entries wanted; None has no limit (for words alone).
-    """
-
-    kind: Literal["bytes", "words"]
-    vocab_size: int | None
-
-
-def training_wanted(spec: str) -> Training | None:
-    """Reads a tokenizer's specification.
-
-    Args:
-        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, or a path.
-
-    Returns:
-        What is to be made from the train split, or None for a path.
-
-    Raises:
-        DataError: What follows `train:` or `words:` is not a usable size.
-    """
-    name, colon, digits = spec.partition(":")
-    if spec == "words":
-        return Training("words", None)
-    if not colon or name not in ("train", "words"):
-        return None
-    least = SMALLEST_VOCABULARY if name == "train" else 3
-    if not (digits.isascii() and digits.isdigit() and int(digits) >= least):
-        what = "256 bytes and the" if name == "train" else "a word, <unk> and the"
-        raise DataError(
-            f"tokenizer {spec!r}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at least "
-            f"{least} ({what} end-of-text token)"
-        )
-    return Training("bytes" if name == "train" else "words", int(digits))
-
-
-def resolve_tokenizer(
-    spec: str,
-    *,
-    end_of_text: str | None = None,
-    training_texts: Callable[[], Iterator[str]] | None = None,
-) -> Tokenizer:
-    """Loads or trains the tokenizer that the user asked for.
-
-    Args:
-        spec: `train:VOCAB_SIZE`, `words` or `words:VOCAB_SIZE`; or what `Tokenizer.load` reads.
-        end_of_text: The token that ends each document; None takes a well-known one.
-        training_texts: Gives the texts to train on; called only where there is something to train.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        DataError: There is no such tokenizer, or nothing to train it on.
-    """
-    wanted = training_wanted(spec)
-    if wanted is None:
-        return Tokenizer.load(spec, end_of_text)
-    if training_texts is None:
-        raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
-    if wanted.kind == "words":
-        from data.words import train_words
-
-        return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
-    assert wanted.vocab_size is not None
-    return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
-
-
-def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    """Gives a tokenizer that cuts text as GPT-2 does and knows all bytes."""
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

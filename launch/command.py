@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.agent import STANDALONE, Rendezvous, torchrun
 from launch.hosts import LaunchError, command_line, interface_name
 from launch.machine import prepare_environment, share_cores
-from launch.slurm import SlurmJob, find_sbatch, submit, write_script
+from launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
 
 MAX_RESTARTS = {"local": 0, "torchrun": 3, "slurm": 3}
 """Ways to launch, and how often each starts a run again: one killed worker can use up two."""
@@ -60,7 +60,8 @@ def launch(
     folder = _check_run(config, overrides, nodes, processes_per_node)
     if via == "slurm":
         words = torchrun(config, overrides, processes_per_node, restarts, nodes=nodes, meeting=())
-        script = write_script(folder, job, words, nodes, processes_per_node, variables)
+        text = script_text(folder, job, words, nodes, processes_per_node, variables)
+        script = write_script(folder, text)
         print(submit(script, sbatch) if sbatch else command_line(["sbatch", script]))
         return
     meeting = STANDALONE if via == "local" else rendezvous.words(str(folder))

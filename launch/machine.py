@@ -51,3 +51,14 @@ def share_cores(processes: int) -> None:
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))  # a container may have fewer
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+
+
+def rank_of_process() -> int:
+    """This process's rank among those of torchrun, from the environment; 0 without it."""
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks for all."""
+    return rank_of_process() == 0

@@ -18,7 +18,7 @@ from launch.cli import guard
 from launch.cli import run as run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = Path("configs/quickstart/gpt2.yaml")
+CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
 FOLDER = Path("runs/quickstart")
 DATA, RUN, RESULT = FOLDER / "data", FOLDER / "run", FOLDER / "validation.json"
 VOCAB_SIZE, PROCESSES = 8192, 2
@@ -70,7 +70,10 @@ def _steps() -> list[tuple[str, str]]:
     half = load_config(CONFIG).checkpoint.every
     _say("1/5  prepare: Python's standard library -> a byte-level BPE -> tokens")
     _prepare()
-    _say(f"2/5  train a GPT-2 in {PROCESSES} processes, ZeRO 1, to step {half}")
+    _say(
+        f"2/5  train a GPT-2 whose experts are spread over {PROCESSES} processes, ZeRO 1, to step "
+        f"{half}"
+    )
     _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS, f"train.steps={half}")
     _say(f"3/5  go on in {PROCESSES} new processes from the sharded checkpoint of step {half}")
     _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS)
@@ -156,9 +159,9 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         prepared.manifest.tokenizer.vocab_size,
     )
     config = load_config(run / "config.yaml")
-    parameters = describe(config, validate(config, PROCESSES))["model"]["parameters"]
+    model = describe(config, validate(config, PROCESSES))["model"]
     return [
-        ("parameters", f"{parameters:,}"),
+        ("parameters", f"{model['parameters']:,}, of one token {model['active_parameters']:,}"),
         (
             "training loss",
             f"{records[0]['loss']:.3f} at first, {_last_loss(records):.3f} over the last 10 steps",
@@ -169,12 +172,34 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         ),
         ("of a unigram model", f"{unigram:.1f} on the same tokens"),
         ("bits per byte", f"{result['bits_per_byte']:.3f}"),
+        *_routing_rows(records[-1]),
         ("speed", f"{_rate(records):,.0f} tokens/s in training, {PROCESSES} processes"),
         ("peak memory", f"{_memory(records) / 2**30:.2f} GiB a process"),
         ("went on", f"at step {half:,} in new processes, from {_checkpoint(run, half)}"),
         ("run folder", f"{run}"),
         ("curves", f"{_tensorboard()} --logdir {run / 'tensorboard'}"),
     ]
+
+
+def _routing_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the routers did in a step; no rows in a dense model."""
+    rows = []
+    if "routing/load_max" in record:
+        unused = 100 * record["routing/unused"]
+        rows.append(
+            (
+                "expert load",
+                f"{record['routing/load_max']:.2f} times the mean at most, {unused:.0f}% unused",
+            )
+        )
+    if "routing/effective_neighbours" in record:
+        rows.append(
+            (
+                "neighbours",
+                f"{record['routing/effective_neighbours']:.1f} tokens share in a token's routing",
+            )
+        )
+    return rows
 
 
 def _last_loss(records: Sequence[dict[str, Any]]) -> float:

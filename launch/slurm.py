@@ -236,31 +236,16 @@ exec "${@:1:3}" --rdzv-backend c10d --rdzv-endpoint "$POLYAD_ENDPOINT" \\
 """
 
 
-def write_script(
-    folder: Path,
-    job: SlurmJob,
-    agent: Sequence[str],
-    nodes: int,
-    processes_per_node: int,
-    variables: Mapping[str, str],
-) -> str:
-    """Writes the batch script to `launch/job.sh` in the run's folder.
+def write_script(folder: Path, text: str) -> str:
+    """Writes a batch script to `launch/job.sh` in the run's folder.
 
     Args:
         folder: the run's.
-        job: what it asks of Slurm.
-        agent: as `script_text` takes it.
-        nodes: N.
-        processes_per_node: P.
-        variables: for the environment of all processes.
+        text: of the script.
 
     Returns:
         Its path.
-
-    Raises:
-        LaunchError: the folder has a name that cannot stand in a `#SBATCH` line.
     """
-    text = script_text(folder, job, agent, nodes, processes_per_node, variables)
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
     script = place / "job.sh"

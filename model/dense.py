@@ -67,6 +67,14 @@ class DenseFeedForwardConfig(Config):
         """
         return 0
 
+    def saved_numbers_per_token(self, width: int) -> int:
+        """What one token leaves for the backward pass: inner units before and after the activation.
+
+        Args:
+            width: D.
+        """
+        return 2 * self.inner_size(width)
+
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts the weights that multiply one token; a sparse kind counts the active experts.
 

@@ -8,7 +8,8 @@ A checkpoint is a folder `step-NNNNNNNN`:
                                  the tensor, optimizer step, file, first byte, crc32
     state.json                   step, data position, versions: what the loop hands over
     config.yaml                  the resolved configuration
-    tokenizer.json               the tokenizer, so that the checkpoint can be used anywhere
+    tokenizer.json               the tokenizer, so that the checkpoint can be used anywhere; of
+                                 SentencePiece tokenizer.model
     manifest.json                every file's size and crc32; written last: without it, it is none
 
 Nothing in it can hold code. Readers map the files and touch only the bytes that they need.
@@ -37,7 +38,6 @@ from parallel.zero import DTYPES, Precision
 
 FORMAT_VERSION = 1
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-TOKENIZER_FILE = "tokenizer.json"
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
@@ -67,12 +67,24 @@ class Checkpoint:
         self.tensors: dict[str, dict[str, Any]] = json.loads(manifest.text("index.json"))["tensors"]
         self.state: dict[str, Any] = json.loads(manifest.text("state.json"))
         self.config_yaml = manifest.text("config.yaml")
+        self._manifest = manifest
         self._verified: set[tuple[str, int]] = set()
 
     def model_config(self) -> ModelConfig:
         """The configuration of its model, complete."""
         tree = yaml.safe_load(self.config_yaml)
         return TypeAdapter(ModelConfig).validate_python(tree["model"])
+
+    def small_file(self, name: str) -> Path | None:
+        """A file beside the weights, verified if the manifest lists it; None if it is not there.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if name in self._manifest.files:
+            self._manifest.content(name)
+        path = self.folder / name
+        return path if path.is_file() else None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the weights by name."""
@@ -222,6 +234,10 @@ class _Manifest(Config):
         return manifest
 
     def text(self, name: str) -> str:
+        """A small file of text, verified; see `content`."""
+        return self.content(name).decode()
+
+    def content(self, name: str) -> bytes:
         """A small file, verified.
 
         Raises:
@@ -230,7 +246,7 @@ class _Manifest(Config):
         data = (self._folder / name).read_bytes()
         if zlib.crc32(data) != self.files[name].crc32:
             raise _damaged(self._folder / name, "its crc32 differs from the manifest's")
-        return data.decode()
+        return data
 
 
 class _File(Config):

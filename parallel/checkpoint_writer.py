@@ -11,15 +11,23 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from data.manifest import TokenizerFile
 from parallel import comm
-from parallel.checkpoint import FORMAT_VERSION, TOKENIZER_FILE
+from parallel.checkpoint import FORMAT_VERSION
 from parallel.fragments import MASTER, Fragment, fragments, persistent_buffers
 from parallel.tensor_file import DTYPE_NAMES, Entry, write_safetensors
 from parallel.zero import Engine
+
+
+class TokenizerCopy(NamedTuple):
+    """A tokenizer's file, whatever its format."""
+
+    name: TokenizerFile
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ def save(
     *,
     state: dict[str, Any],
     config_yaml: str,
-    tokenizer_json: str | None = None,
+    tokenizer: TokenizerCopy | None = None,
 ) -> Path:
     """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
 
@@ -63,7 +71,7 @@ def save(
         step: optimizer steps done.
         state: JSON values for `state.json`, the same on every process.
         config_yaml: the resolved configuration.
-        tokenizer_json: the tokenizer whose ids the model knows.
+        tokenizer: the one whose ids the model knows.
 
     Returns:
         The checkpoint's folder.
@@ -80,7 +88,7 @@ def save(
     def commit() -> None:
         if shards is None:
             return
-        _write_rest(staging, step, shards, _texts(state, config_yaml, tokenizer_json))
+        _write_rest(staging, step, shards, _small_files(state, config_yaml, tokenizer))
         if final.exists():  # left incomplete by a crash, or a later step of a run that went back
             shutil.rmtree(final)
         staging.rename(final)
@@ -88,7 +96,7 @@ def save(
 
     _together(commit)
     if comm.rank() == 0:
-        _write_text(folder / "latest.partial", final.name + "\n")
+        _write_bytes(folder / "latest.partial", f"{final.name}\n".encode())
         (folder / "latest.partial").replace(folder / "latest")
     return final
 
@@ -100,7 +108,7 @@ def save_weights(
     *,
     state: dict[str, Any],
     config_yaml: str,
-    tokenizer_json: str | None = None,
+    tokenizer: TokenizerCopy | None = None,
 ) -> None:
     """Writes a checkpoint of weights alone, at step 0, from this process and without an engine.
 
@@ -110,7 +118,7 @@ def save_weights(
         read: gives a whole weight, fp32; one is held at a time.
         state: JSON values for `state.json`.
         config_yaml: the configuration.
-        tokenizer_json: the tokenizer whose ids the model knows.
+        tokenizer: the one whose ids the model knows.
     """
     chunks = (
         Chunk(
@@ -120,29 +128,34 @@ def save_weights(
         for name, shape in shapes.items()
     )  # fmt: skip
     shard = _write_shard(folder, 0, chunks)
-    _write_rest(folder, 0, [shard], _texts(state, config_yaml, tokenizer_json))
+    _write_rest(folder, 0, [shard], _small_files(state, config_yaml, tokenizer))
 
 
-def _texts(state: dict[str, Any], config_yaml: str, tokenizer_json: str | None) -> dict[str, str]:
-    texts = {"state.json": json.dumps(state, indent=1), "config.yaml": config_yaml}
-    return texts | ({TOKENIZER_FILE: tokenizer_json} if tokenizer_json is not None else {})
+def _small_files(
+    state: dict[str, Any], config_yaml: str, tokenizer: TokenizerCopy | None
+) -> dict[str, bytes]:
+    files = {
+        "state.json": json.dumps(state, indent=1).encode(),
+        "config.yaml": config_yaml.encode(),
+    }
+    return files | ({tokenizer.name: tokenizer.content} if tokenizer is not None else {})
 
 
 def _write_rest(
     staging: Path,
     step: int,
     shards: list[tuple[list[dict[str, Any]], dict[str, Any]]],
-    texts: dict[str, str],
+    others: dict[str, bytes],
 ) -> None:
     """Writes the index of what all shards hold, and the other files; the manifest last."""
-    texts = {"index.json": json.dumps(_index([entries for entries, _ in shards]))} | texts
+    index = json.dumps(_index([entries for entries, _ in shards]))
     files = {name: about for _, written in shards for name, about in written.items()}
-    for name, text in texts.items():
-        _write_text(staging / name, text)
-        data = text.encode()
+    for name, data in ({"index.json": index.encode()} | others).items():
+        _write_bytes(staging / name, data)
         files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     manifest = {"format": "polyad-checkpoint", "version": FORMAT_VERSION, "step": step}
-    _write_text(staging / "manifest.json", json.dumps(manifest | {"files": files}, indent=1))
+    text = json.dumps(manifest | {"files": files}, indent=1)
+    _write_bytes(staging / "manifest.json", text.encode())
     _sync_folder(staging)
 
 
@@ -250,9 +263,9 @@ def _index(shards: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {"tensors": tensors}
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
+def _write_bytes(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -201,6 +201,12 @@ def _fault(fault: Any, known: set[str]) -> str:
         if close:
             return f"unknown key {key}; the nearest is {close[0]}"
         return f"unknown key {key}; there are {', '.join(sorted(siblings))}"
+    if kind == "union_tag_invalid":
+        chooser = fault["ctx"]["discriminator"].strip("'")
+        tag = fault["ctx"]["tag"]
+        *others, other = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
+        allowed = " or ".join([", ".join(others), other] if others else [other])
+        return f"{key}.{chooser}: {tag!r} is not allowed: {allowed}"
     if kind == "missing":
         return f"{key}: is missing"
     if kind in {"model_type", "model_attributes_type"}:
@@ -219,15 +225,16 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """All dotted keys below a configuration class, sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for member in _config_classes(field.annotation):
+        for member in config_classes(field.annotation):
             yield from keys(member, f"{prefix}{name}.")
 
 
-def _config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
+def config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The configuration classes that a key can hold: none, one, or the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _config_classes(argument)
+        yield from config_classes(argument)
 
 
 def _near_file(path: Path) -> str:

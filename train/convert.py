@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from data.config import DataConfig
+from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from data.tokenizer import Tokenizer
 from model.build import ModelConfig, num_parameters
 from model.huggingface import (
@@ -20,8 +21,8 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from parallel.checkpoint import TOKENIZER_FILE, Checkpoint, find_checkpoint
-from parallel.checkpoint_writer import save_weights
+from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint_writer import TokenizerCopy, save_weights
 from parallel.huggingface import WEIGHTS_FILE, HuggingFaceWeights, is_huggingface_folder
 from parallel.tensor_file import Entry, write_safetensors
 from train.config import RunConfig, RunFolderConfig, TrainConfig
@@ -84,13 +85,18 @@ def _to_huggingface(checkpoint: Checkpoint, destination: Path) -> dict[str, Any]
         _write_json(staging / CONFIG_FILE, tree)
         write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
         if tokenizer is not None:
-            tokenizer.save(staging / TOKENIZER_FILE)
+            tokenizer.save(staging / tokenizer.file_name)
             about = _tokenizer_config(tokenizer, config.sequence_length)
             _write_json(staging / "tokenizer_config.json", about)
     notes = []
     if not config.bias:
         notes.append(
             "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
+        )
+    if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
+        notes.append(
+            f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
+            "find a class for it by itself, and one that it is given may encode otherwise"
         )
     if tokenizer is None:
         notes.append("no tokenizer was found beside the checkpoint or its data: none was written")
@@ -110,13 +116,18 @@ def _reader(
 
 
 def _tokenizer_config(tokenizer: Tokenizer, sequence_length: int) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    # Which of transformers' classes reads a SentencePiece model depends on the model.
+    is_json = tokenizer.file_name == TOKENIZER_FILE
+    return ({"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}) | {
         "bos_token": tokenizer.end_of_text,
         "eos_token": tokenizer.end_of_text,
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
     }
+
+
+def _copy(tokenizer: Tokenizer) -> TokenizerCopy:
+    return TokenizerCopy(tokenizer.file_name, tokenizer.file_bytes())
 
 
 def _to_polyad(weights: HuggingFaceWeights, destination: Path) -> dict[str, Any]:
@@ -147,7 +158,7 @@ def _to_polyad(weights: HuggingFaceWeights, destination: Path) -> dict[str, Any]
             weights.whole,
             state=state.to_json() | {"converted_from": str(weights.folder)},
             config_yaml=run.to_yaml(),
-            tokenizer_json=tokenizer.content if tokenizer else None,
+            tokenizer=_copy(tokenizer) if tokenizer else None,
         )
     return _result(weights.folder, destination, "polyad", config, tokenizer, notes)
 

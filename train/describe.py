@@ -8,6 +8,8 @@ from torch import nn
 
 from model.build import build_model, count_parameters
 from model.gpt2 import GPT2Config, flops_per_token
+from model.smoe.config import SparseMoEConfig
+from model.smoe.experts import Experts
 from parallel.dims import Dims
 from train.config import RunConfig, load_config, validate
 from train.environment import check_compiler
@@ -73,11 +75,15 @@ def describe(
     samples = train.steps * train.global_batch_size
     flops = flops_per_token(config.model)
     state_tensors = num_state_tensors(config.optimizer)
+    experts = expert_parameters(model)
+    active = active_expert_parameters(config, experts)
     return {
         "run": config.run.folder,
         "model": {
             "kind": config.model.kind,
             "parameters": parameters,
+            "active_parameters": parameters - experts + active,
+            "experts": _experts(config),
             "embedding_parameters": _count(model, "token_embedding", "position_embedding"),
             "block_parameters": [
                 count_parameters(block) for block in model.get_submodule("blocks").children()
@@ -105,8 +111,42 @@ def describe(
                 train.global_batch_size, train.micro_batch_size
             ),
         },
-        "memory_bytes_per_process": memory_per_process(config, dims, parameters),
+        "memory_bytes_per_process": memory_per_process(config, dims, parameters, experts),
         "checkpoint_bytes": 4 * parameters * (1 + state_tensors),
+    }
+
+
+def expert_parameters(model: nn.Module) -> int:
+    """Counts the parameters that expert parallelism spreads."""
+    return sum(
+        count_parameters(module) for module in model.modules() if isinstance(module, Experts)
+    )
+
+
+def active_expert_parameters(config: RunConfig, parameters: int) -> int:
+    """Of the experts' parameters, those that one token uses.
+
+    Args:
+        config: the run's.
+        parameters: of all experts.
+    """
+    feed_forward = config.model.feed_forward
+    if not isinstance(feed_forward, SparseMoEConfig):
+        return parameters
+    return parameters * feed_forward.top_k // feed_forward.num_experts
+
+
+def _experts(config: RunConfig) -> dict[str, Any] | None:
+    feed_forward = config.model.feed_forward
+    if not isinstance(feed_forward, SparseMoEConfig):
+        return None
+    routed = [block for block in range(config.model.num_layers) if feed_forward.routes(block)]
+    return {
+        "num_experts": feed_forward.num_experts,
+        "top_k": feed_forward.top_k,
+        "score": feed_forward.score,
+        "graph": feed_forward.graph,
+        "blocks": routed,
     }
 
 
@@ -117,7 +157,9 @@ def num_state_tensors(config: OptimizerConfig) -> int:
     return 1 if config.momentum else 0
 
 
-def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[str, int]:
+def memory_per_process(
+    config: RunConfig, dims: Dims, parameters: int, experts: int = 0
+) -> dict[str, int]:
     """An estimate of what a process holds at the peak of a step, in bytes.
 
     With P parameters (over T tensor-parallel processes, P / T of them), D data-parallel processes,
@@ -130,27 +172,37 @@ def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[s
         buffers       2 s min(bucket_size, P)          (reduction and gathering)
         activations   see `activation_bytes`
 
+    Of experts, each of E expert-parallel processes holds 1 / E, and D / E processes hold the same.
+
     Python and its libraries, some 0.4 GB, and what allocators waste are not in it; of activations,
     what tensor parallelism saves is not taken off.
 
     Args:
         config: the run's, resolved.
         dims: the layout.
-        parameters: P.
+        parameters: P, experts included.
+        experts: those of them that expert parallelism spreads.
 
     Returns:
         Bytes by name, and their `total`.
     """
     stage, size = config.parallel.zero_stage, PRECISION_BYTES[config.train.precision]
-    parameters = parameters // dims.tensor_parallel_size  # and at most 5% more
+    shared = (parameters - experts) // dims.tensor_parallel_size  # and at most 5% more
+    own_experts = experts // (dims.tensor_parallel_size * dims.expert_parallel_size)
     ranks = dims.data_parallel_size
+    expert_ranks = ranks // dims.expert_parallel_size
     masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
     moments = num_state_tensors(config.optimizer)
-    bucket = min(config.parallel.bucket_size, parameters)
+    bucket = min(config.parallel.bucket_size, shared + own_experts)
+
+    def held(is_sharded: bool) -> int:
+        """Elements that a process holds of something that ZeRO shards or not."""
+        return shared // ranks + own_experts // expert_ranks if is_sharded else shared + own_experts
+
     parts = {
-        "weights": size * parameters // (ranks if stage >= 3 else 1),
-        "gradients": 4 * parameters // (ranks if stage >= 2 else 1),
-        "optimizer": 4 * (masters + moments) * parameters // (ranks if stage >= 1 else 1),
+        "weights": size * held(stage >= 3),
+        "gradients": 4 * held(stage >= 2),
+        "optimizer": 4 * (masters + moments) * held(stage >= 1),
         "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
         "activations": activation_bytes(config.model, config.train.micro_batch_size, size),
     }
@@ -160,12 +212,12 @@ def memory_per_process(config: RunConfig, dims: Dims, parameters: int) -> dict[s
 def activation_bytes(model: GPT2Config, micro_batch_size: int, size: int) -> int:
     """A rough estimate of what the backward pass needs from the forward pass, in bytes.
 
-    A token leaves 8 D + 2 F numbers in a block of width D and inner width F: the inputs of both
-    LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the feed-forward, and
-    its inner values before and after the activation function (Korthikanti et al. 2022, section 4,
-    without the attention matrix, which fused attention never stores). Recomputation keeps the
-    block's input alone, and one block at a time is whole again. The output adds logits, and their
-    log-softmax and gradient in fp32.
+    A token leaves 8 D + 2 F numbers in a dense block of width D and inner width F: the inputs of
+    both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the
+    feed-forward, and its inner values before and after the activation function (Korthikanti et al.
+    2022, section 4, without the attention matrix, which fused attention never stores).
+    Recomputation keeps the block's input alone, and one block at a time is whole again. The output
+    adds logits, and their log-softmax and gradient in fp32.
 
     Args:
         model: its configuration, with the vocabulary size filled in.
@@ -176,12 +228,10 @@ def activation_bytes(model: GPT2Config, micro_batch_size: int, size: int) -> int
         Bytes.
     """
     width = model.hidden_size
-    inner_twice = model.feed_forward.matmul_parameters_per_token(width) // width
-    block = 8 * width + inner_twice
+    each = [8 * width + f.saved_numbers_per_token(width) for f in model.block_feed_forwards()]
+    blocks = sum(each)
     if model.recompute == "block":
-        blocks = model.num_layers * width + block
-    else:
-        blocks = model.num_layers * block
+        blocks = model.num_layers * width + max(each)
     output = model.known_vocab_size() * (size + 8)
     return micro_batch_size * model.sequence_length * (blocks * size + output)
 
@@ -236,7 +286,23 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
             f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}, "
             f"a block {block})",
         ),
+        *_expert_rows(model),
         ("FLOPs a token", f"{model['flops_per_token']:.3g}  (forward and backward)"),
+    ]
+
+
+def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    experts = model["experts"]
+    if experts is None:
+        return []
+    graph = "no graph" if experts["graph"] == "none" else f"{experts['graph']} graph"
+    return [
+        ("active", f"{model['active_parameters']:,}  (of one token)"),
+        (
+            "experts",
+            f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "
+            f"{experts['top_k']} a token; {experts['score']} score, {graph}",
+        ),
     ]
 
 
@@ -253,12 +319,16 @@ def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _layout_row(layout: dict[str, Any]) -> str:
-    degree = layout["tensor_parallel_size"]
-    tensor = f"tensor parallel {degree}, " if degree > 1 else ""
+    tensor, expert = (
+        f"{kind} parallel {layout[f'{kind}_parallel_size']}, "
+        if layout[f"{kind}_parallel_size"] > 1
+        else ""
+        for kind in ("tensor", "expert")
+    )
     return (
-        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, {tensor}"
-        f"ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} micro-batches of "
-        f"{layout['micro_batch_size']} a step in each"
+        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, "
+        f"{tensor}{expert}ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} "
+        f"micro-batches of {layout['micro_batch_size']} a step in each"
     )
 
 

@@ -125,6 +125,12 @@ def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
             )
 
 
+def _word_perplexity(result: dict[str, Any]) -> str:
+    if result["words"] == 0:
+        return "none: the split is white space alone, without a word"
+    return f"{result['word_perplexity']:,.3f} (words by white space)"
+
+
 def result_table(result: dict[str, Any]) -> str:
     """An evaluation for a person."""
     rows = [
@@ -132,7 +138,7 @@ def result_table(result: dict[str, Any]) -> str:
         ("split", f"{result['split']} of {result['data']}"),
         ("loss", f"{result['loss']:.4f} nats a token"),
         ("perplexity", f"{result['perplexity']:.3f} a token"),
-        ("word perplexity", f"{result['word_perplexity']:,.3f} (words by white space)"),
+        ("word perplexity", _word_perplexity(result)),
         ("bits per byte", f"{result['bits_per_byte']:.4f}"),
         ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
         ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),

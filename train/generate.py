@@ -184,7 +184,8 @@ def generate(
     Args:
         path: a checkpoint, a run whose newest one is taken, or a Hugging Face folder of GPT-2.
         prompt: the text; an empty one begins a document.
-        tokenizer: a tokenizer.json or its folder; None takes the checkpoint's.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
+            checkpoint.
         max_tokens: the most that are generated; an end of text ends earlier.
         sampling: how a token is chosen.
         use_cache: keep keys and values of the tokens before.

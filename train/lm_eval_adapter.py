@@ -33,7 +33,8 @@ class PolyadLM(TemplateLM):
 
     Args:
         checkpoint: a checkpoint, a run whose newest one is taken, or a Hugging Face folder.
-        tokenizer: a tokenizer.json or its folder; None takes the checkpoint's.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
+            checkpoint.
         precision: `fp32` or `bf16`.
         batch_size: texts in a forward pass of `loglikelihood`.
         device: where the model runs; without a GPU on the CPU in any case.

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from model.config import Config
 from train.routing import console_summary
+from train.startup import Startup, startup_line
 
 # Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32 without TF32).
 DEVICE_PEAKS: dict[str, tuple[float, float]] = {
@@ -82,10 +83,19 @@ class Metrics:
         config: what is reported.
         done_steps: steps of the checkpoint that the run goes on from; later records are dropped.
         total_steps: of the run.
+        startup: what the first record says of the start; None says nothing.
     """
 
-    def __init__(self, folder: Path, config: LogConfig, done_steps: int, total_steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: LogConfig,
+        done_steps: int,
+        total_steps: int,
+        startup: Startup | None = None,
+    ) -> None:
         self._config, self._total = config, total_steps
+        self._startup = startup
         self._clock = Clock(done_steps, total_steps)
         path = folder / "metrics.jsonl"
         drop_records_after(path, done_steps)
@@ -106,6 +116,12 @@ class Metrics:
                 in the file, since JSON has no way to write them.
         """
         step = record["step"]
+        if self._startup is not None:
+            start = self._startup.record(record["step_seconds"])
+            self._startup = None
+            record = record | start
+            self._console.show(startup_line(start))
+            self._console.end()
         self._file.write(json.dumps({k: _json_number(v) for k, v in record.items()}) + "\n")
         self._file.flush()
         if self._writer is not None:

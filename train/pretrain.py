@@ -1,10 +1,14 @@
 """`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
 
+import itertools
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from data.dataset import TokenStream
 from data.mixture import TrainingData
@@ -13,16 +17,12 @@ from data.windows import EvaluationWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import (
-    TOKENIZER_FILE,
-    Checkpoint,
-    WeightsOnly,
-    complete_checkpoints,
-)
-from parallel.checkpoint_writer import remove_partial, save
+from parallel.checkpoint import Checkpoint, WeightsOnly, complete_checkpoints
+from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
 from parallel.huggingface import HuggingFaceWeights
+from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
@@ -35,6 +35,7 @@ from train.optimizer import build_optimizer
 from train.resolve import check_tokenizer, data_named, open_weights, resolve, tokenizer_of
 from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
+from train.startup import Startup
 from train.state import TrainState
 
 LAUNCH_FOLDER = "launch"
@@ -55,8 +56,18 @@ class Plan:
     """What a new run takes its weights from."""
 
 
-def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Everything that can be checked before a process group exists or memory is taken.
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run is asked to do, and with which data: both checked, and nothing built."""
+
+    config: RunConfig
+    """Resolved."""
+    dims: Dims
+    data: TrainingData
+
+
+def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
+    """Reads the configuration and opens the data, which takes no library that is slow to import.
 
     Args:
         path: the configuration.
@@ -72,6 +83,25 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     data = TrainingData.open(config.data)
     config = resolve(config, data.tokenizer.vocab_size)
     data.samples(config.model.sequence_length, config.seed)
+    return Inputs(config=config, dims=dims, data=data)
+
+
+def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
+    """Everything that can be checked before a process group exists or memory is taken.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    return _plan(open_inputs(path, overrides, world_size))
+
+
+def _plan(inputs: Inputs) -> Plan:
+    config, data = inputs.config, inputs.data
     model = build_model(config.model)
     resume = find_resume(config, data)
     init = None
@@ -79,7 +109,7 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
         init = _open_init(config, data)
-    return Plan(config=config, dims=dims, data=data, resume=resume, init=init)
+    return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
 
 
 def _open_init(config: RunConfig, data: TrainingData) -> Checkpoint | HuggingFaceWeights:
@@ -152,28 +182,30 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     Returns:
         Where the run stands at its end.
     """
-    plan = plan_run(path, overrides, comm.environment_world_size())
-    config, dims, data = plan.config, plan.dims, plan.data
+    startup = Startup()
+    startup.lap("imports")  # since the process began
+    inputs = open_inputs(path, overrides, comm.environment_world_size())
+    startup.lap("data")
+    import_libraries()
+    startup.lap("imports")
+    plan = _plan(inputs)
+    _say_what_is_not_used(plan)
+    config, dims = plan.config, plan.dims
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     lock = RunLock(Path(config.run.folder), world)
     state = _start_state(plan)
+    batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
     engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
-    batches = micro_batches(
-        data.samples(config.model.sequence_length, config.seed),
-        start_step=state.step,
-        num_steps=config.train.steps - state.step,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=dims.data_parallel_size,
-        num_workers=config.data.num_workers,
-        pin_memory=world.device.type == "cuda",
-    )
-    metrics = _open_run_folder(config, state, world)
+    startup.lap("engine")
+    metrics = _open_run_folder(config, state, world, startup)
+    hooks = _hooks(engine, plan, world)
+    startup.lap("run_folder")
     try:
+        batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
+        startup.lap("data")
         train_loop(
             engine,
             batches,
@@ -184,14 +216,52 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
             ),
             flops_per_token=flops_per_token(config.model),
             world=world,
-            hooks=_hooks(engine, plan, world),
+            hooks=hooks,
             metrics=metrics,
         )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_what_is_kept(config)) from None
     finally:
         if metrics is not None:
             metrics.close()
         lock.release()
     return state
+
+
+def _say_what_is_not_used(plan: Plan) -> None:
+    """One line for who set `checkpoint.init_from` of a run that has a checkpoint by now."""
+    start = plan.config.checkpoint.init_from
+    if plan.resume is not None and start is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(
+            f"the run goes on from step {plan.resume.training_step:,} of {plan.config.run.folder}; "
+            f"checkpoint.init_from: {start} is for a new run, and not used",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _what_is_kept(config: RunConfig) -> str:
+    """Where a run that was interrupted will go on."""
+    found = complete_checkpoints(Path(config.run.folder) / "checkpoints")
+    if not found:
+        return "no checkpoint was written yet; the same command begins at step 0"
+    return f"the same command goes on from {found[-1]}"
+
+
+def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Tensor]:
+    """This process's micro-batches from where the run stands to its end."""
+    config = plan.config
+    return micro_batches(
+        plan.data.samples(config.model.sequence_length, config.seed),
+        start_step=state.step,
+        num_steps=config.train.steps - state.step,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=plan.dims.data_parallel_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+    )
 
 
 def _start_state(plan: Plan) -> TrainState:
@@ -239,7 +309,9 @@ def _restore_random_numbers(plan: Plan, world: comm.World, state: TrainState) ->
         plan.resume.restore_random_states(world.device)
 
 
-def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) -> Metrics | None:
+def _open_run_folder(
+    config: RunConfig, state: TrainState, world: comm.World, startup: Startup
+) -> Metrics | None:
     folder = Path(config.run.folder)
     if not world.is_main:
         return None
@@ -247,7 +319,7 @@ def _open_run_folder(config: RunConfig, state: TrainState, world: comm.World) ->
     remove_partial(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
-    return Metrics(folder, config.log, state.step, config.train.steps)
+    return Metrics(folder, config.log, state.step, config.train.steps, startup)
 
 
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
@@ -255,9 +327,9 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     parts = plan.data.validation()
     windows = {part.name: _windows(plan, part.stream) for part in parts}
     # Read at the start: the data may be gone from where it is when the run ends.
-    file = plan.data.tokenizer_path
-    readable = world.is_main and file.name == TOKENIZER_FILE
-    tokenizer_json = file.read_text(encoding="utf-8") if readable else None
+    file = plan.data.tokenizer.file
+    content = plan.data.tokenizer_path.read_bytes() if world.is_main else None
+    tokenizer = TokenizerCopy(file, content) if content is not None else None
 
     def validate_now() -> dict[str, float]:
         engine.train(False)
@@ -281,7 +353,7 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
             state.step,
             state=values,
             config_yaml=config.to_yaml(),
-            tokenizer_json=tokenizer_json,
+            tokenizer=tokenizer,
         )
 
     return Hooks(validate=validate_now if parts else None, save=save_now)

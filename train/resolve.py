@@ -7,8 +7,9 @@ from pathlib import Path
 from data.config import DataConfig
 from data.dataset import PreparedData
 from data.errors import DataError
+from data.manifest import TOKENIZER_FILES
 from data.tokenizer import Tokenizer
-from parallel.checkpoint import TOKENIZER_FILE, Checkpoint, find_checkpoint
+from parallel.checkpoint import Checkpoint, find_checkpoint
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from train.config import RunConfig, parse_config
 from train.errors import ConfigError
@@ -100,20 +101,26 @@ def tokenizer_of(weights: Checkpoint | HuggingFaceWeights) -> Tokenizer | None:
     """The tokenizer whose ids a model knows: the one beside its weights, or that of its data.
 
     Raises:
-        DataError: there is one, and it cannot be read.
+        ValueError: with an `exit_status` of 2: there is one, and it is damaged or cannot be read.
     """
     if isinstance(weights, HuggingFaceWeights):
         return _their_tokenizer(weights.folder)
-    end_of_text = weights.state.get("end_of_text")
-    file = weights.folder / TOKENIZER_FILE
-    if not file.exists():  # written before checkpoints had one
-        data = parse_config(weights.config_yaml, origin=str(weights.folder)).data.path
-        file = Path(data or "") / TOKENIZER_FILE
-        if data is None or not file.exists():
-            return None
-    tokenizer = Tokenizer.load(file, end_of_text)
     known = weights.state.get("tokenizer_fingerprint")
-    return tokenizer if known in (None, tokenizer.fingerprint) else None
+    own = [weights.small_file(name) for name in TOKENIZER_FILES]
+    beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
+    for file in (*own, *beside):
+        if file is not None and file.is_file():
+            tokenizer = Tokenizer.load(file, weights.state.get("end_of_text"))
+            if known in (None, tokenizer.fingerprint):
+                return tokenizer
+    return None
+
+
+def _data_folders(checkpoint: Checkpoint) -> list[Path]:
+    """Where the tokenizer is of a checkpoint that was written before they had one."""
+    data = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder)).data
+    paths = [source.path for source in data.mixture] if data.mixture else [data.path]
+    return [Path(path).expanduser() for path in paths if path is not None]
 
 
 def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) -> Tokenizer:
@@ -121,7 +128,8 @@ def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) 
 
     Args:
         weights: the model's.
-        given: a tokenizer.json or a folder with one; None takes that of the weights.
+        given: a tokenizer.json, a SentencePiece .model or the folder of one; None takes that of the
+            weights.
 
     Raises:
         ConfigError: there is none, or it is not the one that the weights know.
@@ -154,7 +162,7 @@ def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) 
 
 def _their_tokenizer(folder: Path) -> Tokenizer | None:
     names = {path.name for path in folder.iterdir()}
-    if TOKENIZER_FILE not in names and not {"vocab.json", "merges.txt"} <= names:
+    if not names & set(TOKENIZER_FILES) and not {"vocab.json", "merges.txt"} <= names:
         return None
     end_of_text = None
     about = folder / "tokenizer_config.json"

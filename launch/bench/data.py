@@ -3,6 +3,9 @@
 Encoding is what `polyad prepare` does with text that is at hand: encode, count, digest, write and
 wait for the disk. The peer is one call of `tokenizers`' `encode_batch` on the same documents, whose
 ids nobody looks at. Both run with the same threads, in turn; what counts is the ratio of medians.
+
+What training takes is measured behind it, in the same process: whole steps of a GPT-2 as `polyad
+bench step` times them, without the engine around it, which would only be slower.
 """
 
 import json
@@ -10,12 +13,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
 
 from data.dataset import PreparedData
 from data.prepare import prepare
@@ -23,8 +28,31 @@ from data.sampler import TrainingSamples, micro_batches
 from data.text import open_source
 from data.tokenizer import Tokenizer, all_cores
 from data.writer import DatasetWriter
+from launch.bench.step import make_step
+from model.gpt2 import GPT2Config
+from parallel.zero import Precision
+from train.config import load_config
 
 ENCODING_GOAL, LOADER_GOAL = 0.9, 50.0
+GPT2_124M = GPT2Config(sequence_length=1024, vocab_size=50257)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The training whose appetite the loader is compared with.
+
+    As it stands: GPT-2 124M on short sequences, of which it takes more tokens a second than of
+    long ones.
+    """
+
+    model: GPT2Config = GPT2_124M
+    precision: Precision | None = None
+    """None: bf16 on a GPU; fp32 on a CPU, since many have bf16 in emulation alone."""
+    batch_size: int = 2
+    sequence_length: int = 256
+    compiled: bool = False
+    steps: int = 3
+    """Steps that are timed; one more goes before."""
 
 
 def bench_data(
@@ -36,9 +64,10 @@ def bench_data(
     sequence_length: int = 1024,
     micro_batch_size: int = 8,
     num_workers: int = 0,
+    training: Training | None = None,
     consumption: float | None = None,
 ) -> dict[str, Any]:
-    """Times both ways of text to the training step.
+    """Times both ways of text to the training step, and what that takes.
 
     Args:
         source: where the text is from, as for `polyad prepare`.
@@ -48,7 +77,8 @@ def bench_data(
         sequence_length: T.
         micro_batch_size: samples of a batch.
         num_workers: loader processes; 0 reads in this one.
-        consumption: tokens a second that training takes; None compares with nothing.
+        training: what trains; None takes GPT-2 124M.
+        consumption: tokens a second that training takes; None measures it.
 
     Returns:
         JSON values: rates, their ratio, and whether it reaches the goal.
@@ -66,10 +96,13 @@ def bench_data(
         with all_cores():
             encoding = _encoding(documents, size, data.tokenizer(), folder, repeats)
         loader = _loader(data, sequence_length, micro_batch_size, num_workers, repeats)
-    if consumption is not None:
-        ratio = loader["tokens_per_second"] / consumption
-        loader |= {"consumption": consumption, "ratio": ratio, "goal": LOADER_GOAL}
-        loader |= {"reached": ratio >= LOADER_GOAL}
+    measured = None
+    if consumption is None:
+        measured = _training(training or Training())
+        consumption = measured["tokens_per_second"]
+    ratio = loader["tokens_per_second"] / consumption
+    loader |= {"consumption": consumption, "ratio": ratio, "goal": LOADER_GOAL}
+    loader |= {"reached": ratio >= LOADER_GOAL}
     return {
         "source": source,
         "tokenizer": tokenizer,
@@ -79,7 +112,67 @@ def bench_data(
         "threads": int(os.environ.get("RAYON_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)),
         "encoding": encoding,
         "loader": loader,
+        "training": measured,
     }
+
+
+def bench_data_of(path: Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """As `bench_data`, with the batches and the training of a configuration.
+
+    Args:
+        path: the configuration; where it says no `model.vocab_size`, GPT-2's is taken.
+        overrides: `key=value`.
+        options: of `bench_data`.
+
+    Returns:
+        As `bench_data`.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    config = load_config(path, overrides)
+    vocab_size = config.model.vocab_size or GPT2_124M.vocab_size
+    training = Training(
+        model=config.model.model_copy(update={"vocab_size": vocab_size}),
+        precision=config.train.precision,
+        batch_size=config.train.micro_batch_size,
+        sequence_length=config.model.sequence_length,
+        compiled=config.model.compile,
+    )
+    return bench_data(
+        sequence_length=training.sequence_length,
+        micro_batch_size=training.batch_size,
+        num_workers=config.data.num_workers,
+        training=training,
+        **options,
+    )
+
+
+def _training(training: Training) -> dict[str, Any]:
+    """Tokens a second that one process takes: the median of a few steps."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = training.precision or ("bf16" if device == "cuda" else "fp32")
+    step = make_step(
+        "polyad",
+        training.model,
+        precision,
+        device=device,
+        batch_size=training.batch_size,
+        sequence_length=training.sequence_length,
+        compiled=training.compiled,
+    )
+    seconds = []
+    for _ in range(training.steps + 1):
+        started = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds[1:])
+    model = training.model.model_dump(mode="json")
+    about = asdict(training) | {"model": model, "precision": precision}
+    tokens = training.batch_size * training.sequence_length
+    return about | {"device": device, "seconds": median, "tokens_per_second": tokens / median}
 
 
 def _documents(source: str, megabytes: float) -> list[str]:
@@ -181,9 +274,17 @@ def data_table(result: dict[str, Any]) -> str:
         f"{loader['num_workers']} workers: {loader['tokens_per_second']:,.0f} tokens/s, the first "
         f"batch after {loader['first_batch_seconds']:.2f} s",
     ]
-    if "ratio" in loader:
-        lines.append(
-            f"  {loader['ratio']:,.0f} times the {loader['consumption']:,.0f} tokens/s that are "
-            f"consumed, the goal is at least {loader['goal']:.0f}"
+    training = result["training"]
+    by = "as given"
+    if training is not None:
+        model = training["model"]
+        by = (
+            f"by {model['num_layers']} layers of width {model['hidden_size']}, "
+            f"{training['batch_size']} x {training['sequence_length']} in {training['precision']} "
+            f"on {training['device']}, measured now"
         )
+    lines.append(
+        f"  {loader['ratio']:,.0f} times the {loader['consumption']:,.0f} tokens/s that training "
+        f"takes ({by}); the goal is at least {loader['goal']:.0f}"
+    )
     return "\n".join(lines)

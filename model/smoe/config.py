@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from model.config import Config
 from model.dense import DenseFeedForwardConfig
@@ -29,7 +29,7 @@ class SparseMoEConfig(Config):
     the K highest scores are divided by their sum."""
     expert_hidden_size: Count | None = None
     """Inner width F of one expert, in units; null: four times the model's width."""
-    placement: Count | list[Annotated[int, Field(ge=0)]] = 1
+    placement: int | list[int] = 1
     """Blocks that route: 1 all of them, n the last of every n (2: every second, as in GLaM), or
     a list of block numbers, from 0. The others are dense."""
     dense_hidden_size: Count | None = None
@@ -67,6 +67,20 @@ class SparseMoEConfig(Config):
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: all in one grouped matrix product, or one after the other (the
     reference, and the only way in float64 or with widths that are no multiple of 8)."""
+
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _is_placement(cls, value: object) -> object:
+        # By hand: of a union, pydantic reports what every member says to a value.
+        numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
+        if any(type(number) is not int or number < least for number in numbers):
+            raise ValueError(
+                f"model.feed_forward.placement: {value!r} is not allowed: 1 or more, or a list of "
+                f"block numbers from 0"
+            )
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"model.feed_forward.placement: {value} names a block twice")
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -160,6 +174,15 @@ class SparseMoEConfig(Config):
     def score_size(self) -> int:
         """Width of the cosine score's space."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
+
+    def saved_numbers_per_token(self, width: int) -> int:
+        """What one token leaves for the backward pass: of each of its experts the row that goes in,
+        the inner units before and after the activation, and the row that comes out.
+
+        Args:
+            width: D.
+        """
+        return self.top_k * 2 * (self.inner_size(width) + width)
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts the weights that multiply one token: top_k experts, and the score.

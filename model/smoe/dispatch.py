@@ -49,7 +49,8 @@ def plan(expert_ids_NK: Tensor, num_experts: int, capacity_factor: float | None 
         return Plan(
             assignment_A, torch.empty_like(rank_A).scatter(0, assignment_A, rank_A), counts_E
         )
-    capacity = math.ceil(capacity_factor * total / num_experts)
+    # 1.1 x 50 / 5 is a little more than 11 in floating point, and is to be 11.
+    capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
     first_E = counts_E.cumsum(0) - counts_E
     kept_A = rank_A - first_E[sorted_A] < capacity
     assignment_M = assignment_A[kept_A]

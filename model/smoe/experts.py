@@ -3,6 +3,8 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, grouped_mm
@@ -60,24 +62,16 @@ class Experts(nn.Module):
             return on_host_MD
         if not _takes_grouped(rows_MD.dtype, self.up):
             return self._one_by_one(rows_MD, counts_E)
-        if rows_MD.dtype == torch.bfloat16:
-            return self._grouped(rows_MD, counts_E)
-        output_MD: Tensor = self._grouped_eager(rows_MD, counts_E)
-        return output_MD
+        return self._grouped(rows_MD, counts_E)
 
     def _grouped(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         offsets_E = counts_E.cumsum(0).to(torch.int32)
-        inner_MF = grouped_mm(rows_MD, self.up, offs=offsets_E)
+        inner_MF = _product(rows_MD, self.up, offsets_E)
         if self.up_bias is not None:
             inner_MF = inner_MF + self.up_bias.repeat_interleave(
                 counts_E, dim=0, output_size=rows_MD.shape[0]
             )
-        return grouped_mm(gelu(inner_MF, approximate="tanh"), self.down, offs=offsets_E)
-
-    # The compiler knows the grouped product in bf16 alone.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _grouped_eager(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        return self._grouped(rows_MD, counts_E)
+        return _product(gelu(inner_MF, approximate="tanh"), self.down, offsets_E)
 
     def _one_by_one(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         outputs = []
@@ -93,3 +87,40 @@ def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
     """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
     aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])
     return aligned and dtype != torch.float64
+
+
+def _product(rows_MD: Tensor, weight_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Each expert's rows, which end at its offset, times its weight: [M, F]."""
+    if rows_MD.dtype == torch.bfloat16:
+        return grouped_mm(rows_MD, weight_EDF, offs=offsets_E)
+    product_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
+    return product_MF
+
+
+# grouped_mm takes fp32, but torch.compile and the meta device believe that it takes bf16 alone
+# (PyTorch 2.13). As an operation of our own, it says itself what comes out.
+@torch.library.custom_op("polyad::grouped_mm", mutates_args=())
+def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    return grouped_mm(a, b, offs=offsets_E).contiguous()
+
+
+@_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    if b.dim() == 3:  # [M, D] with [E, D, F]
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(offsets_E.shape[0], a.shape[0], b.shape[1])  # [D, M] with [M, F]
+
+
+def _grouped_mm_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows_MD, weight_EDF, offsets_E = ctx.saved_tensors
+    gradient_MF = gradient_MF.contiguous()
+    for_rows_MD = _grouped_mm(gradient_MF, weight_EDF.transpose(1, 2), offsets_E)
+    for_weight_EDF = _grouped_mm(rows_MD.t(), gradient_MF, offsets_E)
+    return for_rows_MD, for_weight_EDF, None
+
+
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_grouped_mm_context)

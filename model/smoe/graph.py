@@ -7,7 +7,7 @@ never exists: a graph only says which features. Source: Nguyen et al. 2025, "Imp
 sparse mixture of experts with graph of tokens". The paper names no mask; in a language model S has
 to be causal, or the experts of a token depend on the tokens that it is about to predict.
 
-A new graph is a class here and a line of `GRAPHS`.
+A new graph is a class here, a line of `GRAPHS` and a name in the config's `GraphName`.
 
 Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of one head, G heads
 that the graph chooses from (A, or a process's part of them), F width of the features, R rows that
@@ -295,7 +295,9 @@ def _mix_lower_entropy(
         rows_BRF = query_BTF[:, first : first + ROWS_AT_ONCE]
         arguments = (rows_BRF, key_BSF, value_BSE, entropy_BS, start + first, causal)
         if torch.is_grad_enabled():
-            block_BRE, count = checkpoint(_mix_rows, *arguments, use_reentrant=False)
+            block_BRE, count = checkpoint(
+                _mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             block_BRE, count = _mix_rows(*arguments)
         blocks.append(block_BRE)

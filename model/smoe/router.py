@@ -5,7 +5,6 @@ Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K e
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from model.attention import AttentionTrace
@@ -69,7 +68,7 @@ class Router(nn.Module):
             entropy=mean_entropy(mixed_NE.detach()),
             balance_loss=load_balance_loss(mixed_NE, load_E),
             z_loss=router_z_loss(logits_NE),
-            dropped=torch.zeros((), device=load_E.device),
+            dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
         )

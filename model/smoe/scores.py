@@ -1,6 +1,6 @@
 """Base scores: what each token alone thinks of each expert, as logits.
 
-A new score is a class here and a line of `SCORES`.
+A new score is a class here, a line of `SCORES` and a name in the config's `ScoreName`.
 
 Shapes: N tokens, D width, E experts, S width of the cosine score's space.
 """

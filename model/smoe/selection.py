@@ -81,7 +81,7 @@ class TopK(nn.Module):
             scores_NE: Of every expert, each row summing to 1.
 
         Returns:
-            Weights and experts, the highest score first.
+            Weights and experts, the highest first: of scores, or of scores with the bias.
         """
         ranked_NE = scores_NE
         if self.config.balancing_rate:

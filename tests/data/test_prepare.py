@@ -14,7 +14,8 @@ from data.errors import DataError
 from data.manifest import MANIFEST_FILE, SPLITS, index_bytes
 from data.prepare import prepare, split_of_documents
 from data.text import open_source
-from data.tokenizer import END_OF_TEXT, train_tokenizer
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_training import train_tokenizer
 from data.writer import token_dtype, write_index
 
 PREPARE = """
@@ -231,8 +232,10 @@ def test_bad_line_met_in_training_or_encoding_leaves_nothing(tmp_path, prepared_
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 0.96])
 def test_bad_fraction_is_refused(tmp_path, texts, fraction):
-    with pytest.raises(DataError, match="fraction"):
+    with pytest.raises(DataError, match=r"^--validation-fraction"):
         silent(str(texts), "train:300", tmp_path / "out", validation_fraction=fraction)
+    with pytest.raises(DataError, match=r"--test-fraction: "):
+        silent(str(texts), "train:300", tmp_path / "out", test_fraction=fraction)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])

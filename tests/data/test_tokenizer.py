@@ -9,12 +9,13 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from data.errors import DataError
-from data.tokenizer import END_OF_TEXT, Tokenizer, resolve_tokenizer, train_tokenizer
+from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer_training import resolve_tokenizer, train_tokenizer
 from data.writer import cut_between_words
 
 TRAIN_ELSEWHERE = """
 import inspect, typing
-from data.tokenizer import train_tokenizer
+from data.tokenizer_training import train_tokenizer
 print(train_tokenizer(iter([inspect.getsource(typing)]), 500).fingerprint)
 """
 

@@ -11,7 +11,8 @@ from data.errors import DataError
 from data.manifest import SPLITS
 from data.prepare import prepare
 from data.text import open_source
-from data.tokenizer import END_OF_TEXT, Tokenizer, resolve_tokenizer
+from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer_training import resolve_tokenizer
 from data.words import WordTokenizer, train_words
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import train.pretrain
-from launch.cli import COMMANDS, run
+from launch.cli import run
+from launch.commands import COMMANDS
 from train.errors import RunError
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import Case, tensors, train
+from tests.helpers.training import Case, moe_model, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -20,6 +20,26 @@ def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, mi
     results = workers(2).run(train, case)
     assert [result["applied"] for result in results] == [[True, True, False, True]] * 2
     assert not torch.tensor(results[0]["norms"][2]).isfinite()
+    without = case.but(skip_data=True, save_to=str(tmp_path / "without"))
+    expected = workers(2).run(train, without)[0]
+    assert results[0]["losses"][3] == expected["losses"][2]
+    before, after = (tensors(tmp_path / n / "step-00000004") for n in ("without", "poisoned"))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
+    workers, tmp_path, stage, precision, poison
+):
+    case = Case(
+        stage=stage, precision=precision, poison=poison, poison_step=2, expert=2,
+        save_to=str(tmp_path / "poisoned"),
+        model=moe_model(graph="attention", balancing_rate=0.01, final_top_k=3),
+    )  # fmt: skip
+    results = workers(2).run(train, case)
+    assert [result["applied"] for result in results] == [[True, True, False, True]] * 2
     without = case.but(skip_data=True, save_to=str(tmp_path / "without"))
     expected = workers(2).run(train, without)[0]
     assert results[0]["losses"][3] == expected["losses"][2]

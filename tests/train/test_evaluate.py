@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from data.dataset import PreparedData
+from launch.output import strict
 from parallel.checkpoint import load_model
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluation, run, write_config
+from train.evaluate import result_table
 from train.scoring import Score, perplexities
 
 pytestmark = pytest.mark.distributed
@@ -94,6 +96,24 @@ def test_measures_by_hand():
     assert result["perplexity"] == pytest.approx(20.0855, rel=1e-5)
     assert result["word_perplexity"] == pytest.approx(54.5982, rel=1e-5)
     assert result["bits_per_byte"] == pytest.approx(1.2 / 0.693147, rel=1e-5)
+
+
+def test_a_split_without_a_word_has_no_perplexity_a_word(
+    workers, finished, tmp_path, texts, prepared_path
+):
+    from data.prepare import prepare
+
+    (tmp_path / "blank.txt").write_text(" \n\t \n" * 50)
+    prepare(
+        str(texts), str(prepared_path), tmp_path / "data",
+        validation_source=str(tmp_path / "blank.txt"), report=print,
+    )  # fmt: skip
+    result = workers(1).run(evaluation, finished, data=str(tmp_path / "data"))[0]
+    assert result["words"] == 0
+    assert strict(result)["word_perplexity"] is None
+    assert result["bits_per_byte"] > 0
+    rows = dict(line.split("  ", 1) for line in result_table(result).splitlines())
+    assert rows["word perplexity"] == "none: the split is white space alone, without a word"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 import fcntl
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from parallel.checkpoint import complete_checkpoints
 from tests.helpers.runs import records, run, run_expecting_error, write_config
 from tests.helpers.training import tensors
 
@@ -108,6 +112,41 @@ def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
     for name, field in after:
         torch.testing.assert_close(after[name, field], before[name, field], rtol=0, atol=1e-9)
     assert records(tmp_path / "run")[0]["step"] == 1
+
+
+def test_init_from_of_a_run_that_goes_on_is_said_not_to_be_used(finished, config, tmp_path):
+    start = f"checkpoint.init_from={finished / 'run'}"
+    command = [sys.executable, "-m", "launch", "train", str(config), start]
+    said = []
+    for steps in (1, 2):
+        done = subprocess.run(
+            [*command, f"train.steps={steps}"], capture_output=True, text=True, check=True
+        )
+        said.append([line for line in done.stderr.splitlines() if "init_from" in line])
+    assert said == [[], [
+        f"the run goes on from step 1 of {tmp_path / 'run'}; checkpoint.init_from: "
+        f"{finished / 'run'} is for a new run, and not used"
+    ]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, True), (0, False)])
+def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path, every, kept):
+    command = [sys.executable, "-m", "launch", "train", str(config), "train.steps=3000"]
+    run = subprocess.Popen(
+        [*command, f"checkpoint.every={every}", "evaluation.every=0"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in run.stderr:
+        if line.startswith("step") and " 3/3000 " in line:
+            break
+    run.send_signal(signal.SIGINT)
+    *_, last = run.communicate(timeout=60)[1].splitlines()
+    assert run.returncode == 130
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert bool(newest) == kept
+    where = f"goes on from {newest[-1]}" if kept else "begins at step 0"
+    assert last.startswith("polyad: error: interrupted; ")
+    assert last.endswith(f"the same command {where}")
 
 
 @pytest.mark.parametrize("workers_count", [0, 2])

@@ -1,0 +1,138 @@
+"""What the commands of `polyad` take from the command line."""
+
+from pathlib import Path
+
+from launch.parser import Parser, positive
+
+
+def prepare_arguments(parser: Parser) -> None:
+    """Those of `polyad prepare`."""
+    add = parser.add_argument
+    add(
+        "--source",
+        required=True,
+        help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
+        "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
+        ".parquet file or folder",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        help="train:VOCAB_SIZE, words or words:VOCAB_SIZE (of the train split), a tokenizer.json, "
+        "a SentencePiece .model, or GPT-2's folder",
+    )
+    add("--output", required=True, metavar="DIR", help="the folder to make")
+    add("--validation-fraction", type=float, default=0.05, metavar="F", help="of all documents")
+    add("--test-fraction", type=float, default=0.05, metavar="F", help="of all documents")
+    add("--validation-source", metavar="SOURCE", help="text that is the validation split instead")
+    add("--test-source", metavar="SOURCE", help="text that is the test split instead")
+    add("--text-key", default="text", metavar="KEY", help="of the text in .jsonl and .parquet")
+    add("--streaming", action="store_true", help="read a Hugging Face data set without a copy")
+    add("--end-of-text", metavar="TOKEN", help="ends each document; default: a well-known one")
+    add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
+
+
+def config_arguments(parser: Parser) -> None:
+    """The configuration, and keys of it."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    override_arguments(parser)
+
+
+def override_arguments(parser: Parser) -> None:
+    """Keys of a configuration."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="a key of the file, as train.steps=100"
+    )
+
+
+def launch_arguments(parser: Parser) -> None:
+    """Those of `polyad launch`."""
+    from launch import options
+
+    config_arguments(parser)
+    options.launch_arguments(parser)
+
+
+def evaluate_arguments(parser: Parser) -> None:
+    """Those of `polyad evaluate`."""
+    add = parser.add_argument
+    add("path", type=Path, metavar="CHECKPOINT_OR_RUN", help="a run means its newest checkpoint")
+    add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
+    add("--split", choices=("validation", "test", "train"), default="validation")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    override_arguments(parser)
+
+
+def convert_arguments(parser: Parser) -> None:
+    """Those of `polyad convert`."""
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="a checkpoint, a run, or a GPT-2 folder")
+    add("destination", type=Path, metavar="DESTINATION", help="the folder to make")
+    add("--to", choices=("huggingface", "polyad"), required=True, help="the format to write")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def generate_arguments(parser: Parser) -> None:
+    """Those of `polyad generate`."""
+    add = parser.add_argument
+    add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a GPT-2 folder")
+    add("--prompt", required=True, metavar="TEXT", help="what is continued")
+    add("--max-tokens", type=positive, default=100, metavar="N", help="at most; default 100")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
+    add("--top-p", type=float, default=1.0, metavar="P", help="among tokens of this probability")
+    add("--seed", type=int, default=0, metavar="N", help="of the choice; default 0")
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="a file or folder, as of prepare; default: the checkpoint's",
+    )
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="default fp32")
+    add("--no-cache", action="store_true", help="run the whole window for every token")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def validate_arguments(parser: Parser) -> None:
+    """Those of `polyad validate`."""
+    config_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--processes", type=positive, metavar="N", help="that will run it; default: WORLD_SIZE or 1"
+    )
+    add("--json", metavar="FILE", help="write the description there; - for standard output, alone")
+    add("--without-data", action="store_true", help="where the data is not; set model.vocab_size")
+
+
+def bench_data_arguments(parser: Parser) -> None:
+    """Those of `polyad bench data`."""
+    add = parser.add_argument
+    add("--source", default="python-stdlib", help="of the text, as for prepare")
+    add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
+    add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
+    add(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="whose batches are loaded, and whose model trains; default: 8 x 1,024 tokens, and "
+        "GPT-2 124M on 2 x 256",
+    )
+    add(
+        "--consumption",
+        type=float,
+        metavar="TOKENS",
+        help="a second, that training takes; default: measured",
+    )
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    override_arguments(parser)
+
+
+def bench_step_arguments(parser: Parser) -> None:
+    """Those of `polyad bench step`."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--batch-size", type=positive, default=2, metavar="B", help="samples; default 2")
+    add("--sequence-length", type=positive, default=256, metavar="T", help="default 256")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed steps of each; default 5")
+    add("--compile", action="store_true", help="ours through torch.compile")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -1,0 +1,258 @@
+"""The commands of `polyad`: for each a handler, which calls the room that does the work.
+
+Nothing heavy is imported before a handler runs.
+"""
+
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launch.arguments import (
+    bench_data_arguments,
+    bench_step_arguments,
+    config_arguments,
+    convert_arguments,
+    evaluate_arguments,
+    generate_arguments,
+    launch_arguments,
+    prepare_arguments,
+    validate_arguments,
+)
+from launch.machine import is_main
+from launch.output import check_json_path, only_results_on_stdout, show
+from launch.parser import Parser, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of `polyad`."""
+
+    summary: str
+    example: str
+    arguments: Callable[[Parser], None]
+    """Declares its arguments."""
+    handler: Callable[[Namespace], int | None]
+    """Does it; None is success."""
+
+
+def _prepare(options: Namespace) -> None:
+    from data.prepare import prepare
+    from launch.tables import prepared_table
+
+    with only_results_on_stdout() as stdout:
+        started = time.monotonic()
+        manifest = prepare(**vars(options))
+        seconds = time.monotonic() - started
+        stdout.write(prepared_table(manifest, options.output, seconds) + "\n")
+
+
+def _train(options: Namespace) -> None:
+    from launch.machine import end_with_launcher, prepare_environment
+    from launch.tables import trained_table
+
+    end_with_launcher()
+    prepare_environment()
+    from parallel import comm
+    from train.pretrain import main as train
+
+    with only_results_on_stdout() as stdout:
+        state = train(options.config, options.overrides)
+        if is_main():
+            stdout.write(trained_table(state, options.config, options.overrides) + "\n")
+        comm.shutdown()
+
+
+def _launch(options: Namespace) -> None:
+    from launch.options import launch_from
+
+    launch_from(options)
+
+
+def _evaluate(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from parallel import comm
+    from train.evaluate import evaluate, result_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = evaluate(
+            options.path,
+            data=options.data,
+            split=options.split,
+            overrides=tuple(options.overrides),
+        )
+        if is_main():
+            show(result, result_table(result), options.json, stdout)
+        comm.shutdown()
+
+
+def _convert(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.convert import conversion_table, convert
+
+    with only_results_on_stdout() as stdout:
+        result = convert(options.source, options.destination, options.to)
+        show(result, conversion_table(result), options.json, stdout)
+
+
+def _generate(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.generate import Sampling, generate
+
+    with only_results_on_stdout() as stdout:
+
+        def write(text: str) -> None:
+            if options.json != "-" and text:
+                stdout.write(text)
+                stdout.flush()
+
+        result = generate(
+            options.path,
+            options.prompt,
+            tokenizer=options.tokenizer,
+            max_tokens=options.max_tokens,
+            sampling=Sampling(
+                temperature=options.temperature, top_p=options.top_p, seed=options.seed
+            ),
+            use_cache=not options.no_cache,
+            precision=options.precision,
+            write=write,
+        )
+        speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
+        print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)
+        show(result, "", options.json, stdout)
+
+
+def _validate(options: Namespace) -> None:
+    from parallel.comm import environment_world_size
+    from train.describe import describe_run, description_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        description = describe_run(
+            options.config,
+            options.overrides,
+            options.processes or environment_world_size(),
+            with_data=not options.without_data,
+        )
+        show(description, description_table(description), options.json, stdout)
+
+
+def _bench_data(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.data import bench_data, bench_data_of, data_table
+
+    check_json_path(options.json)
+    if not 0 < options.megabytes < math.inf:
+        raise UsageError(f"--megabytes: {options.megabytes} is not allowed; more than 0")
+    if options.consumption is not None and not 0 < options.consumption < math.inf:
+        raise UsageError(f"--consumption: {options.consumption} is not allowed; more than 0")
+    if options.overrides and options.config is None:
+        raise UsageError(f"{options.overrides[0]}: a key of a configuration, which --config names")
+    arguments = {
+        name: getattr(options, name)
+        for name in ("source", "tokenizer", "megabytes", "repeats", "consumption")
+    }
+    with only_results_on_stdout() as stdout:
+        if options.config is None:
+            result = bench_data(**arguments)
+        else:
+            result = bench_data_of(options.config, options.overrides, **arguments)
+        show(result, data_table(result), options.json, stdout)
+
+
+def _bench_step(options: Namespace) -> None:
+    from launch.bench.step import bench_step, step_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_step(
+            device=options.device,
+            precisions=(options.precision,) if options.precision else ("fp32", "bf16"),
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            repeats=options.repeats,
+            compiled=options.compile,
+        )
+        show(result, step_table(result), options.json, stdout)
+
+
+COMMANDS: dict[str, Command] = {
+    "prepare": Command(
+        summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
+        example="polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib",
+        arguments=prepare_arguments,
+        handler=_prepare,
+    ),
+    "train": Command(
+        summary="Trains in this process, or in those of torchrun; goes on where the run stands.",
+        example="polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20\n"
+        "torchrun --nproc-per-node 2 -m launch train configs/quickstart/gpt2.yaml "
+        "data.path=runs/stdlib",
+        arguments=config_arguments,
+        handler=_train,
+    ),
+    "launch": Command(
+        summary="Checks a run, then trains it in P processes of this machine, or of N hosts.",
+        example="polyad launch configs/quickstart/gpt2.yaml --processes-per-node 2 "
+        "data.path=runs/stdlib\n"
+        "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
+        "--rdzv-endpoint node-1:29400\n"
+        "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
+        "--gpus-per-node 4 --time 24:00:00 --dry-run",
+        arguments=launch_arguments,
+        handler=_launch,
+    ),
+    "evaluate": Command(
+        summary="Scores prepared text: loss, perplexity per token and word, bits per byte.",
+        example="polyad evaluate runs/quickstart/run --split test evaluation.stride=128\n"
+        "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json",
+        arguments=evaluate_arguments,
+        handler=_evaluate,
+    ),
+    "validate": Command(
+        summary="Checks a run without starting it, and says what it will do and cost.",
+        example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
+        "model.vocab_size=50257",
+        arguments=validate_arguments,
+        handler=_validate,
+    ),
+    "bench data": Command(
+        summary="Times encoding beside the tokenizers library, and the loader beside training.",
+        example="polyad bench data --json data.json\n"
+        "polyad bench data --config configs/gpt2/355m.yaml --megabytes 32",
+        arguments=bench_data_arguments,
+        handler=_bench_data,
+    ),
+    "bench step": Command(
+        summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
+        example="polyad bench step --precision bf16 --json step.json",
+        arguments=bench_step_arguments,
+        handler=_bench_step,
+    ),
+    "generate": Command(
+        summary="Continues a text with a checkpoint.",
+        example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
+        "--top-p 0.95 --seed 1",
+        arguments=generate_arguments,
+        handler=_generate,
+    ),
+    "convert": Command(
+        summary="Weights to a Hugging Face folder, or from one to a checkpoint.",
+        example="polyad convert runs/quickstart/run exported --to huggingface\n"
+        "polyad convert gpt2 runs/gpt2-start --to polyad",
+        arguments=convert_arguments,
+        handler=_convert,
+    ),
+}

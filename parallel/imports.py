@@ -1,0 +1,22 @@
+"""The libraries that a run needs, imported at one point: what a start spends on them is known."""
+
+from importlib import import_module
+
+from data.indexed import indexed_dataset, quick_import, sample_index_helpers
+from parallel.zero import import_deepspeed
+
+LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""What any optimizer of torch, and any ZeRO optimizer of DeepSpeed, imports when it is made."""
+
+
+def import_libraries() -> None:
+    """Imports what building an engine and the first step would import in their midst.
+
+    DeepSpeed's Muon, which nothing here uses, would bring torch's compiler; see `quick_import`.
+    """
+    with quick_import():
+        import_deepspeed()
+        for name in LATE:
+            import_module(name)
+    indexed_dataset()
+    sample_index_helpers()

@@ -1,0 +1,166 @@
+"""Routed parts and models for tests, the definitions they are compared with, and the gate against
+leaks.
+
+Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of one head.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from model.attention import AttentionTrace
+from model.build import materialize
+from model.interface import FeedForwardContext
+from model.smoe.config import SparseMoEConfig
+from model.smoe.selection import TopK
+
+
+def make_config(**overrides):
+    """Six small experts; keywords override."""
+    return SparseMoEConfig(**{"num_experts": 6, "expert_hidden_size": 10} | overrides)
+
+
+def make_context(**overrides):
+    """Width 12, three heads, biases; keywords override."""
+    settings = {
+        "hidden_size": 12,
+        "num_heads": 3,
+        "bias": True,
+        "dropout": 0.0,
+        "initializer_std": 0.3,
+        "residual_std": 0.3,
+    }
+    return FeedForwardContext(**settings | overrides)
+
+
+def scatter(module, scale=0.3, seed=1):
+    """Moves parameters away from their initial values: biases count, nothing is uniform.
+
+    A temperature stays: near zero it would make noise of everything.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (p for p in module.parameters() if p.numel() > 1):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter.dtype), alpha=scale)
+    return module
+
+
+def make(part, config=None, context=None, dtype=torch.float64):
+    """A part of a layer, or a layer, with scattered weights."""
+    with torch.device("meta"):
+        module = part(config or make_config(), context or make_context())
+    materialize(module, seed=0, dtype=dtype)
+    return scatter(module)
+
+
+def make_trace(batch, length, heads, size, width, dtype=torch.float64, seed=2):
+    """What attention might have done; every tensor asks for its gradient."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape, scale=1.0):
+        value = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return value.to(dtype).requires_grad_()
+
+    q, k, v = (leaf(batch, heads, length, size) for _ in range(3))
+    return AttentionTrace(q, k, v, leaf(batch, length, width), leaf(width, heads * size, scale=0.2))
+
+
+def seen_by(length, causal):
+    """[T, T]: whether token i may know of token j."""
+    whole = torch.ones(length, length, dtype=torch.bool)
+    return whole.tril() if causal else whole
+
+
+def similarity_matrix(u_BTD, config, causal):
+    """S of the similarity graph, by its definition."""
+    if config.similarity == "cosine":
+        u_BTD = u_BTD / u_BTD.norm(dim=-1, keepdim=True)
+    logits_BTT = u_BTD @ u_BTD.transpose(1, 2) / config.tau
+    seen_TT = seen_by(u_BTD.shape[1], causal)
+    return logits_BTT.masked_fill(~seen_TT, -torch.inf).softmax(-1)
+
+
+def attention_matrix(trace, head, causal):
+    """The attention of one head."""
+    q_BTH, k_BTH = trace.q_BATH[:, head], trace.k_BATH[:, head]
+    logits_BTT = q_BTH @ k_BTH.transpose(1, 2) / q_BTH.shape[-1] ** 0.5
+    return logits_BTT.masked_fill(~seen_by(q_BTH.shape[1], causal), -torch.inf).softmax(-1)
+
+
+def posterior_matrix(trace, head, config, causal):
+    """S of the attention-aware graph, by its definition: prior times likelihood, normalized."""
+    heads, size = trace.q_BATH.shape[1], trace.q_BATH.shape[-1]
+    weight_DH = trace.output_weight_DM[:, head * size : (head + 1) * size]
+    m_BTD = heads * trace.v_BATH[:, head] @ weight_DH.T
+    distance_BTT = torch.cdist(trace.output_BTD, m_BTD, compute_mode="donot_use_mm_for_euclid_dist")
+    likelihood_BTT = torch.exp(-(distance_BTT**2) / (2 * config.sigma**2))
+    joint_BTT = attention_matrix(trace, head, causal) * likelihood_BTT
+    return joint_BTT / joint_BTT.sum(-1, keepdim=True)
+
+
+def entropy_of(weights):
+    """Entropy over the last dimension, in nats."""
+    return -(weights * (weights + (weights == 0)).log()).sum(-1)
+
+
+def restrict(s_BTT, scores_BTE):
+    """S over J_i alone: the tokens whose scores have no more entropy (Proposition 1)."""
+    entropy_BT = entropy_of(scores_BTE.detach())
+    kept_BTT = s_BTT * (entropy_BT[:, None, :] <= entropy_BT[:, :, None])
+    return kept_BTT / kept_BTT.sum(-1, keepdim=True)
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation, those of the backward pass too: names and sizes of the results."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operations.add(function.overloadpacket.__name__)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return result
+
+
+def logits_and_experts(model, ids_BT):
+    """The logits, and the experts [B, T, K] of every routed block, in their order."""
+    chosen = []
+
+    def keep(module, inputs, selected):
+        chosen.append(selected.expert_ids_NK.unflatten(0, ids_BT.shape))
+
+    hooks = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, TopK)]
+    try:
+        with torch.no_grad():
+            return model(ids_BT).logits, chosen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def assert_causal(model, ids_BT, last):
+    """The gate: nothing up to a token depends on those after it.
+
+    Changes the tokens after `last`, and then cuts them off: both times the experts of the tokens up
+    to it are identical and their logits agree.
+
+    Args:
+        model: A language model, in float64; experts by the loop.
+        ids_BT: Token ids.
+        last: The last token that stays.
+    """
+    kept = last + 1
+    changed_BT = ids_BT.clone()
+    changed_BT[:, kept:] = (changed_BT[:, kept:] + 1) % model.config.vocab_size
+    logits, experts = logits_and_experts(model, ids_BT)
+    for other_BT in (changed_BT, ids_BT[:, :kept]):
+        other_logits, other_experts = logits_and_experts(model, other_BT)
+        for block, (ours, theirs) in enumerate(zip(experts, other_experts, strict=True)):
+            assert torch.equal(ours[:, :kept], theirs[:, :kept]), f"experts of routed block {block}"
+        torch.testing.assert_close(other_logits[:, :kept], logits[:, :kept], atol=1e-10, rtol=0)

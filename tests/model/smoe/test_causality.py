@@ -1,0 +1,132 @@
+"""The gate against leaks, over every registry; and that it stops what leaks."""
+
+import pytest
+import torch
+
+from model.build import build_model, materialize
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from model.smoe.scores import SCORES
+from tests.helpers.routing import assert_causal, logits_and_experts, scatter
+
+
+def gated_model(small_config, update=None, **options):
+    """A float64 model with the reference experts, away from its initial state.
+
+    `update` sets keys of the feed-forward behind the back of the checks.
+    """
+    feed_forward = {
+        "kind": "smoe",
+        "num_experts": 8,
+        "expert_hidden_size": 16,
+        "experts": "loop",
+        "sigma": 8.0,
+        "tau": 3.0,
+    }
+    # Without biases, which make all tokens alike, block by block.
+    config = small_config(bias=False, feed_forward=feed_forward | options)
+    routed = config.feed_forward.model_copy(update=update or {})
+    model = build_model(config.model_copy(update={"feed_forward": routed}))
+    materialize(model, seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("head_entropy", "balancing_bias")):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    scatter(model, 0.2)
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(10)
+    return model
+
+
+OPTIONS = {
+    f"{score}, {graph}": {"score": score, "graph": graph} for score in SCORES for graph in GRAPHS
+} | {
+    "lower entropy, similarity": {"graph": "similarity", "lower_entropy_only": True},
+    "lower entropy, attention": {"graph": "attention", "lower_entropy_only": True},
+    "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.5},
+    "balancing": {"balancing_rate": 0.1},
+    "balancing, similarity": {"graph": "similarity", "balancing_rate": 0.1},
+    "one expert, attention": {"graph": "attention", "top_k": 1},
+    "all experts, similarity": {"graph": "similarity", "top_k": 8},
+    "growing k": {"score": "random", "top_k": 1, "final_top_k": 8},
+    "every second block": {"graph": "similarity", "placement": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("last", [0, 7, 14])
+def test_nothing_depends_on_later_tokens(small_config, random_ids, options, last):
+    model = gated_model(small_config, **options)
+    assert_causal(model, random_ids(2, 16), last)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_experts_do_depend_on_tokens(small_config, random_ids, options):
+    # Otherwise the gate would have nothing to see: several experts, and others for other tokens.
+    model = gated_model(small_config, **options)
+    ids = random_ids(2, 16)
+    _, experts = logits_and_experts(model, ids)
+    _, others = logits_and_experts(model, (ids + 1) % 61)
+    assert len(experts) == (1 if options.get("placement") == 2 else 3)
+    for ours, theirs in zip(experts, others, strict=True):
+        assert len(ours[..., 0].unique()) > 2
+        assert (ours[..., 0] != theirs[..., 0]).double().mean() > 0.1
+
+
+def test_lower_entropy_across_blocks_of_rows_is_causal(small_config, random_ids):
+    options = {"graph": "similarity", "lower_entropy_only": True, "sequence_length": 300}
+    length = options.pop("sequence_length")
+    model = gated_model(lambda **kw: small_config(sequence_length=length, **kw), **options)
+    assert_causal(model, random_ids(1, length), 200)
+
+
+class Unmasked(SimilarityGraph):
+    """Leaks: mixes over all tokens, as the paper may have."""
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.causal = False
+
+
+class UnmaskedAttention(AttentionGraph):
+    """Leaks in the same way."""
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.causal = False
+
+
+class OwnEntropies(AttentionGraph):
+    """Leaks, a little: takes the head of least entropy in the batch at hand."""
+
+    def forward(self, scores_BTE, u_BTD, attention=None, cache=None):
+        self.head_entropy.copy_(head_entropies(attention, self.causal))
+        return super().forward(scores_BTE, u_BTD, attention, cache)
+
+
+def assert_causal_everywhere(model, ids):
+    for last in range(15):  # the order of the heads' own entropies changes somewhere
+        assert_causal(model, ids, last)
+
+
+LEAKS = {
+    "unmasked": (Unmasked, {}),
+    "unmasked cosine": (Unmasked, {"similarity": "cosine", "tau": 0.5}),
+    "unmasked, lower entropy": (Unmasked, {"lower_entropy_only": True, "graph": "similarity"}),
+    "unmasked attention": (UnmaskedAttention, {"sigma": 5.0}),
+    "own entropies": (OwnEntropies, {}),
+}
+
+
+@pytest.mark.parametrize(("leaky", "options"), LEAKS.values(), ids=LEAKS)
+def test_the_gate_stops_a_graph_that_leaks(small_config, random_ids, monkeypatch, leaky, options):
+    monkeypatch.setitem(GRAPHS, "leaky", leaky)
+    model = gated_model(small_config, {"graph": "leaky"}, **options)
+    assert isinstance(model.blocks[0].feed_forward.router.graph, leaky)
+    with pytest.raises(AssertionError):
+        assert_causal_everywhere(model, random_ids(2, 16))
+
+
+def test_the_gate_stops_a_capacity(small_config, random_ids):
+    model = gated_model(small_config, capacity_factor=0.5, allow_leak=True)
+    with pytest.raises(AssertionError):
+        assert_causal(model, random_ids(2, 16), 7)

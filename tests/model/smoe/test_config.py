@@ -1,0 +1,98 @@
+"""What a configuration may say, and the message if it says something else."""
+
+import pytest
+from pydantic import ValidationError
+
+from model.gpt2 import GPT2Config
+from model.smoe.config import SparseMoEConfig
+from train.config import RunConfig, parse_config
+from train.errors import ConfigError
+
+RUN = """
+run: {folder: runs/x}
+model: {kind: gpt2, num_layers: 4, hidden_size: 32, num_heads: 4, sequence_length: 16,
+        feed_forward: {kind: smoe}}
+data: {path: data/x}
+train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
+"""
+KEY = "model.feed_forward."
+
+
+def parse(*overrides):
+    return parse_config(RUN, [KEY + override for override in overrides], origin="run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["top_k=17"], "top_k: 17 is more than model.feed_forward.num_experts: 16"),
+        (["final_top_k=17"], "final_top_k: 17 is more than model.feed_forward.num_experts: 16"),
+        (["top_k=3", "final_top_k=2"], "final_top_k: 2 is less than model.feed_forward.top_k: 3;"),
+        (["top_k=0"], "top_k: 0 is not allowed: input should be greater than or equal to 1"),
+        (["num_experts=1"], "num_experts: 1 is not allowed: input should be greater than or equal"),
+        (["score=liner"], "score: 'liner' is not allowed: input should be 'linear', 'cosine' or"),
+        (["graph=atention"], "graph: 'atention' is not allowed: input should be 'none', 'simil"),
+        (["similarity=l2"], "similarity: 'l2' is not allowed: input should be 'dot' or 'cosine'"),
+        (["tau=0"], "tau: 0 is not allowed: input should be greater than 0"),
+        (["sigma=-1"], "sigma: -1 is not allowed: input should be greater than 0"),
+        (["balancing_rate=-1"], "balancing_rate: -1 is not allowed: input should be greater than"),
+        (["lower_entropy_only=true"], "lower_entropy_only: true needs a graph, there is none"),
+        (["experts=fast"], "experts: 'fast' is not allowed: input should be 'grouped' or 'loop'"),
+        (["capacity_factor=1.25"], "capacity_factor: 1.25 drops tokens by what else is in the"),
+        (["capacity_factor=0", "allow_leak=true"], "capacity_factor: 0 is not allowed: input"),
+        (["placement=0"], "placement: 0 is not allowed: 1 or more, or a list of block numbers"),
+        (["placement=all"], "placement: 'all' is not allowed: 1 or more, or a list of block num"),
+        (["placement=[1, -1]"], "placement: [1, -1] is not allowed: 1 or more, or a list of bl"),
+        (["placement=5"], "placement: 5 is not allowed: the model has blocks 0 to 3, and at"),
+        (["placement=[]"], "placement: [] is not allowed: the model has blocks 0 to 3, and at"),
+        (["placement=[1, 4]"], "placement: [1, 4] is not allowed: the model has blocks 0 to 3"),
+        (["placement=[1, 1]"], "placement: [1, 1] names a block twice"),
+        (["kind=dence"], "kind: 'dence' is not allowed: dense or smoe"),
+    ],
+)
+def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse(*overrides)
+    assert f"{KEY}{expected}" in str(caught.value)
+    assert str(caught.value).count(KEY + expected.split(":")[0]) == 1
+    assert "\n" not in str(caught.value)
+
+
+def test_a_capacity_is_possible_if_the_leak_is_written_down():
+    feed_forward = parse("capacity_factor=1.25", "allow_leak=true").model.feed_forward
+    assert feed_forward.capacity_factor == 1.25
+    # A model that predicts no next token may drop without more ado.
+    SparseMoEConfig(capacity_factor=1.25).check_model(num_layers=4, num_heads=4, causal=False)
+
+
+def test_the_attention_graph_needs_attention():
+    config = SparseMoEConfig(graph="attention")
+    config.check_model(num_layers=4, num_heads=4, causal=True)
+    with pytest.raises(ValueError, match=r"graph: attention is not allowed in a model without"):
+        config.check_model(num_layers=4, num_heads=None, causal=False)
+    SparseMoEConfig(graph="similarity").check_model(num_layers=4, num_heads=None, causal=False)
+
+
+def test_defaults_drop_leak_and_mix_nothing():
+    config = parse().model.feed_forward
+    assert config == SparseMoEConfig()
+    assert (config.capacity_factor, config.allow_leak, config.graph) == (None, False, "none")
+    assert (config.balancing_rate, config.final_top_k, config.placement) == (0.0, None, 1)
+
+
+def test_a_resolved_config_reads_back_as_itself():
+    config = parse("graph=attention", "placement=[0, 3]", "sigma=2.0", "final_top_k=16")
+    assert parse_config(config.to_yaml(), origin="again") == config
+    assert isinstance(config, RunConfig)
+
+
+def test_the_rules_hold_without_a_run_too():
+    with pytest.raises(ValidationError, match=r"placement: 3 is not allowed: the model has"):
+        GPT2Config(num_layers=2, feed_forward={"kind": "smoe", "placement": 3})
+
+
+def test_placement_two_is_glam_and_the_default_is_every_block():
+    assert [SparseMoEConfig().routes(block) for block in range(4)] == [True] * 4
+    assert [SparseMoEConfig(placement=2).routes(block) for block in range(4)] == [False, True] * 2
+    dense = SparseMoEConfig(placement=2, dense_hidden_size=20).of_block(0)
+    assert (dense.kind, dense.inner_size(32)) == ("dense", 20)

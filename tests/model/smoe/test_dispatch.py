@@ -1,0 +1,136 @@
+"""Dispatch: by numbers worked out by hand, and against plain indexing.
+
+Shapes: N tokens, K experts of a token, M rows, E experts, D width.
+"""
+
+import pytest
+import torch
+
+from model.smoe.dispatch import Dispatcher, combine, plan, take_rows
+from model.smoe.experts import Experts
+from model.smoe.selection import Selected
+from tests.helpers.routing import make, make_config, make_context
+
+IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])
+
+
+def random_ids(tokens, top_k, experts):
+    return torch.rand(tokens, experts).argsort(-1)[:, :top_k]
+
+
+# Experts of each token, their number, and the capacity factor.
+CASES = {
+    "mixed": (random_ids(9, 2, 4), 4, None),
+    "one token": (torch.tensor([[3, 1]]), 4, None),
+    "one expert of each": (random_ids(7, 1, 4), 4, None),
+    "all to one expert": (torch.full((6, 1), 2), 4, None),
+    "all experts": (random_ids(5, 4, 4), 4, None),
+    "capacity": (IDS, 4, 1.0),
+    "all to one expert with a capacity": (torch.full((6, 1), 2), 4, 1.0),
+    "capacity that drops nothing": (random_ids(9, 2, 4), 4, 4.0),
+}
+every_case = pytest.mark.parametrize(("ids", "experts", "factor"), CASES.values(), ids=CASES)
+
+
+def test_plan_equals_numbers_worked_out_by_hand():
+    # Assignments 0 to 5 go to the experts 2, 0, 0, 1, 2, 0: expert 0 has 1, 2, 5; 1 has 3; 2 has
+    # 0, 4; 3 has none.
+    where = plan(IDS, 4)
+    assert where.assignment_M.tolist() == [1, 2, 5, 3, 0, 4]
+    assert where.row_A.tolist() == [4, 0, 1, 3, 5, 2]
+    assert where.counts_E.tolist() == [3, 1, 2, 0]
+
+
+def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
+    # An even share is 6 / 4 = 1.5, rounded up to 2: expert 0 lets go of its last, assignment 5.
+    where = plan(IDS, 4, capacity_factor=1.0)
+    assert where.assignment_M.tolist() == [1, 2, 3, 0, 4]
+    assert where.row_A.tolist() == [3, 0, 1, 2, 4, 5]  # 5 is behind the last row
+    assert where.counts_E.tolist() == [2, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("factor", "capacity"),
+    # Of an even share of 10. In floating point 1.1 x 50 / 5 is 11.000000000000002.
+    [(0.01, 1), (0.5, 5), (1.0, 10), (1.01, 11), (1.1, 11), (1.5, 15), (9.0, 50)],
+)
+def test_capacity_is_a_multiple_of_the_even_share_rounded_up(factor, capacity):
+    where = plan(torch.zeros(50, 1, dtype=torch.int64), 5, factor)
+    assert where.counts_E.tolist() == [capacity, 0, 0, 0, 0]
+    assert where.assignment_M.tolist() == list(range(capacity))  # the first come
+
+
+@every_case
+def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor):
+    where = plan(ids, experts, factor)
+    expert_M = ids.flatten()[where.assignment_M]
+    assert torch.equal(expert_M, expert_M.sort().values)
+    assert torch.equal(where.counts_E, expert_M.bincount(minlength=experts))
+    rows = where.assignment_M.numel()
+    kept = where.row_A < rows
+    assert kept.sum() == rows
+    assert torch.equal(where.assignment_M[where.row_A[kept]], kept.nonzero().flatten())
+    assert (where.row_A[~kept] == rows).all()
+
+
+@every_case
+def test_taking_and_combining_equal_plain_indexing(ids, experts, factor):
+    where = plan(ids, experts, factor)
+    tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
+    weights_NK = torch.rand(ids.shape, dtype=torch.float64)
+    rows_MD = take_rows(tokens_ND, where)
+    token_M = where.assignment_M // ids.shape[1]
+    assert torch.equal(rows_MD, tokens_ND[token_M])
+    weight_M = weights_NK.flatten()[where.assignment_M]
+    expected_ND = torch.zeros_like(tokens_ND).index_add(
+        0, token_M, (rows_MD * rows_MD) * weight_M[:, None]
+    )
+    torch.testing.assert_close(combine(rows_MD * rows_MD, weights_NK, where), expected_ND)
+
+
+@every_case
+def test_gradients_of_taking_and_combining_equal_differences(ids, experts, factor):
+    where = plan(ids, experts, factor)
+    tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64, requires_grad=True)
+    rows_MD = torch.randn(len(where.assignment_M), 3, dtype=torch.float64, requires_grad=True)
+    weights_NK = torch.rand(ids.shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda tokens: take_rows(tokens, where), tokens_ND)
+    assert torch.autograd.gradcheck(lambda r, w: combine(r, w, where), (rows_MD, weights_NK))
+    assert torch.autograd.gradcheck(
+        lambda t, w: combine(take_rows(t, where).square(), w, where), (tokens_ND, weights_NK)
+    )
+
+
+def test_a_gradient_that_is_not_contiguous_is_right():
+    # The gradient of a sum is one number, expanded.
+    where = plan(IDS, 4)
+    tokens_ND = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    weights_NK = torch.rand(3, 2, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(
+        combine(take_rows(tokens_ND, where), weights_NK, where).t().sum(), tokens_ND
+    )
+    torch.testing.assert_close(gradient, weights_NK.sum(1, keepdim=True).expand(3, 5))
+    (gradient,) = torch.autograd.grad(take_rows(tokens_ND, where).sum(), tokens_ND)
+    assert torch.equal(gradient, torch.full((3, 5), 2.0, dtype=torch.float64))
+
+
+@every_case
+def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
+    config = make_config(num_experts=experts, top_k=ids.shape[1], experts="loop")
+    module = make(Experts, config, make_context(hidden_size=3))
+    tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
+    weights_NK = torch.rand(ids.shape, dtype=torch.float64)
+    y_ND, where = Dispatcher()(tokens_ND, Selected(weights_NK, ids), module, factor)
+    expected_ND = torch.zeros_like(y_ND)
+    room = [len(ids) * ids.shape[1]] * experts
+    if factor is not None:
+        room = [-(-int(factor * room[0]) // experts)] * experts
+    for n, chosen in enumerate(ids.tolist()):
+        for k, expert in enumerate(chosen):
+            room[expert] -= 1
+            if room[expert] >= 0:
+                one = [int(other == expert) for other in range(experts)]
+                output = module(tokens_ND[n : n + 1], torch.tensor(one))
+                expected_ND[n] += weights_NK[n, k] * output[0]
+    torch.testing.assert_close(y_ND, expected_ND)
+    assert torch.equal(where.counts_E, plan(ids, experts, factor).counts_E)

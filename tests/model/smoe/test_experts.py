@@ -1,0 +1,122 @@
+"""Experts: the loop is the reference, by hand; the grouped product is compared with it.
+
+Shapes: M rows, E experts, D width, F inner width.
+"""
+
+import pytest
+import torch
+
+from model.build import build_model, initial_value, initial_values
+from model.smoe.experts import Experts
+from tests.helpers.routing import Watch, make, make_config, make_context
+
+COUNTS = {
+    "even": [4, 4, 4, 4],
+    "empty experts": [0, 5, 0, 3],
+    "all to one": [0, 0, 9, 0],
+    "one row": [0, 1, 0, 0],
+    "many": [1, 200, 17, 40],
+    "no rows": [0, 0, 0, 0],
+}
+every_count = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+
+
+def test_experts_equal_numbers_worked_out_by_hand():
+    # Width 2, inner width 1. Expert 0: up (1, 2), bias 0.5, down (3, -1); for (1, -0.5) as in the
+    # dense feed-forward: h = gelu(0.5) = 0.3457144, (1.0371433, -0.3457144). Expert 1: up (0, 1),
+    # no bias, down (2, 0); for (9, 1): gelu(1) = 0.5 (1 + tanh(0.7978846 x 1.044715)) = 0.8411920.
+    config = make_config(num_experts=2, expert_hidden_size=1)
+    experts = make(Experts, config, make_context(hidden_size=2))
+    with torch.no_grad():
+        experts.up.copy_(torch.tensor([[[1.0], [2.0]], [[0.0], [1.0]]]))
+        experts.up_bias.copy_(torch.tensor([[0.5], [0.0]]))
+        experts.down.copy_(torch.tensor([[[3.0, -1.0]], [[2.0, 0.0]]]))
+    rows_MD = torch.tensor([[1.0, -0.5], [9.0, 1.0]], dtype=torch.float64)
+    output_MD = experts(rows_MD, torch.tensor([1, 1]))
+    expected = torch.tensor([[1.0371433, -0.3457144], [1.6823840, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(output_MD, expected, atol=2e-6, rtol=0)
+
+
+def run(kind, counts, bias, dtype, inner=24):
+    """Output and gradients, in float64, of one and the same experts and rows in a precision."""
+    config = make_config(num_experts=4, expert_hidden_size=inner, experts=kind)
+    experts = make(Experts, config, make_context(hidden_size=16, bias=bias), dtype)
+    rows_MD = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(3))
+    rows_MD = rows_MD.to(dtype).requires_grad_()
+    output_MD = experts(rows_MD, torch.tensor(counts))
+    weights = torch.randn(output_MD.shape, generator=torch.Generator().manual_seed(4))
+    output_MD.backward(weights.to(dtype))
+    named = {"rows": rows_MD, **dict(experts.named_parameters())}
+    results = {name: tensor.grad.double() for name, tensor in named.items()}
+    return {"output": output_MD.detach().double()} | results
+
+
+@every_count
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)], ids=str
+)
+def test_grouped_equals_loop(counts, bias, dtype, tolerance):
+    loop, grouped = (run(kind, counts, bias, dtype) for kind in ("loop", "grouped"))
+    assert set(loop) == {"output", "rows", "up", "down"} | ({"up_bias"} if bias else set())
+    for name, value in loop.items():
+        scale = max(1.0, value.abs().max().item() if value.numel() else 0.0)
+        assert (grouped[name] - value).abs().le(tolerance * scale).all(), name
+
+
+@every_count
+@pytest.mark.parametrize("kind", ["loop", "grouped"])
+def test_an_expert_without_rows_gets_a_gradient_of_zeros(counts, kind):
+    results = run(kind, counts, True, torch.float32)
+    for name in ("up", "up_bias", "down"):
+        busy = results[name].flatten(1).abs().amax(1) > 0
+        assert busy.tolist() == [count > 0 for count in counts], name
+
+
+def test_float64_goes_through_the_loop_by_itself():
+    grouped, loop = (run(kind, [3, 0, 2, 4], True, torch.float64) for kind in ("grouped", "loop"))
+    assert all(torch.equal(grouped[name], loop[name]) for name in loop)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inner", "grouped"),
+    [(torch.float32, 12, True), (torch.float32, 10, False), (torch.bfloat16, 12, False)],
+    ids=str,
+)
+def test_rows_that_are_no_whole_16_bytes_go_through_the_loop(dtype, inner, grouped):
+    counts = [3, 0, 2, 4]
+    with Watch() as watch:
+        ours = run("grouped", counts, True, dtype, inner)
+    assert ("grouped_mm" in watch.operations) == grouped
+    for name, value in run("loop", counts, True, dtype, inner).items():
+        torch.testing.assert_close(ours[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_initial_values_of_an_expert_depend_on_seed_name_and_expert_alone(small_config):
+    def built(**options):
+        return build_model(small_config(feed_forward={"kind": "smoe", **options}))
+
+    model, more = built(num_experts=4), built(num_experts=8)
+    name = "blocks.1.feed_forward.experts.up"
+    value = initial_value(model, name, seed=3)
+    assert value.shape == (4, 32, 128)
+    assert torch.equal(initial_value(more, name, seed=3)[:4], value)
+    assert torch.equal(initial_value(more, name, seed=3, experts=[3, 1]), value[[3, 1]])
+    for other in (
+        initial_value(model, name, seed=4)[0],
+        initial_value(model, name.replace("1", "2"), seed=3)[0],
+        value[1],
+    ):
+        assert not torch.equal(other, value[0])
+
+
+def test_initial_statistics_are_those_of_the_dense_feed_forward(small_config):
+    config = small_config(feed_forward={"kind": "smoe", "num_experts": 16})
+    for name, value in initial_values(build_model(config), seed=0):
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "feed_forward.experts" in name or "router" in name:
+            std = 0.02 / 6**0.5 if name.endswith("down") else 0.02  # 2 L = 6 branches
+            error = std / value.numel() ** 0.5
+            assert abs(value.mean()) < 5 * error, name
+            assert abs(value.std() - std) < 5 * error, name

@@ -1,0 +1,347 @@
+"""Graphs of tokens: against their definitions with materialized matrices, and without any.
+
+Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of one head.
+"""
+
+import pytest
+import torch
+
+from model.attention import AttentionTrace, CausalSelfAttention
+from model.build import materialize
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from tests.helpers.routing import (
+    Watch,
+    attention_matrix,
+    entropy_of,
+    make,
+    make_config,
+    make_context,
+    make_trace,
+    posterior_matrix,
+    restrict,
+    scatter,
+    similarity_matrix,
+)
+
+both_masks = pytest.mark.parametrize("causal", [True, False])
+every_mixing_graph = pytest.mark.parametrize("name", [name for name in GRAPHS if name != "none"])
+
+
+def leaves(batch, length, width=12, experts=6, dtype=torch.float64):
+    """Scores r and tokens u that ask for their gradients."""
+    r_BTE = (2 * torch.randn(batch, length, experts, dtype=torch.float64)).softmax(-1)
+    u_BTD = torch.randn(batch, length, width, dtype=torch.float64)
+    return tuple(x.to(dtype).requires_grad_() for x in (r_BTE, u_BTD))
+
+
+def assert_same_with_gradients(ours, theirs, inputs):
+    """Values and the gradients of all inputs, of a loss that weighs every element differently."""
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-9)
+    weights = torch.randn_like(ours)
+    for mine, other in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs, retain_graph=True),
+        torch.autograd.grad((theirs * weights).sum(), inputs),
+        strict=True,
+    ):
+        assert other.abs().max() > 1e-6
+        torch.testing.assert_close(mine, other, atol=1e-9, rtol=1e-7)
+
+
+def test_no_graph_leaves_scores_as_they_are():
+    r_BTE, u_BTD = leaves(2, 5)
+    mixed = make(GRAPHS["none"])(r_BTE, u_BTD)
+    assert mixed.scores_BTE is r_BTE
+    assert mixed.effective_neighbours is None
+    assert mixed.head_entropy_A is None
+
+
+def test_similarity_equals_numbers_worked_out_by_hand():
+    # u = (0, ln 3), tau = 1, no mask. Row 0: exponents 0, 0: half of each. Row 1: 0 and
+    # (ln 3)^2 = 1.2069490, whose exp is 3.3432698: 1 / 4.3432698 = 0.2302413 of token 0.
+    graph = make(SimilarityGraph, make_config(num_experts=2), make_context(causal=False))
+    u_BTD = torch.tensor([[[0.0], [3.0]]], dtype=torch.float64)
+    u_BTD[0, 1] = u_BTD[0, 1].log()
+    r_BTE = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    mixed = graph(r_BTE, u_BTD)
+    expected = torch.tensor([[[0.5, 0.5], [0.2302413, 0.7697587]]], dtype=torch.float64)
+    torch.testing.assert_close(mixed.scores_BTE, expected, atol=1e-7, rtol=0)
+    # Entropies: ln 2, and 0.2302413 x 1.4686275 + 0.7697587 x 0.2616783 = 0.5395681;
+    # (2 + exp(0.5395681)) / 2 = (2 + 1.7152658) / 2.
+    torch.testing.assert_close(mixed.effective_neighbours.item(), 1.8576329, atol=1e-5, rtol=0)
+    graph = make(SimilarityGraph, make_config(num_experts=2), make_context(causal=True))
+    expected[0, 0] = torch.tensor([1.0, 0.0])
+    torch.testing.assert_close(graph(r_BTE, u_BTD).scores_BTE, expected, atol=1e-7, rtol=0)
+
+
+@both_masks
+@pytest.mark.parametrize("length", [1, 20, 300])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tau": 2.5}, {"similarity": "cosine", "tau": 0.3}, {"lower_entropy_only": True}],
+    ids=str,
+)
+def test_similarity_equals_its_definition(causal, length, options):
+    config = make_config(graph="similarity", **options)
+    r_BTE, u_BTD = leaves(2, length)
+    mixed = make(SimilarityGraph, config, make_context(causal=causal))(r_BTE, u_BTD)
+    s_BTT = similarity_matrix(u_BTD, config, causal)
+    if config.lower_entropy_only:
+        s_BTT = restrict(s_BTT, r_BTE)
+    assert_same_with_gradients(
+        mixed.scores_BTE, s_BTT @ r_BTE, (r_BTE, u_BTD) if length > 1 else (r_BTE,)
+    )
+
+
+@both_masks
+@pytest.mark.parametrize("length", [1, 20, 300])
+@pytest.mark.parametrize(
+    "options", [{}, {"sigma": 2.5}, {"lower_entropy_only": True, "sigma": 3.0}], ids=str
+)
+@pytest.mark.parametrize("head", [0, 2])
+def test_posterior_equals_its_definition(causal, length, options, head):
+    config = make_config(graph="attention", **options)
+    graph = make(AttentionGraph, config, make_context(causal=causal))
+    graph.head_entropy[head] = -1.0
+    r_BTE, u_BTD = leaves(2, length)
+    trace = make_trace(2, length, heads=3, size=4, width=12)
+    mixed = graph(r_BTE, u_BTD, trace)
+    s_BTT = posterior_matrix(trace, head, config, causal)
+    if config.lower_entropy_only:
+        s_BTT = restrict(s_BTT, r_BTE)
+    inputs = (r_BTE, *trace) if length > 1 else (r_BTE,)
+    assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
+
+
+def attend(bias=True):
+    """An attention with scattered weights, its input and its output."""
+    attention = CausalSelfAttention(
+        hidden_size=12, num_heads=3, bias=bias, dropout=0.0, initializer_std=0.3, residual_std=0.3
+    ).double()
+    scatter(attention, 0.5)
+    x_BTD = torch.randn(2, 20, 12, dtype=torch.float64, requires_grad=True)
+    return attention, x_BTD, *attention(x_BTD, need_trace=True)
+
+
+def test_output_bias_is_no_part_of_the_posterior():
+    attention, x_BTD, y_BTD, trace = attend()
+    config = make_config(graph="attention")
+    r_BTE, u_BTD = leaves(2, 20)
+    # o_i is what the heads add up to: (1 / A) sum_h A W_h (A_h v_h).
+    heads_BTD = sum(
+        attention_matrix(trace, head, causal=True)
+        @ trace.v_BATH[:, head]
+        @ attention.projection.weight[:, 4 * head : 4 * head + 4].T
+        for head in range(3)
+    )
+    expected = posterior_matrix(trace._replace(output_BTD=heads_BTD), 0, config, True) @ r_BTE
+    mixed = make(AttentionGraph, config)(r_BTE, u_BTD, trace).scores_BTE
+    torch.testing.assert_close(mixed, expected)
+    with_bias = posterior_matrix(trace._replace(output_BTD=y_BTD), 0, config, True) @ r_BTE
+    assert (with_bias - expected).abs().max() > 0.05
+    # The gradient reaches all weights but the two biases that cancel: the projection's, and the
+    # keys' in a softmax over keys (which also shifts nothing else here).
+    mixed[..., 0].sum().backward()
+    assert x_BTD.grad.abs().max() > 1e-3
+    assert attention.qkv.weight.grad.abs().min() > 0
+    assert attention.projection.weight.grad.abs().max() > 1e-3
+    assert attention.projection.bias.grad.abs().max() < 1e-12
+
+
+@both_masks
+@pytest.mark.parametrize("length", [1, 7, 32, 300])
+def test_head_entropies_are_the_mean_over_measured_rows(causal, length):
+    trace = make_trace(2, length, heads=3, size=4, width=12)
+    if length <= 32:
+        rows = list(range(length))
+    else:  # the last of each 32nd part of 300 tokens: 9.375, 18.75, 28.125, ...
+        rows = [int(300 * part / 32) - 1 for part in range(1, 33)]
+        assert rows[:3] == [8, 17, 27]
+        assert rows[-1] == 299
+    entropies = head_entropies(trace, causal)
+    for head in range(3):
+        rows_BR = entropy_of(attention_matrix(trace, head, causal))[:, rows]
+        torch.testing.assert_close(entropies[head], rows_BR.mean())
+    assert not entropies.requires_grad
+
+
+@both_masks
+@every_mixing_graph
+@pytest.mark.parametrize("length", [20, 300])
+@pytest.mark.parametrize("lower_entropy_only", [False, True])
+def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length, lower_entropy_only):
+    config = make_config(graph=name, tau=3.0, sigma=2.0, lower_entropy_only=lower_entropy_only)
+    graph = make(GRAPHS[name], config, make_context(causal=causal))
+    r_BTE, u_BTD = leaves(2, length)
+    trace = make_trace(2, length, heads=3, size=4, width=12)
+    mixed = graph(r_BTE, u_BTD, trace)
+    if name == "similarity":
+        s_BTT = similarity_matrix(u_BTD, config, causal)
+    else:
+        s_BTT = posterior_matrix(trace, 0, config, causal)
+    if lower_entropy_only:  # there all rows are at hand, and all are measured
+        neighbours = entropy_of(restrict(s_BTT, r_BTE)).exp()
+    else:
+        rows = [length * part // min(length, 32) - 1 for part in range(1, min(length, 32) + 1)]
+        neighbours = entropy_of(s_BTT)[:, rows].exp()
+    torch.testing.assert_close(mixed.effective_neighbours, neighbours.mean().detach())
+    assert not mixed.effective_neighbours.requires_grad
+
+
+def test_a_token_always_takes_part_in_its_own_mixture():
+    # Of all tokens the first is the most decided: restricted to J_0 it stays as it is. The last is
+    # the least decided and mixes everything.
+    config = make_config(num_experts=2, graph="similarity", lower_entropy_only=True)
+    r_BTE = torch.tensor([[[1.0, 0.0], [0.8, 0.2], [0.5, 0.5]]])
+    mixed = make(SimilarityGraph, config, make_context(causal=False), torch.float32)(
+        r_BTE, torch.zeros(1, 3, 12)
+    )
+    # All u are equal, so the mixture is the mean: (1 + 0.8) / 2 and (1 + 0.8 + 0.5) / 3.
+    expected = torch.tensor([1.0, 0.9, 0.7666667])
+    torch.testing.assert_close(mixed.scores_BTE[0, :, 0], expected)
+
+
+# The head
+
+
+def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
+    config = make_config(graph="attention")
+    graph = make(AttentionGraph, config)
+    r_BTE, u_BTD = leaves(2, 20)
+    trace = make_trace(2, 20, heads=3, size=4, width=12)
+    per_head = [posterior_matrix(trace, head, config, True) @ r_BTE for head in range(3)]
+    assert (per_head[1] - per_head[0]).abs().max() > 0.1
+
+    def assert_head(head):
+        before = graph.head_entropy.clone()
+        torch.testing.assert_close(graph(r_BTE, u_BTD, trace).scores_BTE, per_head[head])
+        assert torch.equal(graph.head_entropy, before)  # forward only reads
+
+    assert_head(0)
+    # A hundredth of each: 0.02, 0.01, 0.03. Then 0.99 x 0.02 + 0.01 x 0.5 = 0.0248 and
+    # 0.99 x 0.01 + 0.01 x 1.0 = 0.0199, and so on.
+    graph.update(torch.tensor([2.0, 1.0, 3.0]))
+    torch.testing.assert_close(graph.head_entropy, torch.tensor([0.02, 0.01, 0.03]))
+    assert_head(1)
+    graph.update(torch.tensor([0.5, 1.0, 3.0]))
+    torch.testing.assert_close(graph.head_entropy, torch.tensor([0.0248, 0.0199, 0.0597]))
+    assert_head(1)  # one step's entropies alone decide nothing
+    for _ in range(2):
+        graph.update(torch.tensor([0.5, 2.0, 3.0]))
+    # 0.0248 -> 0.029552 -> 0.0342565; 0.0199 -> 0.039701 -> 0.0593040.
+    assert_head(0)
+    graph.update(None)  # a step that measured nothing
+    torch.testing.assert_close(graph.head_entropy[0].item(), 0.0342565, atol=1e-6, rtol=0)
+
+
+def test_a_model_learns_its_head_from_the_statistics(small_model, random_ids):
+    model = small_model(
+        dtype=torch.float64, feed_forward={"kind": "smoe", "graph": "attention", "experts": "loop"}
+    )
+    layer = model.blocks[0].feed_forward
+    with torch.no_grad():  # the queries of head 2 make its attention sharp
+        model.blocks[0].attention.qkv.weight[16:24] *= 1000
+    ids = random_ids(2, 16)
+    first = model(ids)
+    stats = first.routing[0]
+    assert stats.head_entropy_A.argmin() == 2
+    layer.update(stats, progress=0.1)
+    torch.testing.assert_close(layer.router.graph.head_entropy, 0.01 * stats.head_entropy_A.float())
+    second = model(ids)
+    assert second.routing[0].effective_neighbours != stats.effective_neighbours
+    assert not torch.equal(first.logits, second.logits)
+    # The entropies themselves are of the same attention as before.
+    assert torch.equal(second.routing[0].head_entropy_A, stats.head_entropy_A)
+
+
+def test_all_heads_start_alike():
+    with torch.device("meta"):
+        graph = AttentionGraph(make_config(graph="attention"), make_context())
+    materialize(graph, seed=0, dtype=torch.bfloat16)
+    assert torch.equal(graph.head_entropy, torch.zeros(3))
+
+
+# Precision, kernels and memory
+
+
+@every_mixing_graph
+@pytest.mark.parametrize("lower_entropy_only", [False, True])
+def test_bf16_tokens_are_mixed_in_fp32(name, lower_entropy_only):
+    config = make_config(graph=name, lower_entropy_only=lower_entropy_only)
+    graph = make(GRAPHS[name], config)
+    r_BTE, u_BTD = leaves(2, 40, dtype=torch.bfloat16)
+    trace = make_trace(2, 40, heads=3, size=4, width=12, dtype=torch.bfloat16)
+    trace = trace._replace(output_BTD=trace.output_BTD.float())
+    mixed = graph(r_BTE.float(), u_BTD, trace)
+    assert mixed.scores_BTE.dtype == torch.float32
+    exact = graph(r_BTE.double(), u_BTD.double(), AttentionTrace(*(x.double() for x in trace)))
+    assert exact.scores_BTE.dtype == torch.float64
+    # The same bf16 numbers; exponents of up to 100 or so, and fp32 keeps 1e-7 of them.
+    torch.testing.assert_close(mixed.scores_BTE.double(), exact.scores_BTE, atol=1e-4, rtol=0)
+
+
+@every_mixing_graph
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("experts", [6, 40])  # fewer and more than features
+@both_masks
+def test_mixing_is_one_call_of_the_fused_kernel(name, dtype, experts, causal):
+    config = make_config(num_experts=experts, graph=name)
+    graph = make(GRAPHS[name], config, make_context(causal=causal))
+    r_BTE, u_BTD = leaves(2, 50, experts=experts, dtype=dtype)
+    trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=dtype)
+    with Watch() as watch:
+        graph(r_BTE, u_BTD, trace).scores_BTE.square().sum().backward()
+    assert "_scaled_dot_product_flash_attention_for_cpu" in watch.operations
+    assert "_scaled_dot_product_flash_attention_for_cpu_backward" in watch.operations
+    assert not any("math" in name or "fused" in name for name in watch.operations)
+
+
+def long_model(small_model, length, **options):
+    return small_model(
+        num_layers=1,
+        sequence_length=length,
+        feed_forward={"kind": "smoe", "num_experts": 8, "expert_hidden_size": 8} | options,
+    )
+
+
+@every_mixing_graph
+@pytest.mark.parametrize("lower_entropy_only", [False, True])
+def test_no_matrix_of_tokens_by_tokens_in_forward_and_backward(
+    small_model, random_ids, name, lower_entropy_only
+):
+    model = long_model(small_model, 512, graph=name, lower_entropy_only=lower_entropy_only)
+    with Watch() as watch:
+        output = model(random_ids(2, 512))
+        (output.logits.square().sum() + output.routing[0].balance_loss).backward()
+    # The largest that there may be are 128 query rows, and 32 measured rows of four heads: B 128 T.
+    assert watch.largest <= 2 * 128 * 512
+    with Watch() as watch:  # and the watch would see one
+        similarity_matrix(torch.randn(2, 512, 32), make_config(), causal=True)
+    assert watch.largest == 2 * 512 * 512
+
+
+def saved_bytes(model, ids):
+    """Bytes that the forward pass keeps for the backward pass, every storage once."""
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # held: no address comes twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(ids)
+    del output
+    return sum(size for size, _ in storages.values())
+
+
+@every_mixing_graph
+@pytest.mark.parametrize("lower_entropy_only", [False, True])
+def test_memory_for_the_backward_pass_grows_linearly(
+    small_model, random_ids, name, lower_entropy_only
+):
+    sizes = []
+    for length in (256, 1024):
+        model = long_model(small_model, length, graph=name, lower_entropy_only=lower_entropy_only)
+        sizes.append(saved_bytes(model, random_ids(1, length)))
+    assert sizes[0] > 256 * 32 * 4  # more than one activation was seen
+    assert sizes[1] < 4.1 * sizes[0]
