@@ -136,3 +136,19 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--repeats", type=positive, default=5, metavar="N", help="timed steps of each; default 5")
     add("--compile", action="store_true", help="ours through torch.compile")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def bench_layer_arguments(parser: Parser) -> None:
+    """Those of `polyad bench layer`."""
+    add = parser.add_argument
+    add("--tokens", type=positive, default=4096, metavar="N", help="default 4096")
+    add("--experts", type=positive, default=16, metavar="E", help="default 16")
+    add("--top-k", type=positive, default=2, metavar="K", help="experts of a token; default 2")
+    add("--width", type=positive, default=256, metavar="D", help="of a token; default 256")
+    add("--hidden", type=positive, default=1024, metavar="F", help="of one expert; default 1024")
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--load", choices=("uniform", "skewed"), help="skewed: half to one expert; default: both")
+    add("--repeats", type=positive, default=7, metavar="N", help="timed runs of each; default 7")
+    add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from launch.arguments import (
     bench_data_arguments,
+    bench_layer_arguments,
     bench_step_arguments,
     config_arguments,
     convert_arguments,
@@ -188,6 +189,20 @@ def _bench_step(options: Namespace) -> None:
         show(result, step_table(result), options.json, stdout)
 
 
+def _bench_layer(options: Namespace) -> None:
+    from launch.bench.layer import LOADS, bench_layer, layer_table
+
+    check_json_path(options.json)
+    shape = ("tokens", "experts", "top_k", "width", "hidden")
+    with only_results_on_stdout() as stdout:
+        result = bench_layer(
+            **{name: getattr(options, name) for name in (*shape, "repeats", "threads", "device")},
+            precisions=(options.precision,) if options.precision else ("fp32", "bf16"),
+            loads=(options.load,) if options.load else LOADS,
+        )
+        show(result, layer_table(result), options.json, stdout)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
@@ -240,6 +255,12 @@ COMMANDS: dict[str, Command] = {
         example="polyad bench step --precision bf16 --json step.json",
         arguments=bench_step_arguments,
         handler=_bench_step,
+    ),
+    "bench layer": Command(
+        summary="Times a sparse mixture of experts beside a dense MLP, DeepSpeed's and the loop.",
+        example="polyad bench layer --precision bf16 --json layer.json",
+        arguments=bench_layer_arguments,
+        handler=_bench_layer,
     ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import signal
 import sys
 import warnings
@@ -62,3 +63,13 @@ def rank_of_process() -> int:
 def is_main() -> bool:
     """Whether this is the process that speaks for all."""
     return rank_of_process() == 0
+
+
+def processor_name() -> str:
+    """What this machine's processor calls itself."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = (line.partition(":")[2] for line in lines if line.startswith("model name"))
+            return next(names).strip()
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

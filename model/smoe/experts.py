@@ -56,15 +56,13 @@ class Experts(nn.Module):
         if self.config.experts == "loop":
             return self._one_by_one(rows_MD, counts_E)
         if rows_MD.device.type == "cpu":
-            on_host_MD: Tensor = experts_on_host(
-                rows_MD, self.up, self.up_bias, self.down, counts_E
-            )
-            return on_host_MD
+            return experts_on_host(rows_MD, self.up, self.up_bias, self.down, counts_E)
+        return self.on_device(rows_MD, counts_E)
+
+    def on_device(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """As `forward` on a GPU: grouped products, for which the host need not know the counts."""
         if not _takes_grouped(rows_MD.dtype, self.up):
             return self._one_by_one(rows_MD, counts_E)
-        return self._grouped(rows_MD, counts_E)
-
-    def _grouped(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         offsets_E = counts_E.cumsum(0).to(torch.int32)
         inner_MF = _product(rows_MD, self.up, offsets_E)
         if self.up_bias is not None:

@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BLOCK_NUMBERS = 2**18
 """Of the activation: the numbers of a block, whose buffers a core's cache holds."""
 SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
-# The compiler would have to know the counts.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_on_host(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> Tensor:
@@ -37,67 +34,98 @@ def experts_on_host(
     Returns:
         [M, D], in the same order.
     """
-    output_MD: Tensor = _ExpertsOnHost.apply(  # type: ignore[no-untyped-call]
-        rows_MD, up_EDF, bias_EF, down_EFD, counts_E.tolist()
-    )
+    output_MD: Tensor = _forward(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)[0]
     return output_MD
 
 
-class _ExpertsOnHost(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows_MD: Tensor,
-        up_EDF: Tensor,
-        bias_EF: Tensor | None,
-        down_EFD: Tensor,
-        counts: list[int],
-    ) -> Tensor:
-        inner_MF = rows_MD.new_empty(rows_MD.shape[0], up_EDF.shape[2])
-        output_MD = torch.empty_like(rows_MD, memory_format=torch.contiguous_format)
-        active_mF = rows_MD.new_empty(max(counts), up_EDF.shape[2])
-        gelu = _Gelu(inner_MF)
-        for expert, span in _spans(counts):
-            inner, active = inner_MF[span], active_mF[: span.stop - span.start]
-            _multiply(rows_MD[span], up_EDF[expert], inner)
-            if bias_EF is not None:
-                inner += bias_EF[expert]
-            gelu.forward(inner, active)
-            _multiply(active, down_EFD[expert], output_MD[span])
-        ctx.counts = counts
-        ctx.save_for_backward(rows_MD, inner_MF, up_EDF, bias_EF, down_EFD)
-        return output_MD
+# Operations of our own, because a compiler cannot follow loops over counts that it does not know.
+@torch.library.custom_op("polyad::experts_on_host", mutates_args=())
+def _forward(
+    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    counts = counts_E.tolist()
+    output_MD, inner_MF = _like_forward(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
+    active_mF = inner_MF.new_empty(max(counts), inner_MF.shape[1])
+    gelu = _Gelu(inner_MF)
+    for expert, span in _spans(counts):
+        inner, active = inner_MF[span], active_mF[: span.stop - span.start]
+        _multiply(rows_MD[span], up_EDF[expert], inner)
+        if bias_EF is not None:
+            inner += bias_EF[expert]
+        gelu.forward(inner, active)
+        _multiply(active, down_EFD[expert], output_MD[span])
+    return output_MD, inner_MF
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows_MD, inner_MF, up_EDF, bias_EF, down_EFD = ctx.saved_tensors
-        needs_rows, needs_up, needs_bias, needs_down, _ = ctx.needs_input_grad
-        (output_MD,) = gradients
-        for_rows_MD = torch.empty_like(rows_MD) if needs_rows else None
-        for_up_EDF = torch.empty_like(up_EDF) if needs_up else None
-        for_bias_EF = torch.empty_like(bias_EF) if needs_bias else None
-        for_down_EFD = torch.empty_like(down_EFD) if needs_down else None
-        for whole in (for_up_EDF, for_bias_EF, for_down_EFD):
-            if whole is not None and 0 in ctx.counts:
-                whole[[count == 0 for count in ctx.counts]] = 0
-        most = max(ctx.counts)
-        active_mF, changes_mF = inner_MF.new_empty(2, most, inner_MF.shape[1])
-        gelu = _Gelu(inner_MF)
-        for expert, span in _spans(ctx.counts):
-            size = span.stop - span.start
-            active, change, output = active_mF[:size], changes_mF[:size], output_MD[span]
-            _multiply(output, down_EFD[expert].t(), change)
-            gelu.backward(inner_MF[span], active, change)
-            if for_down_EFD is not None:
-                _multiply(active.t(), output, for_down_EFD[expert])
-            if for_up_EDF is not None:
-                _multiply(rows_MD[span].t(), change, for_up_EDF[expert])
-            if for_bias_EF is not None:
-                torch.sum(change, 0, out=for_bias_EF[expert])
-            if for_rows_MD is not None:
-                _multiply(change, up_EDF[expert].t(), for_rows_MD[span])
-        return for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD, None
+
+@_forward.register_fake
+def _like_forward(
+    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    return rows_MD.new_empty(rows_MD.shape), rows_MD.new_empty(rows_MD.shape[0], up_EDF.shape[2])
+
+
+@torch.library.custom_op("polyad::experts_on_host_backward", mutates_args=())
+def _backward(
+    gradient_MD: Tensor,
+    rows_MD: Tensor,
+    inner_MF: Tensor,
+    up_EDF: Tensor,
+    down_EFD: Tensor,
+    counts_E: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    counts = counts_E.tolist()
+    gradients = _like_backward(gradient_MD, rows_MD, inner_MF, up_EDF, down_EFD, counts_E)
+    for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD = gradients
+    if 0 in counts:
+        for whole in gradients[1:]:
+            whole[counts_E == 0] = 0
+    active_mF, change_mF = inner_MF.new_empty(2, max(counts), inner_MF.shape[1])
+    gelu = _Gelu(inner_MF)
+    for expert, span in _spans(counts):
+        size = span.stop - span.start
+        active, change, gradient = active_mF[:size], change_mF[:size], gradient_MD[span]
+        _multiply(gradient, down_EFD[expert].t(), change)
+        gelu.backward(inner_MF[span], active, change)
+        _multiply(active.t(), gradient, for_down_EFD[expert])
+        _multiply(rows_MD[span].t(), change, for_up_EDF[expert])
+        torch.sum(change, 0, out=for_bias_EF[expert])
+        _multiply(change, up_EDF[expert].t(), for_rows_MD[span])
+    return for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD
+
+
+@_backward.register_fake
+def _like_backward(
+    gradient_MD: Tensor,
+    rows_MD: Tensor,
+    inner_MF: Tensor,
+    up_EDF: Tensor,
+    down_EFD: Tensor,
+    counts_E: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_experts, _, inner = up_EDF.shape
+    return (
+        rows_MD.new_empty(rows_MD.shape),
+        up_EDF.new_empty(up_EDF.shape),
+        up_EDF.new_empty(num_experts, inner),
+        down_EFD.new_empty(down_EFD.shape),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows_MD, up_EDF, bias_EF, down_EFD, counts_E = inputs
+    ctx.set_materialize_grads(False)  # of the inner rows, which nobody outside has
+    ctx.has_bias = bias_EF is not None
+    ctx.save_for_backward(rows_MD, output[1], up_EDF, down_EFD, counts_E)
+
+
+def _differentiate(ctx: Any, gradient_MD: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if gradient_MD is None:
+        return (None,) * 5
+    for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD = _backward(gradient_MD, *ctx.saved_tensors)
+    return for_rows_MD, for_up_EDF, for_bias_EF if ctx.has_bias else None, for_down_EFD, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 class _Gelu:
