@@ -5,38 +5,37 @@ and without dropping, and the loop over experts that is our reference. All have 
 see the same tokens with the same threads, one after the other in turn; what counts is the ratio of
 medians to the dense MLP's.
 
-Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one.
+Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one expert.
 """
 
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from launch.bench.peers import (
+    REFERENCE,
+    TimedLayer,
+    make_layers,
+    make_tokens,
+    orthogonal_router,
+    rows_of_experts,
+)
 from launch.machine import processor_name
 from launch.output import align
-from model.build import materialize
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.interface import FeedForward, FeedForwardContext
-from model.smoe.config import SparseMoEConfig
-from model.smoe.layer import SparseMoE
+from model.smoe.host import has_bf16_products
 from parallel.zero import DTYPES, import_deepspeed
 from train.errors import ConfigError, RunError
 
-Layer = Callable[[Tensor], Tensor]
-REFERENCE = "loop"
 LOADS = ("uniform", "skewed")
 GOAL_SHAPE = {"tokens": 4096, "experts": 16, "top_k": 2, "width": 256, "hidden": 1024}
 GOALS = {"uniform": 1.25, "skewed": 1.5}
 """Of that shape in bf16: times the dense MLP."""
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
 """Of the norm of the difference to the reference's output, as a share of the output's norm."""
-SKEW = 8.0
-"""How far a token's score of the one expert is moved; the scores' standard deviation is 1."""
 
 
 def bench_layer(
@@ -101,7 +100,7 @@ def bench_layer(
         }
         return shape | {
             "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
-            "bf16_instructions": device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            "bf16_instructions": device == "cuda" or has_bf16_products(),
             "threads": torch.get_num_threads(),
             "repeats": repeats,
             "torch": torch.__version__,
@@ -118,7 +117,7 @@ def _compare(
     dtype = DTYPES[precision]
     router_ED = orthogonal_router(shape["experts"], shape["width"])
     tokens_ND = make_tokens(shape["tokens"], router_ED, load).to(device, dtype).requires_grad_()
-    layers, rows_E = make_layers(shape, router_ED, tokens_ND)
+    layers = make_layers(shape, router_ED, tokens_ND)
     differences = _check(layers, tokens_ND, precision)
     _say(f"{precision}, {load}")
     seconds = _interleaved(layers, tokens_ND, repeats)
@@ -131,133 +130,14 @@ def _compare(
     for row in rows.values():
         for key in ("seconds", "saved_bytes"):
             row[f"{key}_ratio"] = row[key] / rows["dense"][key]
-    result: dict[str, Any] = {"rows_of_experts": rows_E, "variants": rows}
+    result: dict[str, Any] = {
+        "rows_of_experts": rows_of_experts(layers, tokens_ND),
+        "variants": rows,
+    }
     if precision == "bf16" and shape == GOAL_SHAPE:
         goal = GOALS[load]
         result |= {"goal": goal, "reached": rows["polyad"]["seconds_ratio"] <= goal}
     return result
-
-
-def orthogonal_router(num_experts: int, width: int) -> Tensor:
-    """The router's weight [E, D]: scores of normal tokens are independent, if E is not above D."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.init.orthogonal_(torch.empty(num_experts, width))
-
-
-def make_tokens(num_tokens: int, router_ED: Tensor, load: str) -> Tensor:
-    """Tokens [N, D] in fp32; skewed, expert 0 is the first choice of every second one alone."""
-    generator = torch.Generator().manual_seed(1)
-    tokens_ND = torch.randn(num_tokens, router_ED.shape[1], generator=generator)
-    if load == "skewed":
-        tokens_ND[0::2] += SKEW * router_ED[0]
-        tokens_ND[1::2] -= SKEW * router_ED[0]
-    return tokens_ND
-
-
-def make_layers(
-    shape: dict[str, int], router_ED: Tensor, tokens_ND: Tensor
-) -> tuple[dict[str, "TimedLayer"], list[int]]:
-    """The variants by name, on the tokens' device and of their dtype, and the rows of each expert.
-
-    Args:
-        shape: tokens, experts, top_k, width, hidden.
-        router_ED: The router's weight.
-        tokens_ND: What they are going to see.
-    """
-    context = FeedForwardContext(
-        hidden_size=shape["width"], bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
-    )
-    layers: dict[str, TimedLayer] = {}
-    dense = DenseFeedForwardConfig(hidden_size=shape["top_k"] * shape["hidden"])
-    layers["dense"] = _of_ours(_start(DenseFeedForward, dense, context, tokens_ND))
-    sparse: dict[str, SparseMoE] = {}
-    for name, kind in (("polyad", "grouped"), (REFERENCE, "loop")):
-        config = SparseMoEConfig.model_validate(
-            {
-                "num_experts": shape["experts"],
-                "top_k": shape["top_k"],
-                "expert_hidden_size": shape["hidden"],
-                "experts": kind,
-            }
-        )
-        sparse[name] = _start(SparseMoE, config, context, tokens_ND)
-        with torch.no_grad():
-            sparse[name].router.score.weight.copy_(router_ED)
-        layers[name] = _of_ours(sparse[name])
-    for name, capacity in (("deepspeed 1.25", 1.25), ("deepspeed no drop", None)):
-        layers[name] = _of_deepspeed(sparse[REFERENCE], capacity)
-    with torch.no_grad():
-        ids_NK = sparse["polyad"].router(tokens_ND.unsqueeze(0)).selected.expert_ids_NK
-    return layers, ids_NK.flatten().bincount(minlength=shape["experts"]).tolist()
-
-
-def _start(part: Any, config: Any, context: FeedForwardContext, like: Tensor) -> Any:
-    """A part with small random weights, biases too: the same whenever names and shapes are."""
-    with torch.device("meta"):
-        module = part(config, context)
-    materialize(module, seed=0, device=like.device, dtype=like.dtype)
-    with torch.no_grad():
-        for number, (name, parameter) in enumerate(module.named_parameters()):
-            if name.endswith("bias") and "router" not in name:
-                generator = torch.Generator().manual_seed(number)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    return module
-
-
-class TimedLayer(nn.Module):
-    """One variant: [N, D] to [N, D].
-
-    Args:
-        module: What computes.
-        call: How it is called.
-    """
-
-    def __init__(self, module: nn.Module, call: Layer) -> None:
-        super().__init__()
-        self.module, self.call = module, call
-
-    def forward(self, tokens_ND: Tensor) -> Tensor:
-        """The layer's output."""
-        return self.call(tokens_ND)
-
-
-def _of_ours(module: FeedForward) -> TimedLayer:
-    def call(tokens_ND: Tensor) -> Tensor:
-        tokens_BTD = tokens_ND.unsqueeze(0)
-        output: Tensor = module(tokens_BTD, tokens_BTD)[0]
-        return output.squeeze(0)
-
-    return TimedLayer(module, call)
-
-
-def _of_deepspeed(reference: SparseMoE, capacity_factor: float | None) -> TimedLayer:
-    """DeepSpeed's layer with the reference's weights, in one process."""
-    up_EDF, down_EFD = reference.experts.up, reference.experts.down
-    num_experts, width, hidden = up_EDF.shape
-    expert = nn.Sequential(
-        nn.Linear(width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, width)
-    )
-    layer = import_deepspeed().moe.layer.MoE(
-        width,
-        expert,
-        num_experts=num_experts,
-        k=reference.config.top_k,
-        capacity_factor=capacity_factor or 1.0,
-        drop_tokens=capacity_factor is not None,
-        top2_2nd_expert_sampling=False,  # the second choice is the second highest score, as ours
-    )
-    layer.to(up_EDF.device, up_EDF.dtype)
-    assert reference.experts.up_bias is not None
-    assert reference.output_bias is not None
-    with torch.no_grad():
-        layer.deepspeed_moe.gate.wg.weight.copy_(reference.router.score.weight)
-        for number, theirs in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            theirs[0].weight.copy_(up_EDF[number].t())
-            theirs[0].bias.copy_(reference.experts.up_bias[number])
-            theirs[2].weight.copy_(down_EFD[number].t())
-            theirs[2].bias.copy_(reference.output_bias[number])
-    return TimedLayer(layer, lambda tokens_ND: layer(tokens_ND)[0])
 
 
 def _check(layers: dict[str, TimedLayer], tokens_ND: Tensor, precision: str) -> dict[str, float]:
@@ -356,7 +236,7 @@ def layer_table(result: dict[str, Any]) -> str:
     for precision, loads in result["precisions"].items():
         for load, compared in loads.items():
             most = max(compared["rows_of_experts"]) / sum(compared["rows_of_experts"])
-            cells = [head]
+            cells: list[tuple[str, ...]] = [head]
             for name, row in compared["variants"].items():
                 seconds = (row["forward_seconds"], row["backward_seconds"], row["seconds"])
                 cells.append(

@@ -65,9 +65,9 @@ class SparseMoEConfig(Config):
     """Whether capacity_factor is allowed in a language model, although what a token loses then
     hangs on how long the text is and what else is in the batch."""
     experts: Literal["grouped", "loop"] = "grouped"
-    """How experts are computed: `grouped`, on a GPU all in one matrix product (not in float64 or with
-    widths that are no multiple of 8) and on a CPU into common buffers; or `loop`, one after the
-    other: the reference."""
+    """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
+    with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after
+    the other: the reference."""
 
     @field_validator("placement", mode="before")
     @classmethod

@@ -7,9 +7,10 @@ of what a dense MLP keeps.
 Shapes: M rows, E experts, D width, F inner width; m rows of one expert.
 """
 
+import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,15 +46,20 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     counts = counts_E.tolist()
     output_MD, inner_MF = _like_forward(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
-    active_mF = inner_MF.new_empty(max(counts), inner_MF.shape[1])
     gelu = _Gelu(inner_MF)
-    for expert, span in _spans(counts):
-        inner, active = inner_MF[span], active_mF[: span.stop - span.start]
-        _multiply(rows_MD[span], up_EDF[expert], inner)
-        if bias_EF is not None:
-            inner += bias_EF[expert]
-        gelu.forward(inner, active)
-        _multiply(active, down_EFD[expert], output_MD[span])
+    groups = _groups(counts, gelu.rows)
+    active_mF = inner_MF.new_empty(_most_rows(groups), inner_MF.shape[1])
+    for group in groups:
+        first, last = group[0].start, group[-1].stop
+        for expert, start, stop in group:
+            inner = inner_MF[start:stop]
+            _multiply(rows_MD[start:stop], up_EDF[expert], inner)
+            if bias_EF is not None:
+                inner += bias_EF[expert]
+        gelu.forward(inner_MF[first:last], active_mF[: last - first])
+        for expert, start, stop in group:
+            active = active_mF[start - first : stop - first]
+            _multiply(active, down_EFD[expert], output_MD[start:stop])
     return output_MD, inner_MF
 
 
@@ -79,17 +85,22 @@ def _backward(
     if 0 in counts:
         for whole in gradients[1:]:
             whole[counts_E == 0] = 0
-    active_mF, change_mF = inner_MF.new_empty(2, max(counts), inner_MF.shape[1])
     gelu = _Gelu(inner_MF)
-    for expert, span in _spans(counts):
-        size = span.stop - span.start
-        active, change, gradient = active_mF[:size], change_mF[:size], gradient_MD[span]
-        _multiply(gradient, down_EFD[expert].t(), change)
-        gelu.backward(inner_MF[span], active, change)
-        _multiply(active.t(), gradient, for_down_EFD[expert])
-        _multiply(rows_MD[span].t(), change, for_up_EDF[expert])
-        torch.sum(change, 0, out=for_bias_EF[expert])
-        _multiply(change, up_EDF[expert].t(), for_rows_MD[span])
+    groups = _groups(counts, gelu.rows)
+    active_mF, change_mF = inner_MF.new_empty(2, _most_rows(groups), inner_MF.shape[1])
+    for group in groups:
+        first, last = group[0].start, group[-1].stop
+        for expert, start, stop in group:
+            change = change_mF[start - first : stop - first]
+            _multiply(gradient_MD[start:stop], down_EFD[expert].t(), change)
+        size = last - first
+        gelu.backward(inner_MF[first:last], active_mF[:size], change_mF[:size])
+        for expert, start, stop in group:
+            here = slice(start - first, stop - first)
+            _multiply(active_mF[here].t(), gradient_MD[start:stop], for_down_EFD[expert])
+            _multiply(rows_MD[start:stop].t(), change_mF[here], for_up_EDF[expert])
+            torch.sum(change_mF[here], 0, out=for_bias_EF[expert])
+            _multiply(change_mF[here], up_EDF[expert].t(), for_rows_MD[start:stop])
     return for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD
 
 
@@ -170,21 +181,45 @@ class _Gelu:
         return wide, share, square
 
     def _blocks(self, *whole: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        return zip(*(tensor.split(self.rows) for tensor in whole), strict=True)
+        return zip(*(torch.split(tensor, self.rows) for tensor in whole), strict=True)
 
 
-def _spans(counts: list[int]) -> Iterator[tuple[int, slice]]:
-    """The rows of each expert that has some."""
+class _Span(NamedTuple):
+    """The rows of one expert, of which there are some."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+def _groups(counts: list[int], rows: int) -> list[list[_Span]]:
+    """Experts whose rows go through the activation together: as many as have so few rows."""
+    groups: list[list[_Span]] = []
     start = 0
     for expert, count in enumerate(counts):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count
+        span = _Span(expert, start, start + count)
+        if groups and span.stop - groups[-1][0].start <= rows:
+            groups[-1] += [span] if count else []
+        elif count:
+            groups.append([span])
+        start = span.stop
+    return groups
+
+
+def _most_rows(groups: list[list[_Span]]) -> int:
+    return max((group[-1].stop - group[0].start for group in groups), default=0)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b; without bf16 instructions it is faster in fp32, by an order of magnitude."""
-    if a.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if a.dtype == torch.bfloat16 and not has_bf16_products():
         out.copy_(a.float() @ b.float())
     else:
         torch.mm(a, b, out=out)
+
+
+@functools.cache
+def has_bf16_products() -> bool:
+    """Whether this processor has instructions that PyTorch's products in bf16 use."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from launch.bench.layer import (
+from launch.bench.layer import bench_layer, layer_table, saved_bytes
+from launch.bench.peers import (
     TimedLayer,
-    bench_layer,
-    layer_table,
     make_layers,
     make_tokens,
     orthogonal_router,
-    saved_bytes,
+    rows_of_experts,
 )
 from launch.cli import run
 
@@ -25,12 +24,12 @@ VARIANTS = ["dense", "polyad", "loop", "deepspeed 1.25", "deepspeed no drop"]
 def layers_and_tokens(load):
     router_ED = orthogonal_router(SHAPE["experts"], SHAPE["width"])
     tokens_ND = make_tokens(SHAPE["tokens"], router_ED, load).requires_grad_()
-    return *make_layers(SHAPE, router_ED, tokens_ND), tokens_ND
+    return make_layers(SHAPE, router_ED, tokens_ND), tokens_ND
 
 
 @pytest.mark.parametrize("load", ["uniform", "skewed"])
 def test_peers_that_drop_nothing_have_equal_outputs_and_gradients(load):
-    layers, _, tokens_ND = layers_and_tokens(load)
+    layers, tokens_ND = layers_and_tokens(load)
     results = {}
     for name in ("loop", "polyad", "deepspeed no drop"):
         output_ND = layers[name](tokens_ND)
@@ -42,10 +41,10 @@ def test_peers_that_drop_nothing_have_equal_outputs_and_gradients(load):
 
 
 def test_skewed_load_gives_one_expert_exactly_half_of_the_tokens():
-    _, rows_E, _ = layers_and_tokens("skewed")
+    layers, tokens_ND = layers_and_tokens("skewed")
+    rows_E = rows_of_experts(layers, tokens_ND)
     assert rows_E[0] == SHAPE["tokens"] // 2
     assert sum(rows_E) == SHAPE["tokens"] * SHAPE["top_k"]
-    layers, _, tokens_ND = layers_and_tokens("skewed")
     router = layers["polyad"].module.router
     ids_NK = router(tokens_ND.unsqueeze(0)).selected.expert_ids_NK
     assert (ids_NK[:, 0] == 0).tolist() == [True, False] * (SHAPE["tokens"] // 2)

@@ -8,6 +8,7 @@ import torch
 
 from model.build import build_model, initial_value, initial_values
 from model.smoe.experts import Experts
+from model.smoe.host import experts_on_host
 from tests.helpers.routing import Watch, make, make_config, make_context
 
 COUNTS = {
@@ -80,6 +81,35 @@ def test_an_expert_without_rows_gets_a_gradient_of_zeros(counts, kind):
     for name in ("up", "up_bias", "down"):
         busy = results[name].flatten(1).abs().amax(1) > 0
         assert busy.tolist() == [count > 0 for count in counts], name
+
+
+@every_count
+def test_on_a_processor_gradients_are_those_of_differences(counts):
+    experts = make(Experts, make_config(num_experts=4), make_context(), torch.float64)
+    rows_MD = torch.randn(min(sum(counts), 9), 12, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor(counts if sum(counts) <= 9 else [4, 0, 2, 3])
+    parameters = (experts.up, experts.up_bias, experts.down)
+    assert torch.autograd.gradcheck(
+        lambda rows_MD, *weights: experts_on_host(rows_MD, *weights, counts),
+        (rows_MD, *parameters),
+        fast_mode=True,
+    )
+
+
+def test_on_a_processor_a_row_and_its_inner_units_are_kept_for_backward():
+    experts = make(Experts, make_config(num_experts=4), make_context(), torch.float32)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output_MD = experts(torch.randn(9, 12), torch.tensor([4, 0, 2, 3]))
+    assert output_MD.requires_grad
+    parameters = {id(parameter) for parameter in experts.parameters()}
+    others = [tuple(tensor.shape) for tensor in kept if id(tensor) not in parameters]
+    assert sorted(others) == [(4,), (9, 10), (9, 12)]
 
 
 def test_float64_goes_through_the_loop_on_a_device():
