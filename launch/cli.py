@@ -388,14 +388,17 @@ def _bench_step_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--precision", choices=("fp32", "bf16"), help="default: both")
-    add("--batch-size", type=positive, default=2, metavar="B", help="samples; default 2")
-    add("--sequence-length", type=positive, default=256, metavar="T", help="default 256")
-    add("--repeats", type=positive, default=5, metavar="N", help="timed steps of each; default 5")
-    add("--compile", action="store_true", help="ours through torch.compile")
+    add("--batch-size", type=positive, metavar="B", help="samples; default 2, on a GPU 16")
+    add("--sequence-length", type=positive, metavar="T", help="default 256, on a GPU 1024")
+    add("--repeats", type=positive, metavar="N", help="timed steps; default 5, on a GPU 20")
+    add("--compile", action="store_true", help="the blocks of both through torch.compile")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
 def _bench_step(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
     from launch.bench.step import bench_step, step_table
 
     check_json_path(options.json)
@@ -459,7 +462,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench step": Command(
         summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
-        example="polyad bench step --precision bf16 --json step.json",
+        example="polyad bench step --precision bf16 --json step.json\n"
+        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile",
         arguments=_bench_step_arguments,
         handler=_bench_step,
     ),

@@ -19,6 +19,7 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
+from train.device import Prefetch
 from train.loop import train_step
 from train.loss import token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
@@ -106,13 +107,14 @@ def train(case: Case) -> dict[str, Any]:
     losses, norms, applied = [], [], []
     for step in range(case.first_step, case.last_step):
         batches = local_batches(step, world, case.model)
+        ahead = Prefetch(iter(batches), world.device)
         if step == case.poison_step:
             if case.skip_data:
                 continue
             with poisoned(engine, case, world):
-                loss, result = train_step(engine, iter(batches), len(batches), case.learning_rate)
+                loss, result = train_step(engine, ahead, len(batches), case.learning_rate)
         else:
-            loss, result = train_step(engine, iter(batches), len(batches), case.learning_rate)
+            loss, result = train_step(engine, ahead, len(batches), case.learning_rate)
         losses.append(loss)
         norms.append(result.grad_norm)
         applied.append(result.applied)
