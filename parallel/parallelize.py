@@ -129,6 +129,7 @@ def parallelize(
         counted=[is_sharded(p) or world.tensor_parallel_rank == 0 for p in parameters],
         mpu=mpu,
     )
+    comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)
     return engine
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import torch
 
 from parallel import comm
@@ -104,6 +103,8 @@ def _in_use(device: torch.device) -> str:
             f"tensors hold {_size(held)}, {_size(reserved)} are reserved for them, and "
             f"{_size(free)} of the {_size(total)} of {device} are free"
         )
+    import psutil  # here alone: the bench's processes time their imports
+
     process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = "" if limit == resource.RLIM_INFINITY else (

@@ -1,6 +1,7 @@
 """Real training of a tiny GPT-2 on random tokens, called in worker processes."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from model.build import build_model
 from model.gpt2 import GPT2Config
@@ -53,6 +55,7 @@ class Case:
     """Leave the poisoned batch out instead, as the reference."""
     dropout: float = 0.0
     model: GPT2Config = MODEL
+    timeout_minutes: float = 30.0
 
     def but(self, **changes: Any) -> "Case":
         """The case with some values changed."""
@@ -76,7 +79,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     engine = parallelize(
         build_model(config),
         Dims(world_size=world.size, tensor_parallel_size=case.tensor),
-        ParallelConfig(zero_stage=case.stage),
+        ParallelConfig(zero_stage=case.stage, timeout_minutes=case.timeout_minutes),
         world=world,
         make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
         precision=case.precision,
@@ -191,6 +194,21 @@ def inspect_shards(case: Case) -> dict[str, Any]:
         "cut": cut.tolist(),
         "after": after.tolist(),
     }
+
+
+def wait_in_vain(case: Case) -> float:
+    """Seconds that rank 0 waits, in the group of the engine's gradients, for rank 1 not to come."""
+    engine, world = build_engine(case)
+    group = engine.deepspeed.data_parallel_group
+    started = time.monotonic()
+    if world.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError:
+            return time.monotonic() - started
+        raise AssertionError("it came")
+    time.sleep(12)
+    return 0.0
 
 
 def local_losses(case: Case, step: int) -> list[float]:
