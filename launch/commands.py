@@ -173,6 +173,9 @@ def _bench_data(options: Namespace) -> None:
 
 
 def _bench_step(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
     from launch.bench.step import bench_step, step_table
 
     check_json_path(options.json)
@@ -237,7 +240,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench step": Command(
         summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
-        example="polyad bench step --precision bf16 --json step.json",
+        example="polyad bench step --precision bf16 --json step.json\n"
+        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile",
         arguments=bench_step_arguments,
         handler=_bench_step,
     ),
