@@ -197,6 +197,9 @@ def _fault(fault: Any, known: set[str]) -> str:
     key = ".".join([*(candidates[0] if candidates else sections), last])
     kind: str = fault["type"]
     message: str = fault["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden" and key in known:  # of another member of the union
+        section, chosen = ".".join(sections[:-1]), sections[-1]
+        return f"{key}: is not a key of {section}.kind: {chosen}, but of another kind"
     if kind == "extra_forbidden":
         section = _without_index(key.split(".")[:-1])
         siblings = [k for k in known if k.rpartition(".")[0] == section]
