@@ -97,6 +97,7 @@ def _convert(options: Namespace) -> None:
     prepare_environment()
     from train.convert import conversion_table, convert
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
         result = convert(options.source, options.destination, options.to)
         show(result, conversion_table(result), options.json, stdout)
@@ -108,6 +109,7 @@ def _generate(options: Namespace) -> None:
     prepare_environment()
     from train.generate import Sampling, generate
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
 
         def write(text: str) -> None:

@@ -147,8 +147,10 @@ def to_build(config: RunConfig, dims: Dims) -> list[str]:
         stages = range(config.parallel.zero_stage + 1, 4)
     size = dims.tensor_parallel_size
     degrees = range(2 * size, dims.world_size + 1, size)
+    spread = range(2 * dims.expert_parallel_size, dims.data_parallel_size + 1)
     return [
         *_first_valid(config, dims, "parallel.zero_stage", stages),
+        *_first_valid(config, dims, "parallel.expert_parallel_size", spread),
         *_first_valid(config, dims, "parallel.tensor_parallel_size", degrees),
     ]
 
