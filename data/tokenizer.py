@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.errors import DataError, nearest
+from data.errors import DataError, nearest, user_path
 from data.fingerprint import canonical, fingerprint
 from data.manifest import TOKENIZER_FILE, TOKENIZER_FILES, TokenizerFile
 
@@ -102,7 +102,7 @@ class Tokenizer:
         Raises:
             DataError: There is no tokenizer, or it has no such token.
         """
-        path = Path(path).expanduser()
+        path = user_path(path)
         file = path
         if path.is_dir():
             known = [path / name for name in TOKENIZER_FILES]

@@ -98,6 +98,7 @@ def _convert(options: Namespace) -> None:
     prepare_environment()
     from train.convert import conversion_table, convert
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
         result = convert(options.source, options.destination, options.to)
         show(result, conversion_table(result), options.json, stdout)
@@ -109,6 +110,7 @@ def _generate(options: Namespace) -> None:
     prepare_environment()
     from train.generate import Sampling, generate
 
+    check_json_path(options.json)
     with only_results_on_stdout() as stdout:
 
         def write(text: str) -> None:
@@ -174,6 +176,9 @@ def _bench_data(options: Namespace) -> None:
 
 
 def _bench_step(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
     from launch.bench.step import bench_step, step_table
 
     check_json_path(options.json)
@@ -252,7 +257,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench step": Command(
         summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
-        example="polyad bench step --precision bf16 --json step.json",
+        example="polyad bench step --precision bf16 --json step.json\n"
+        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile",
         arguments=bench_step_arguments,
         handler=_bench_step,
     ),

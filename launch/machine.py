@@ -1,5 +1,6 @@
 """What libraries want from the environment of a process, set before they are imported."""
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -24,10 +25,24 @@ def prepare_environment() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _keep_compiled_code()
     if not sys.warnoptions:
         # Theirs tell us about libraries, kernels and devices that nothing here uses.
         for library in ("deepspeed", "megatron", "torch", "tensorboard"):
             warnings.filterwarnings("ignore", module=rf"{library}\b")
+
+
+def _keep_compiled_code() -> None:
+    """Has torch.compile keep its code where the next start finds it; torch takes a folder of /tmp.
+
+    `TORCHINDUCTOR_CACHE_DIR` names another one. What cannot be made is left to torch.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(caches) / "polyad" / "compiled"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code that is run
+        if os.access(folder, os.W_OK | os.X_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def end_with_launcher() -> None:

@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from parallel.dims import LayoutError
 
@@ -124,6 +125,16 @@ def _join_tensor_parallel_group(size: int) -> None:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+
+
+def limit_waiting(timeout_minutes: float) -> None:
+    """Has the collectives of all groups that this process is in wait so long, and no longer.
+
+    DeepSpeed and megatron-core make groups of their own, whose timeout is torch's default (10
+    minutes on NCCL) and not that of the world.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
 
 
 def shutdown() -> None:

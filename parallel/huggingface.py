@@ -104,8 +104,11 @@ class HuggingFaceWeights:
             f"model.{key}": (getattr(self.config, key), getattr(config, key))
             for key in _ARCHITECTURE
         }
-        inner = [c.feed_forward.inner_size(c.hidden_size) for c in (self.config, config)]
-        pairs["model.feed_forward.hidden_size"] = (inner[0], inner[1])
+        kinds = self.config.feed_forward.kind, config.feed_forward.kind
+        pairs["model.feed_forward.kind"] = kinds
+        if kinds[0] == kinds[1]:
+            inner = [c.feed_forward.inner_size(c.hidden_size) for c in (self.config, config)]
+            pairs["model.feed_forward.hidden_size"] = (inner[0], inner[1])
         differing = [
             f"{key} {there!r} there, {here!r} here"
             for key, (there, here) in pairs.items()

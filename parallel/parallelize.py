@@ -149,6 +149,7 @@ def parallelize(
         copies=[_copies(p, world) for p in parameters],
         mpu=mpu,
     )
+    comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)
     return engine
 

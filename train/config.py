@@ -50,6 +50,10 @@ class TrainConfig(Config):
     """Samples in one forward pass of one process; the rest is accumulated."""
     precision: Precision = "fp32"
     """Of weights and activations in forward and backward; master weights are always fp32."""
+    tf32: bool = False
+    """Whether a GPU may round the factors of fp32 matrix products to TF32 (10 bits of mantissa
+    instead of 23), which is several times as fast. No by default: fp32 is for comparing with other
+    layouts and machines, bf16 for speed. Nothing changes in bf16, or on a CPU."""
     max_skipped_steps: Count = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite."""
 
@@ -193,6 +197,9 @@ def _fault(fault: Any, known: set[str]) -> str:
     key = ".".join([*(candidates[0] if candidates else sections), last])
     kind: str = fault["type"]
     message: str = fault["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden" and key in known:  # of another member of the union
+        section, chosen = ".".join(sections[:-1]), sections[-1]
+        return f"{key}: is not a key of {section}.kind: {chosen}, but of another kind"
     if kind == "extra_forbidden":
         section = _without_index(key.split(".")[:-1])
         siblings = [k for k in known if k.rpartition(".")[0] == section]

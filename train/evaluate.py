@@ -11,7 +11,9 @@ from data.windows import EvaluationWindows
 from parallel import comm
 from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
 from train.config import RunConfig, flatten, parse_config
+from train.device import allow_tf32
 from train.errors import ConfigError
+from train.memory import explain_out_of_memory, to_evaluate
 from train.metrics import Console, bar, duration
 from train.resolve import open_data, tokenizer_of
 from train.scoring import perplexities, score_windows
@@ -80,18 +82,20 @@ def evaluate(
         stride,
         prepared.manifest.tokenizer.end_of_text_id,
     )
-    world = comm.initialize()
-    model = load_model(checkpoint.folder, device=world.device, precision=config.train.precision)
+    world = comm.initialize(config.parallel.timeout_minutes)
+    allow_tf32(config.train.tf32, world.device)
     counts = prepared.manifest.splits[split]
     report = Progress(f"evaluate {split}", counts.tokens) if world.is_main else None
-    started = time.monotonic()
-    score = score_windows(
-        model,
-        windows,
-        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
-        world=world,
-        report=report,
-    )
+    with explain_out_of_memory(lambda: f"evaluating {split}", world, to_evaluate(config)):
+        model = load_model(checkpoint.folder, device=world.device, precision=config.train.precision)
+        started = time.monotonic()
+        score = score_windows(
+            model,
+            windows,
+            batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+            world=world,
+            report=report,
+        )
     seconds = time.monotonic() - started
     return {
         "checkpoint": str(checkpoint.folder),
@@ -115,13 +119,13 @@ def evaluate(
 
 
 def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
-    allowed = ("evaluation.", "data.", "train.precision")
+    allowed = ("evaluation.", "data.", "train.precision", "train.tf32")
     before, after = (flatten(c.model_dump(mode="json")) for c in (original, changed))
     for key in after:
         if before.get(key) != after[key] and not key.startswith(allowed):
             raise ConfigError(
-                f"{key}: evaluation cannot change it; it can change evaluation.*, data.path and "
-                f"train.precision"
+                f"{key}: evaluation cannot change it; it can change evaluation.*, data.path, "
+                f"train.precision and train.tf32"
             )
 
 

@@ -14,9 +14,10 @@ from model.output import RoutingStats
 from parallel import comm
 from parallel.zero import Engine, StepResult
 from train.config import RunConfig
+from train.device import memory_statistics
 from train.errors import RunError
 from train.loss import LossConfig, routing_loss, split_samples
-from train.metrics import Metrics, peak_flops, peak_memory_bytes
+from train.metrics import Metrics, peak_flops
 from train.routing import RoutingMean, routing_record, update_routers
 from train.schedule import learning_rate
 from train.state import TrainState
@@ -51,7 +52,8 @@ def train_loop(
 
     Args:
         engine: model and optimizer.
-        micro_batches: this process's, [micro_batch_size, T + 1] token ids, in order.
+        micro_batches: this process's, [micro_batch_size, T + 1] token ids, in order, on the
+            engine's device.
         state: progress so far.
         config: the run's.
         accumulation_steps: micro-batches of this process in a step.
@@ -63,7 +65,7 @@ def train_loop(
     Raises:
         RunError: too many steps in a row were not finite.
     """
-    peak = peak_flops(config.log, config.train.precision)
+    peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
     tokens_per_step = config.train.global_batch_size * config.model.sequence_length
     engine.train()
     saved_at = state.step
@@ -95,7 +97,6 @@ def train_loop(
                 "step_seconds": seconds,
                 "tokens": state.tokens,
                 "mfu": flops / (peak * world.size) if peak else None,
-                "memory_bytes": peak_memory_bytes(world.device),
                 "skipped": not result.applied,
                 "skipped_steps": state.skipped_steps,
             } | routing_record(routing)
@@ -105,6 +106,7 @@ def train_loop(
             if due and hooks.validate is not None:
                 record |= hooks.validate()
                 engine.train()
+            record |= memory_statistics(world)
             if metrics is not None:
                 metrics.write(record)
             if too_many:
@@ -141,7 +143,7 @@ def train_step(
 
     Args:
         engine: model and optimizer.
-        micro_batches: this process's, in order.
+        micro_batches: this process's, in order, on the engine's device.
         accumulation_steps: how many of them make a step.
         learning_rate: of this step.
         losses: what routed layers add.
@@ -154,8 +156,7 @@ def train_step(
     total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
     result: StepResult | None = None
     for _ in range(accumulation_steps):
-        tokens = next(micro_batches).to(engine.device, non_blocking=True)
-        input_ids_BT, target_ids_BT = split_samples(tokens)
+        input_ids_BT, target_ids_BT = split_samples(next(micro_batches))
         logits_BTV, routing = engine(input_ids_BT)
         loss = engine.token_losses(logits_BTV, target_ids_BT).mean()
         total += loss.detach() / accumulation_steps

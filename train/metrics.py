@@ -16,13 +16,14 @@ from model.config import Config
 from train.routing import console_summary
 from train.startup import Startup, startup_line
 
-# Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32 without TF32).
-DEVICE_PEAKS: dict[str, tuple[float, float]] = {
-    "v100": (125.0, 15.7),
-    "a100": (312.0, 19.5),
-    "h100": (989.0, 67.0),
-    "h200": (989.0, 67.0),
-    "b200": (2250.0, 80.0),
+# Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32, TF32). A V100 has no TF32, and of
+# the 125 tensor-core TFLOP/s that are stated for it, fp16 has them.
+DEVICE_PEAKS: dict[str, tuple[float, float, float]] = {
+    "v100": (125.0, 15.7, 15.7),
+    "a100": (312.0, 19.5, 156.0),
+    "h100": (989.0, 67.0, 494.0),
+    "h200": (989.0, 67.0, 494.0),
+    "b200": (2250.0, 80.0, 1125.0),
 }
 
 
@@ -49,8 +50,14 @@ class LogConfig(Config):
     profile: ProfileConfig = ProfileConfig()
 
 
-def peak_flops(config: LogConfig, precision: str) -> float | None:
-    """Peak rate of one process's device in FLOP/s; None where it is not known (any CPU)."""
+def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> float | None:
+    """Peak rate of one process's device in FLOP/s; None where it is not known (any CPU).
+
+    Args:
+        config: what names the device.
+        precision: of weights and activations.
+        tf32: whether fp32 products are made in TF32.
+    """
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
     name: str = config.device
@@ -60,7 +67,10 @@ def peak_flops(config: LogConfig, precision: str) -> float | None:
         full = torch.cuda.get_device_name().lower()
         name = next((known for known in DEVICE_PEAKS if known in full), "")
     peaks = DEVICE_PEAKS.get(name)
-    return None if peaks is None else peaks[0 if precision == "bf16" else 1] * 1e12
+    if peaks is None:
+        return None
+    bf16, fp32, with_tf32 = peaks
+    return 1e12 * (bf16 if precision == "bf16" else with_tf32 if tf32 else fp32)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -26,10 +26,12 @@ from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
+from train.device import Prefetch, allow_tf32
 from train.environment import check_compiler, write_environment
 from train.errors import ConfigError
 from train.loop import Hooks, train_loop
 from train.loss import token_losses
+from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
 from train.resolve import check_tokenizer, data_named, open_weights, resolve, tokenizer_of
@@ -194,31 +196,40 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
+    allow_tf32(config.train.tf32, world.device)
     lock = RunLock(Path(config.run.folder), world)
     state = _start_state(plan)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
-    engine = _build_engine(plan, world)
+    checkpoints = Path(config.run.folder) / "checkpoints"
+    with explain_out_of_memory(
+        lambda: "building the engine", world, to_build(config, dims), checkpoints
+    ):
+        engine = _build_engine(plan, world)
     _restore_random_numbers(plan, world, state)
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
     hooks = _hooks(engine, plan, world)
     startup.lap("run_folder")
+    explained = explain_out_of_memory(
+        lambda: f"in step {state.step + 1}", world, to_train(config, dims), checkpoints
+    )
     try:
         batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
         startup.lap("data")
-        train_loop(
-            engine,
-            batches,
-            state,
-            config,
-            accumulation_steps=dims.accumulation_steps(
-                config.train.global_batch_size, config.train.micro_batch_size
-            ),
-            flops_per_token=flops_per_token(config.model),
-            world=world,
-            hooks=hooks,
-            metrics=metrics,
-        )
+        with explained:
+            train_loop(
+                engine,
+                Prefetch(batches, world.device),
+                state,
+                config,
+                accumulation_steps=dims.accumulation_steps(
+                    config.train.global_batch_size, config.train.micro_batch_size
+                ),
+                flops_per_token=flops_per_token(config.model),
+                world=world,
+                hooks=hooks,
+                metrics=metrics,
+            )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_kept(config)) from None
     finally:
@@ -324,6 +335,7 @@ def _open_run_folder(
 
 def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     config = plan.config
+    checkpoints = Path(config.run.folder) / "checkpoints"
     parts = plan.data.validation()
     windows = {part.name: _windows(plan, part.stream) for part in parts}
     # Read at the start: the data may be gone from where it is when the run ends.
@@ -334,27 +346,32 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     def validate_now() -> dict[str, float]:
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-        losses = {
-            name: score_windows(
-                engine, split, batch_size=batch_size, world=world, losses=engine.token_losses
-            ).loss
-            for name, split in windows.items()
-        }
+        with explain_out_of_memory(
+            lambda: "in validation", world, to_validate(config, plan.dims), checkpoints
+        ):
+            losses = {
+                name: score_windows(
+                    engine, split, batch_size=batch_size, world=world, losses=engine.token_losses
+                ).loss
+                for name, split in windows.items()
+            }
         mean = sum(part.share * losses[part.name] for part in parts)
         each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
         return {"validation_loss": mean} | (each if len(plan.data.parts) > 1 else {})
 
     def save_now(state: TrainState) -> None:
-        folder = Path(config.run.folder) / "checkpoints"
         values: dict[str, Any] = state.to_json()
-        save(
-            engine,
-            folder,
-            state.step,
-            state=values,
-            config_yaml=config.to_yaml(),
-            tokenizer=tokenizer,
-        )
+        with explain_out_of_memory(
+            lambda: f"saving step {state.step}", world, to_build(config, plan.dims), checkpoints
+        ):
+            save(
+                engine,
+                checkpoints,
+                state.step,
+                state=values,
+                config_yaml=config.to_yaml(),
+                tokenizer=tokenizer,
+            )
 
     return Hooks(validate=validate_now if parts else None, save=save_now)
 

@@ -1,39 +1,50 @@
 """`polyad bench step`: a whole training step beside the same step of Hugging Face's GPT-2.
 
 Forward, loss, backward and AdamW on the same tokens, with the same threads, one after the other in
-turn; what counts is the ratio of the medians. Peak memory is that of a process of its own for each.
+turn; what counts is the ratio of the medians. Starts and peak memory are those of processes of
+their own: cold with an empty cache of compiled code, warm with what the cold one left there.
 """
 
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model.build import build_model, materialize
-from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
+from model.gpt2 import GPT2, GPT2Config, compile_blocks, flops_per_token
 from parallel.zero import DTYPES
-from train.errors import ConfigError
+from train.errors import ConfigError, RunError
 from train.loss import token_losses
-from train.metrics import LogConfig, peak_flops, peak_memory_bytes
+from train.memory import is_out_of_memory
+from train.metrics import LogConfig, peak_flops
 from train.optimizer import OptimizerConfig, build_optimizer
 
 Step = Callable[[], None]
 VARIANTS = ("polyad", "transformers")
+OUT_OF_MEMORY = "out of memory"
+SIZES = ("batch_size", "sequence_length")
+# (samples, tokens of each, timed steps, steps before them): what fills the device, in a minute.
+DEFAULTS = {"cpu": (2, 256, 5, 1), "cuda": (16, 1024, 20, 5)}
 
 
 def bench_step(
     *,
     device: str = "cpu",
     precisions: tuple[str, ...] = ("fp32", "bf16"),
-    batch_size: int = 2,
-    sequence_length: int = 256,
-    repeats: int = 5,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
+    repeats: int | None = None,
     compiled: bool = False,
     model: GPT2Config | None = None,
 ) -> dict[str, Any]:
@@ -42,48 +53,77 @@ def bench_step(
     Args:
         device: `cpu` or `cuda`.
         precisions: of weights and activations.
-        batch_size: B.
+        batch_size: B; None: as `DEFAULTS` has it for the device, and so the next two.
         sequence_length: T.
-        repeats: steps of each that are timed; one more goes before.
-        compiled: whether ours runs through torch.compile.
+        repeats: steps of each that are timed; others go before.
+        compiled: whether every block, of both, runs through torch.compile.
         model: another size than 124M.
 
     Returns:
         JSON values: for each precision, each variant's median seconds, tokens/s, MFU (where the
-        device's peak is known), first step's seconds and peak memory; and the ratio of medians.
+        device's peak is known), starts and peak memory; and the ratio of medians.
+
+    Raises:
+        ConfigError: there is no such device.
+        RunError: a step does not fit into its memory.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: cuda: there is no CUDA device here; cpu is allowed")
+    default_batch, default_length, default_repeats, warmup = DEFAULTS[device]
     config = model or GPT2Config(sequence_length=1024, vocab_size=50257)
+    length = sequence_length or default_length
+    if length > config.sequence_length:
+        raise ConfigError(
+            f"--sequence-length: {length} is not allowed: GPT-2 has {config.sequence_length} "
+            f"positions"
+        )
     shape: dict[str, Any] = {
         "device": device,
-        "batch_size": batch_size,
-        "sequence_length": sequence_length,
+        "batch_size": batch_size or default_batch,
+        "sequence_length": length,
+        "compiled": compiled,
     }
-    result: dict[str, Any] = {"model": config.model_dump(mode="json"), **shape, "precisions": {}}
-    result |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    repeats = repeats or default_repeats
+    result = {"model": config.model_dump(mode="json"), **shape, **_surroundings(device)}
+    result |= {"repeats": repeats, "steps_before": warmup, "precisions": {}}
     for precision in precisions:
-        steps = {
-            name: make_step(name, config, precision, compiled=compiled, **shape)
+        with tempfile.TemporaryDirectory() as cache, _compiled_code_in(Path(cache)):
+            starts = {name: _starts(name, config, precision, shape) for name in VARIANTS}
+            medians = _medians(config, precision, shape, repeats, warmup)
+        rows: dict[str, Any] = {
+            name: _rates(medians[name], config, precision, shape) | starts[name]
             for name in VARIANTS
         }
-        first, medians = _interleaved(steps, repeats, device)
-        del steps
-        rows = {}
-        for name in VARIANTS:
-            rate = batch_size * sequence_length / medians[name]
-            at_length = config.model_copy(update={"sequence_length": sequence_length})
-            peak = peak_flops(LogConfig(), precision)
-            rows[name] = {
-                "seconds": medians[name],
-                "first_step_seconds": first[name],
-                "tokens_per_second": rate,
-                "mfu": rate * flops_per_token(at_length) / peak if peak else None,
-                "peak_memory_bytes": _peak_memory(name, config, precision, compiled, shape),
-            }
         ratio = medians["polyad"] / medians["transformers"]
         result["precisions"][precision] = rows | {"ratio": ratio}
     return result
+
+
+def _surroundings(device: str) -> dict[str, Any]:
+    """What a figure depends on beside the shape."""
+    import transformers
+
+    return {
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else None,
+        "tf32": False,
+    }
+
+
+def _rates(
+    seconds: float, config: GPT2Config, precision: str, shape: dict[str, Any]
+) -> dict[str, Any]:
+    length = shape["sequence_length"]
+    rate = shape["batch_size"] * length / seconds
+    at_length = config.model_copy(update={"sequence_length": length})
+    peak = peak_flops(LogConfig(), precision) if shape["device"] == "cuda" else None
+    return {
+        "seconds": seconds,
+        "tokens_per_second": rate,
+        "mfu": rate * flops_per_token(at_length) / peak if peak else None,
+    }
 
 
 def make_step(
@@ -102,8 +142,8 @@ def make_step(
     tokens = torch.randint(config.vocab_size or 0, shape, generator=generator).to(device)
     make = {"polyad": _ours, "transformers": _theirs}[name]
     module, logits_of = make(config, device, precision)
-    if compiled and name == "polyad":
-        compile_blocks(module)
+    if compiled:
+        _compile(module)
     named = [(n, p, p.dim()) for n, p in module.named_parameters()]
     optimizer = build_optimizer(OptimizerConfig(), named)
 
@@ -114,6 +154,15 @@ def make_step(
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def _compile(module: nn.Module) -> None:
+    """Compiles every block: ours by the trainer's own function, theirs alike."""
+    if isinstance(module, GPT2):
+        compile_blocks(module)
+        return
+    for block in module.get_submodule("transformer.h").children():
+        block.compile()
 
 
 def _ours(
@@ -144,62 +193,111 @@ def _theirs(
     return module.train(), lambda ids: module(ids).logits
 
 
-def _interleaved(
-    steps: dict[str, Step], repeats: int, device: str
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of each one's first step, and the median of the others, taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repeats + 1):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - started)
-    return (
-        {name: taken[0] for name, taken in times.items()},
-        {name: statistics.median(taken[1:]) for name, taken in times.items()},
-    )
+def synchronize(device: str) -> None:
+    """Waits until the device has done what it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
-def _peak_memory(
-    name: str, config: GPT2Config, precision: str, compiled: bool, shape: dict[str, Any]
-) -> int:
-    """The most memory that two steps of a variant take, in a process of their own, in bytes."""
-    arguments = {"name": name, "config": config.model_dump(mode="json"), "precision": precision}
-    order = json.dumps(arguments | {"compiled": compiled, **shape})
+def _medians(
+    config: GPT2Config, precision: str, shape: dict[str, Any], repeats: int, warmup: int
+) -> dict[str, float]:
+    """Median seconds of each variant's steps, taken in turn; the first ones do not count."""
+    torch.compiler.reset()  # programs of another precision would be tried first
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    try:
+        steps = {name: make_step(name, config, precision, **shape) for name in VARIANTS}
+        for _ in range(warmup + repeats):
+            for name, step in steps.items():
+                synchronize(shape["device"])
+                started = time.perf_counter()
+                step()
+                synchronize(shape["device"])
+                times[name].append(time.perf_counter() - started)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _failed("both side by side", shape, OUT_OF_MEMORY) from None
+    return {name: statistics.median(taken[warmup:]) for name, taken in times.items()}
+
+
+def _starts(name: str, config: GPT2Config, precision: str, shape: dict[str, Any]) -> dict[str, Any]:
+    """A variant's starts, and the most memory that two steps take.
+
+    Where nothing is compiled no start leaves anything for the next, and one is made. The memory is
+    that of the last one: on a CPU a cold start's would be the compiler's too.
+    """
+    cold = _start(name, config, precision, shape)
+    warm = _start(name, config, precision, shape) if shape["compiled"] else None
+    last = warm or cold
+    memory = ("peak_memory_bytes", "peak_memory_reserved_bytes")
+    times = {
+        kind: {key: value for key, value in start.items() if key not in memory} if start else None
+        for kind, start in (("cold_start", cold), ("warm_start", warm))
+    }
+    return {key: last[key] for key in memory} | times
+
+
+def _start(name: str, config: GPT2Config, precision: str, shape: dict[str, Any]) -> dict[str, Any]:
+    order = {"name": name, "config": config.model_dump(mode="json"), "precision": precision}
     done = subprocess.run(
-        [sys.executable, "-m", "launch.bench.step", order],
+        [
+            *(sys.executable, "-m", "launch.bench.start"),
+            json.dumps({"began": time.time()} | order | shape),
+        ],
         capture_output=True,
         text=True,
-        check=True,
     )
-    return int(done.stdout.split()[-1])
+    if done.returncode:
+        killed = done.returncode == -signal.SIGKILL  # so Linux ends what takes too much
+        lines = [OUT_OF_MEMORY] if killed else done.stderr.strip().splitlines()
+        raise _failed(name, shape, lines[-1] if lines else f"status {done.returncode}")
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
-def _measure_memory(order: dict[str, Any]) -> None:
-    config = GPT2Config.model_validate(order.pop("config"))
-    step = make_step(order.pop("name"), config, order.pop("precision"), **order)
-    step()
-    step()
-    print(peak_memory_bytes(torch.device(order["device"])))
+def _failed(who: str, shape: dict[str, Any], reason: str) -> RunError:
+    sizes = " and ".join(f"--{key.replace('_', '-')} {shape[key]}" for key in SIZES)
+    advice = "; lower one of them" if reason == OUT_OF_MEMORY else ""
+    return RunError(f"bench step: {who} with {sizes}: {reason}{advice}")
+
+
+@contextlib.contextmanager
+def _compiled_code_in(folder: Path) -> Iterator[None]:
+    """Has this process and those it starts keep compiled code there, and find none elsewhere."""
+    names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(place) for name, place in names.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def step_table(result: dict[str, Any]) -> str:
     """The result for a person."""
-    lines = ["precision  variant       s a step  tokens/s   first step  peak memory  MFU"]
+    lines = [
+        "precision  variant       s a step  tokens/s   imports  cold start  warm start  peak memory"
+        "  MFU"
+    ]
     for precision, rows in result["precisions"].items():
         for name in VARIANTS:
             row = rows[name]
             mfu = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%"
             lines.append(
-                f"{precision:9}  {name:12}  {row['seconds']:8.3f}  {row['tokens_per_second']:8,.0f}"
-                f"  {row['first_step_seconds']:9.2f} s  {row['peak_memory_bytes'] / 2**30:7.2f} GiB"
-                f"  {mfu}"
+                f"{precision:9}  {name:12}  {row['seconds']:8.4f}  {row['tokens_per_second']:8,.0f}"
+                f"  {_seconds(row['cold_start'], 'imports_seconds'):>8}"
+                f"  {_seconds(row['cold_start'], 'first_step_seconds'):>10}"
+                f"  {_seconds(row['warm_start'], 'first_step_seconds'):>10}"
+                f"  {row['peak_memory_bytes'] / 2**30:7.2f} GiB  {mfu}"
             )
         lines.append(f"{precision:9}  ratio of medians, polyad / transformers: {rows['ratio']:.3f}")
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    _measure_memory(json.loads(sys.argv[1]))
+def _seconds(start: dict[str, Any] | None, key: str) -> str:
+    return "-" if start is None else f"{start[key]:.1f} s"

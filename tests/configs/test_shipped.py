@@ -20,6 +20,7 @@ EXPECTED = {
     "gpt2/1558m.yaml": (32, 50257, 1_557_611_200),  # as OpenAI's, with biases
     "gpt2/355m.yaml": (8, 50257, 354_823_168),
     "gpt2/774m.yaml": (16, 50257, 774_030_080),
+    "quickstart/gpt2-smoe.yaml": (2, 8192, 11_641_376),
     "quickstart/gpt2.yaml": (2, 8192, 5_322_240),
 }
 

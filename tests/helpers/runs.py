@@ -5,9 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from parallel import comm
+from train.device import memory_statistics
 from train.evaluate import evaluate
+from train.metrics import peak_memory_bytes
 from train.pretrain import main
 
 
@@ -66,3 +70,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
 def process_id() -> int:
     """Of the worker."""
     return os.getpid()
+
+
+def ballast_statistics(rank: int, size: int) -> dict[str, Any]:
+    """What memory statistics say while one process holds much, and this process's own peak."""
+    world = comm.initialize()
+    ballast = torch.ones(size // 4) if world.rank == rank else None
+    peak = peak_memory_bytes(world.device)
+    statistics = memory_statistics(world)
+    del ballast
+    return {"statistics": statistics, "peak": peak}

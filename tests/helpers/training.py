@@ -1,6 +1,7 @@
 """Real training of a tiny GPT-2 on random tokens, called in worker processes."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from model.build import build_model
 from model.gpt2 import GPT2Config
@@ -19,6 +21,7 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
+from train.device import Prefetch
 from train.loop import train_step
 from train.loss import LossConfig, token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
@@ -64,6 +67,7 @@ class Case:
     """Leave the poisoned batch out instead, as the reference."""
     dropout: float = 0.0
     model: GPT2Config = MODEL
+    timeout_minutes: float = 30.0
 
     def but(self, **changes: Any) -> "Case":
         """The case with some values changed."""
@@ -91,7 +95,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
             tensor_parallel_size=case.tensor,
             expert_parallel_size=case.expert,
         ),
-        ParallelConfig(zero_stage=case.stage),
+        ParallelConfig(zero_stage=case.stage, timeout_minutes=case.timeout_minutes),
         world=world,
         make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
         precision=case.precision,
@@ -128,7 +132,7 @@ def train(case: Case) -> dict[str, Any]:
         with spoil:
             outcome = train_step(
                 engine,
-                iter(batches),
+                Prefetch(iter(batches), world.device),
                 len(batches),
                 case.learning_rate,
                 losses=case.losses,
@@ -211,6 +215,21 @@ def inspect_shards(case: Case) -> dict[str, Any]:
         "cut": cut.tolist(),
         "after": after.tolist(),
     }
+
+
+def wait_in_vain(case: Case) -> float:
+    """Seconds that rank 0 waits, in the group of the engine's gradients, for rank 1 not to come."""
+    engine, world = build_engine(case)
+    group = engine.deepspeed.data_parallel_group
+    started = time.monotonic()
+    if world.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError:
+            return time.monotonic() - started
+        raise AssertionError("it came")
+    time.sleep(12)
+    return 0.0
 
 
 def local_losses(case: Case, step: int) -> list[float]:

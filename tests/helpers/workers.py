@@ -19,10 +19,11 @@ class WorkerPool:
     """`world_size` processes in one process group.
 
     A function that runs in them has to be importable: a module-level one of `tests.helpers`.
+    They see a GPU, and talk over NCCL, only with `gpu`.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, *, gpu: bool = False) -> None:
+        self.world_size, self._gpu = world_size, gpu
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
@@ -55,7 +56,7 @@ class WorkerPool:
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, port, theirs)
+            arguments = (rank, self.world_size, port, theirs, self._gpu)
             process = context.Process(target=_serve, args=arguments)
             process.start()
             theirs.close()
@@ -71,12 +72,13 @@ class WorkerPool:
         self._workers = []
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, gpu: bool) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     from parallel import comm

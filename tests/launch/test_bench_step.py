@@ -1,5 +1,7 @@
 """`polyad bench step` on a tiny model: what it compares is the same work, and is reported whole."""
 
+import resource
+
 import pytest
 import torch
 
@@ -34,7 +36,42 @@ def test_the_result_has_both_variants_their_ratio_and_memory() -> None:
     rows = result["precisions"]["fp32"]
     assert rows["ratio"] == rows["polyad"]["seconds"] / rows["transformers"]["seconds"]
     assert all(rows[name]["peak_memory_bytes"] > 50e6 for name in ("polyad", "transformers"))
+    for row in (rows["polyad"], rows["transformers"]):
+        start = row["cold_start"]
+        assert 0 < start["imports_seconds"] < start["built_seconds"] < start["first_step_seconds"]
+        assert row["warm_start"] is None  # nothing was compiled, so nothing was left for it
+        assert row["mfu"] is None  # no peak is known of a CPU
     assert "ratio of medians" in step_table(result)
+
+
+@pytest.mark.slow
+def test_a_warm_start_finds_what_the_cold_one_compiled() -> None:
+    result = bench_step(
+        **{"precisions": ("fp32",), "batch_size": 1, "sequence_length": 8, "repeats": 1},
+        model=TINY,
+        compiled=True,
+    )
+    rows = result["precisions"]["fp32"]
+    for name in ("polyad", "transformers"):
+        cold, warm = rows[name]["cold_start"], rows[name]["warm_start"]
+        assert cold["compiled_graphs_found"] == 0
+        assert warm["compiled_graphs_found"] > 0
+        assert warm["first_step_seconds"] < cold["first_step_seconds"]
+
+
+def test_a_step_that_does_not_fit_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # The process that measures a start inherits it, and 5,000 x 1,024 embeddings take 15.7e9 bytes.
+    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30, hard))
+    try:
+        status = run(["bench", "step", "--batch-size", "5000", "--sequence-length", "1024"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert status == 1
+    assert capfd.readouterr().err.endswith(
+        "bench step: polyad with --batch-size 5000 and --sequence-length 1024: out of memory; "
+        "lower one of them\n"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

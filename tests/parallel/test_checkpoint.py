@@ -61,8 +61,18 @@ def saved(workers, tmp_path_factory):
     return save
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
+# Each layout in the everyday suite in one precision, every stage and degree in both.
+IN_TURN = [
+    pytest.param(
+        layout, precision, marks=[] if number % 2 == turn else [pytest.mark.slow],
+        id=f"{name(layout)}-{precision}",
+    )
+    for number, layout in enumerate(LAYOUTS)
+    for turn, precision in enumerate(("fp32", "bf16"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "precision"), IN_TURN)
 def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layout, precision):
     world_size, tensor, stage = layout
     case = Case(stage=stage, tensor=tensor, precision=precision, dropout=0.1, learning_rate=1e-3)

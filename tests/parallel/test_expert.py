@@ -116,6 +116,39 @@ def test_every_pair_of_settings_is_in_the_normal_suite():
         assert found == set(itertools.product(FACTORS[a], FACTORS[b]))
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"graph": "attention", "lower_entropy_only": True},
+        {"graph": "similarity", "lower_entropy_only": True, "tau": 0.5},
+        {"graph": "similarity", "similarity": "dot", "tau": 6.0},
+        {"graph": "attention", "sigma": 0.3, "score": "cosine", "score_width": 3},
+        {"capacity_factor": 1.0, "allow_leak": True},
+        {"placement": 2},
+        {"top_k": 1},
+        {"top_k": 4},
+        {"num_experts": 8, "top_k": 3},
+        {"score": "random", "top_k": 1, "final_top_k": 4},
+        {"experts": "loop"},
+    ],
+    ids=str,
+)
+def test_every_option_gives_equal_results(workers, references, section):
+    losses = LossConfig(load_balance=0.01, router_z=0.001)
+    case = Case(
+        optimizer="sgd", learning_rate=0.1, clip=0.5, model=moe_model(**section), losses=losses,
+        total_steps=4,
+    )  # fmt: skip
+    expected, _ = references(case)
+    result = workers(4).run(train, case.but(stage=1, tensor=2, expert=2))[0]
+    assert close(result["losses"], expected["losses"])
+    assert close(result["norms"], expected["norms"])
+    pairs = zip(result["routing"], expected["routing"], strict=True)
+    assert all(same_routing(*pair) for pair in pairs)
+    if "capacity_factor" in section:
+        assert any(record["routing/dropped"] > 0 for record in result["routing"])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=name)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_adamw_gives_equal_losses(workers, references, layout, stage):

@@ -98,10 +98,19 @@ def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
         assert checkpoint.shapes()[prefix + "experts.up"] == (4, 36, 24)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "layout", [(1, 1, 1, 0), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 0)], ids=name
-)
+RESUMED = [(1, 1, 1, 0), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 0)]
+# Each layout in the everyday suite in one precision.
+IN_TURN = [
+    pytest.param(
+        layout, precision, marks=[] if number % 2 != turn else [pytest.mark.slow],
+        id=f"{name(layout)}-{precision}",
+    )
+    for number, layout in enumerate(RESUMED)
+    for turn, precision in enumerate(("fp32", "bf16"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "precision"), IN_TURN)
 def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layout, precision):
     case = on(layout, precision=precision, dropout=0.1, learning_rate=1e-3)
     pool = workers(layout[0])

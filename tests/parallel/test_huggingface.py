@@ -234,6 +234,9 @@ def test_a_configuration_of_another_model_is_refused_by_key(folder):
     ]:
         with pytest.raises(HuggingFaceError, match=word):
             weights.check_config(same.model_copy(update=update))
+    experts = GPT2Config.model_validate(same.model_dump() | {"feed_forward": {"kind": "smoe"}})
+    with pytest.raises(HuggingFaceError, match=r"feed_forward\.kind 'dense' there, 'smoe' here"):
+        weights.check_config(experts)
     wide = GPT2Config.model_validate(same.model_dump() | {"feed_forward": {"hidden_size": 8}})
     with pytest.raises(HuggingFaceError, match=r"model\.feed_forward\.hidden_size 128 there, 8"):
         weights.check_config(wide)

@@ -69,11 +69,16 @@ def test_a_resolved_config_reads_back_as_itself():
         ("seed=true", "seed: True is not allowed"),
         ("parallel.zero_stage=4", "parallel.zero_stage: 4 is not allowed"),
         ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size: 0 is not allowed"),
-        ("parallel.expert_parallel_size=2", "2 is not allowed: 1 is the only value allowed"),
+        ("parallel.expert_parallel_size=0", "parallel.expert_parallel_size: 0 is not allowed"),
+        (
+            "model.feed_forward.num_experts=8",
+            "model.feed_forward.num_experts: is not a key of model.feed_forward.kind: dense, but",
+        ),
+        ("loss.load_balance=-1", "loss.load_balance: -1 is not allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
         ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
         ("model.feed_forward.kind=mlp", "feed_forward.kind: 'mlp' is not allowed: dense or smoe"),
-        ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, model"),
+        ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, loss, model"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
         ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),
         ("parallel.zero_stage=true", "parallel.zero_stage: True is not allowed"),
@@ -154,6 +159,53 @@ def test_tensor_parallel_processes_that_do_not_fit_are_refused(overrides, expect
 def test_sections_that_contradict_each_other_are_refused(override, expected):
     with pytest.raises(ConfigError, match=re.escape(expected)):
         validate(parse(override), 1)
+
+
+EXPERTS = "model.feed_forward={kind: smoe, num_experts: 4, expert_hidden_size: 32}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "expected"),
+    [
+        (
+            ("parallel.expert_parallel_size=2",),
+            2,
+            "parallel.expert_parallel_size: 2 is not allowed with model.feed_forward.kind: dense",
+        ),
+        (
+            (EXPERTS, "parallel.expert_parallel_size=3"),
+            6,
+            "expert_parallel_size: 3 does not divide model.feed_forward.num_experts: 4",
+        ),
+        ((EXPERTS, "parallel.expert_parallel_size=2"), 3, "2 does not divide the 3 processes"),
+        (
+            (EXPERTS, "parallel.expert_parallel_size=4", "parallel.tensor_parallel_size=2"),
+            4,
+            "parallel.expert_parallel_size: 4 does not divide the 2 data-parallel processes",
+        ),
+        (
+            (EXPERTS, "parallel.zero_stage=3"),
+            2,
+            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe",
+        ),
+        (
+            (EXPERTS, "model.feed_forward.expert_hidden_size=9", "parallel.tensor_parallel_size=2"),
+            2,
+            "2 does not divide model.feed_forward.expert_hidden_size: 9",
+        ),
+        (
+            (EXPERTS, "model.feed_forward.placement=2", "model.feed_forward.dense_hidden_size=5",
+             "parallel.tensor_parallel_size=2"),
+            2,
+            "2 does not divide model.feed_forward.dense_hidden_size: 5",
+        ),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_spread_are_refused(overrides, processes, expected):
+    batch = ("train.global_batch_size=12", "train.micro_batch_size=1")
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        validate(parse(*overrides, *batch), processes)
+    assert caught.value.exit_status == 2
 
 
 def test_a_run_may_change_some_keys_and_no_others(tmp_path):

@@ -1,0 +1,126 @@
+"""Runs on the GPU: the engine, checkpoints, and the commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.cli import run as polyad
+from tests.helpers.gpu import NEEDS_CUDA, optimizer_of, run_expecting_memory_error, world
+from tests.helpers.runs import records, run, write_config
+from tests.helpers.training import Case, resave, tensors, train
+
+pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
+
+
+def test_a_world_of_one_talks_over_nccl(on_gpu) -> None:
+    assert on_gpu(world) == {
+        **{"backend": "nccl", "device": "cuda:0", "sum": [1.0, 1.0, 1.0]},
+        **{"everyone": ["here"], "any": True},
+    }
+
+
+def test_the_engines_adamw_is_fused(on_gpu) -> None:
+    assert on_gpu(optimizer_of, Case(stage=1, precision="bf16")) == {
+        "fused": True,
+        "devices": {"cuda"},
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2)])
+def test_training_is_that_of_a_cpu_in_fp32_but_for_rounding(
+    on_gpu, workers, stage, precision, tolerance
+) -> None:
+    case = Case(stage=stage, precision=precision, optimizer="sgd", learning_rate=0.1)
+    ours = on_gpu(train, case)
+    (theirs,) = workers(1).run(train, case.but(stage=0, precision="fp32"))
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=2 * tolerance)
+    assert ours["applied"] == [True] * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_is_not_finite_changes_nothing(on_gpu, stage) -> None:
+    case = Case(stage=stage, precision="bf16", poison="loss", poison_step=2)
+    poisoned = on_gpu(train, case)
+    assert poisoned["applied"] == [True, True, False, True]
+    skipped = on_gpu(train, case.but(skip_data=True))
+    assert poisoned["losses"][3] == pytest.approx(skipped["losses"][2], rel=1e-3)  # and no NaN
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_of_the_gpu_loads_on_a_cpu_bit_for_bit(
+    on_gpu, workers, tmp_path, stage, precision
+) -> None:
+    case = Case(stage=stage, precision=precision)
+    on_gpu(train, case.but(save_to=str(tmp_path / "gpu")))
+    (saved,) = (tmp_path / "gpu").glob("step-*")
+    again = case.but(resume=str(saved), save_to=str(tmp_path / "cpu"), first_step=4)
+    workers(2).run(resave, again)
+    (resaved,) = (tmp_path / "cpu").glob("step-*")
+    before, after = tensors(saved), tensors(resaved)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_going_on_drops_the_units_that_would_have_been_dropped(on_gpu, tmp_path) -> None:
+    case = Case(stage=1, dropout=0.1)
+    whole = on_gpu(train, case.but(last_step=6))
+    on_gpu(train, case.but(last_step=3, save_to=str(tmp_path)))
+    (saved,) = tmp_path.glob("step-*")
+    rest = on_gpu(train, case.but(first_step=3, last_step=6, resume=str(saved)))
+    # Some kernels add in any order; other random numbers change a thousandth.
+    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-4)
+
+
+@pytest.fixture
+def config(tmp_path: Path, prepared_path: Path) -> Path:
+    return write_config(tmp_path / "config.yaml", prepared_path, train__precision="bf16")
+
+
+def test_a_whole_run_reports_what_it_took_of_the_gpu(on_gpu, config, tmp_path) -> None:
+    assert on_gpu(run, config, "data.num_workers=2", "train.tf32=true") == 6
+    lines = records(tmp_path / "run")
+    assert all(0 < line["memory_bytes"] <= line["memory_reserved_bytes"] for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["gpus"][0] == torch.cuda.get_device_name(0)
+
+
+def test_a_run_that_does_not_fit_says_which_keys_to_lower(on_gpu, config) -> None:
+    # Logits of 2 bytes: twice what the GPU has.
+    micro = 2 * torch.cuda.get_device_properties(0).total_memory // (32 * 10**6 * 2)
+    micro -= micro % 2
+    keys = (f"train.micro_batch_size={micro}", f"train.global_batch_size={micro}")
+    kind, text, status = on_gpu(
+        run_expecting_memory_error, config, *keys, "model.vocab_size=1000000"
+    )
+    assert (kind, status) == ("RunError", 1)
+    assert text.startswith("out of memory in step 1, on rank 0 of 1: ")
+    assert f"; change train.micro_batch_size={micro // 2} (now {micro}), " in text
+    assert "model.recompute=block (now none); there is no checkpoint yet" in text
+
+
+@pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
+def test_bench_step_reports_rates_and_starts(options, tmp_path, capfd) -> None:
+    file = tmp_path / "step.json"
+    shape = ["--batch-size", "4", "--repeats", "3", "--precision", "bf16"]
+    assert polyad(["bench", "step", "--device", "cuda", *shape, *options, "--json", str(file)]) == 0
+    assert "ratio of medians" in capfd.readouterr().out
+    result = json.loads(file.read_text())
+    assert result["device_name"] == torch.cuda.get_device_name()
+    assert (result["batch_size"], result["sequence_length"]) == (4, 1024)
+    for name in ("polyad", "transformers"):
+        row = result["precisions"]["bf16"][name]
+        assert row["tokens_per_second"] == pytest.approx(4 * 1024 / row["seconds"])
+        assert row["mfu"] is None or 0 < row["mfu"] < 1
+        assert 1e9 < row["peak_memory_bytes"] <= row["peak_memory_reserved_bytes"]
+        cold, warm = row["cold_start"], row["warm_start"]
+        assert (warm is None) is (options == [])
+        if warm is not None:
+            assert cold["compiled_graphs_found"] == 0
+            assert warm["compiled_graphs_found"] > 0
+            assert warm["first_step_seconds"] < cold["first_step_seconds"]

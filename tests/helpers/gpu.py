@@ -1,0 +1,50 @@
+"""What tests on a GPU share: the marks, and calls in a worker process that sees it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import comm
+from tests.helpers.training import Case, build_engine
+
+NEEDS_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"
+    ),
+]
+"""`pytestmark` of a file."""
+
+
+def world() -> dict[str, Any]:
+    """The process group of this worker, and a sum over it."""
+    here = comm.initialize()
+    total = comm.sum_over_ranks(torch.ones(3, device=here.device))
+    return {
+        "backend": dist.get_backend(),
+        "device": str(here.device),
+        "sum": total.tolist(),
+        "everyone": comm.gather_to_main("here"),
+        "any": comm.any_rank(True),
+    }
+
+
+def optimizer_of(case: Case) -> dict[str, Any]:
+    """Whether the engine's optimizer is fused, and where its tensors are."""
+    engine, _ = build_engine(case)
+    optimizer = engine.deepspeed.basic_optimizer
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    return {"fused": optimizer.defaults["fused"], "devices": devices}
+
+
+def run_expecting_memory_error(config: Path, *overrides: str) -> tuple[str, str, int]:
+    """As `run_expecting_error`, and leaves the GPU's memory as free as it was."""
+    from tests.helpers.runs import run_expecting_error
+
+    try:
+        return run_expecting_error(config, *overrides)
+    finally:
+        torch.cuda.empty_cache()

@@ -1,0 +1,66 @@
+"""What the environment says before libraries read it, in processes of their own."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOW = (
+    "import os; from launch.machine import prepare_environment; prepare_environment(); "
+    "print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"
+)
+
+
+def environment(**changes: object) -> dict[str, str]:
+    """This process's, without what says where caches are."""
+    names = {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "RANK", "WORLD_SIZE"}
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return kept | {name: str(value) for name, value in changes.items()}
+
+
+def compiled_code(**changes: object) -> str:
+    """Where torch.compile is told to keep its code."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW],
+        **{"capture_output": True, "text": True, "check": True, "cwd": ROOT},
+        env=environment(**changes),
+    )
+    return done.stdout.strip()
+
+
+def test_compiled_code_is_kept_among_the_users_caches(tmp_path: Path) -> None:
+    folder = tmp_path / ".cache" / "polyad" / "compiled"
+    assert compiled_code(HOME=tmp_path) == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else puts code there
+    other = tmp_path / "caches"
+    assert compiled_code(HOME=tmp_path, XDG_CACHE_HOME=other) == f"{other}/polyad/compiled"
+
+
+def test_a_folder_named_by_the_user_stays(tmp_path: Path) -> None:
+    assert compiled_code(HOME=tmp_path, TORCHINDUCTOR_CACHE_DIR="/mine") == "/mine"
+
+
+def test_a_folder_that_cannot_be_made_is_left_to_torch() -> None:
+    assert compiled_code(HOME="/dev/null") == "None"
+
+
+@pytest.mark.slow
+def test_a_second_start_of_a_compiled_run_compiles_nothing(config: Path, tmp_path: Path) -> None:
+    programs = []
+    for number in range(2):
+        arguments = [
+            "model.compile=true", "train.steps=1", f"run.folder={tmp_path / str(number)}",
+        ]  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-m", "launch", "train", str(config), *arguments],
+            **{"capture_output": True, "check": True, "cwd": ROOT},
+            env=environment(XDG_CACHE_HOME=tmp_path / "caches"),
+        )
+        made = (tmp_path / "caches").rglob("*.so")
+        programs.append({path: path.stat().st_mtime_ns for path in made})
+    assert programs[0]
+    assert programs[1] == programs[0]

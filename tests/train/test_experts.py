@@ -1,0 +1,121 @@
+"""Whole runs with experts: what is recorded, and what can be done with the result."""
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch.cli import run as polyad
+from parallel.checkpoint import load_model
+from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
+from train.generate import Sampling, generate
+
+pytestmark = pytest.mark.distributed
+
+SECTION = {
+    "kind": "smoe",
+    "num_experts": 4,
+    "expert_hidden_size": 32,
+    "graph": "similarity",
+    "similarity": "cosine",
+    "placement": [1],
+}
+EXPERTS = {"model__feed_forward": SECTION, "loss": {"load_balance": 0.01, "router_z": 0.001}}
+LAYER = "routing/blocks.1.feed_forward"
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    """A finished run of 6 steps by 2 processes, each with half of the experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    spread = {"parallel__expert_parallel_size": 2}
+    config = write_config(folder / "config.yaml", prepared_path, **EXPERTS | spread)
+    assert workers(2).run(run, config) == [6, 6]
+    return folder
+
+
+def test_every_step_records_its_routing(finished):
+    lines = records(finished / "run")
+    for line in lines:
+        load = line[f"{LAYER}/load"]
+        assert sum(load) == pytest.approx(1, abs=1e-5)
+        assert line[f"{LAYER}/load_max"] == pytest.approx(4 * max(load), rel=1e-5)
+        assert line[f"{LAYER}/unused"] == load.count(0.0) / 4
+        assert line[f"{LAYER}/dropped"] == 0
+        assert 1 <= line[f"{LAYER}/effective_neighbours"] <= 32
+        assert 0 < line[f"{LAYER}/entropy"] < 1.387  # ln 4
+        assert 1 <= line["routing/load_max"] <= 4
+        assert not any(key.startswith("routing/blocks.0") for key in line)  # dense
+    events = EventAccumulator(str(finished / "run" / "tensorboard"))
+    events.Reload()
+    for name in ("routing/load_max", f"{LAYER}/entropy", f"{LAYER}/balance_loss"):
+        actual = [event.value for event in events.Scalars(name)]
+        assert actual == pytest.approx([line[name] for line in lines], rel=1e-6)
+
+
+def test_one_process_records_the_same(workers, finished, tmp_path, prepared_path):
+    config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS)
+    workers(1).run(run, config)
+    for ours, theirs in zip(records(tmp_path / "run"), records(finished / "run"), strict=True):
+        names = [key for key in theirs if key.startswith("routing/")]
+        names += ["loss", "grad_norm", *(["validation_loss"] if "validation_loss" in ours else [])]
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_balance_loss_is_added_and_not_reported(workers, finished, tmp_path, prepared_path):
+    without = EXPERTS | {"loss": {"load_balance": 0.0, "router_z": 0.0}}
+    config = write_config(tmp_path / "config.yaml", prepared_path, **without)
+    workers(2).run(run, config)
+    ours, theirs = records(tmp_path / "run"), records(finished / "run")
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+    assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-4)
+
+
+def test_a_run_goes_on_with_its_experts_in_one_process(workers, tmp_path, prepared_path):
+    spread = {"parallel__expert_parallel_size": 2, "train__steps": 3}
+    config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS | spread)
+    workers(2).run(run, config)
+    assert workers(1).run(run, config, "train.steps=6", "parallel.expert_parallel_size=1") == [6]
+    assert [line["step"] for line in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_result_is_evaluated_and_generates(workers, finished):
+    path = finished / "run"
+    one = workers(1).run(evaluation, path, split="validation")[0]
+    two = workers(2).run(evaluation, path, split="validation")[0]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    cached, plain = (
+        generate(
+            path, "def ", max_tokens=24, sampling=Sampling(temperature=0.0), use_cache=use_cache
+        )
+        for use_cache in (True, False)
+    )
+    assert cached["token_ids"] == plain["token_ids"]
+    assert load_model(path).blocks[1].feed_forward.experts.up.shape == (4, 32, 32)
+
+
+def test_experts_have_no_place_in_a_hugging_face_folder(finished, tmp_path, capfd):
+    destination = tmp_path / "theirs"
+    assert polyad(["convert", str(finished / "run"), str(destination), "--to", "huggingface"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "smoe" in line
+    assert not destination.exists()
+
+
+def test_another_number_of_experts_is_another_run(workers, finished):
+    config = finished / "config.yaml"
+    changed = "model.feed_forward.num_experts=8"
+    _, text, status = workers(1).run(
+        run_expecting_error, config, changed, "parallel.expert_parallel_size=1"
+    )[0]
+    assert status == 2
+    assert "model.feed_forward.num_experts: 4 there, 8 here" in text
+
+
+def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):
+    config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS)
+    assert polyad(["validate", str(config), "--processes", "2"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
+    assert rows["experts"] == "4 in each of 1 blocks, 2 a token; linear score, similarity graph"
+    total, active = (int(rows[key].split()[0].replace(",", "")) for key in ("parameters", "active"))
+    # Two of four experts: each 2 x 32 x 32 weights and 32 biases.
+    assert total - active == 2 * (2 * 32 * 32 + 32)
