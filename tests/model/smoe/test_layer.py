@@ -153,7 +153,6 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
 
 
 def test_bf16_is_traced_whole(small_model, random_ids):
-    # There PyTorch's own grouped product is called, in fp32 one that says what comes out.
     ids, options = random_ids(2, 16), {"graph": "attention", "top_k": 6}
     model = routed(small_model, options, dtype=torch.bfloat16)
     expected = step(model, ids)["logits"]
