@@ -4,6 +4,7 @@ import entmax
 import pytest
 import torch
 
+from model.build import materialize
 from model.mumoe.gating import ACTIVATIONS, EPSILON, BatchNorm, Gate, LayerNorm, entmax15
 
 
@@ -69,6 +70,13 @@ def test_entmax_of_larger_scores_than_squares_allow_is_finite():
     torch.testing.assert_close(entmax15(x_MN), expected_MN, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("spread", [1.0, 6.0, 1000.0])
+def test_entmax_in_fp32_loses_nothing_to_experts_that_are_far_below(spread):
+    x_MN = spread * torch.randn(64, 2048)
+    expected_MN = entmax.entmax15(x_MN.double()).float()
+    torch.testing.assert_close(entmax15(x_MN), expected_MN, atol=1e-6, rtol=0)
+
+
 def test_gradients_of_entmax_are_those_of_small_steps():
     x_MN = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(entmax15, (x_MN,))
@@ -127,10 +135,9 @@ def test_statistics_of_two_micro_batches_are_those_of_both_together():
 
 
 def make_gate(norm="layer", activation="entmax15"):
-    gate = Gate((8, 3), 5, activation, norm)
-    torch.nn.init.zeros_(gate.weight)
-    for name, initializer in gate.norm.initializers().items():
-        initializer.fill(gate.norm.get_buffer(name), torch.Generator())
+    with torch.device("meta"):
+        gate = Gate((8, 3), 5, activation, norm)
+    materialize(gate, seed=2)
     return gate
 
 
