@@ -37,6 +37,25 @@ class DenseFeedForwardConfig(Config):
         """
         return {"model.feed_forward.hidden_size": self.inner_size(width)}
 
+    def parameters(self, width: int, bias: bool) -> int:
+        """Counts the numbers of both layers.
+
+        Args:
+            width: D.
+            bias: whether they have one.
+        """
+        inner = self.inner_size(width)
+        return 2 * width * inner + bias * (inner + width)
+
+    def of_model(self, *, width: int, bias: bool) -> "DenseFeedForwardConfig":
+        """With what the model decides filled in: nothing is.
+
+        Args:
+            width: D.
+            bias: whether linear layers have one.
+        """
+        return self
+
     def of_block(self, block: int) -> "DenseFeedForwardConfig":
         """The feed-forward of one block: this in each.
 

@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field
 
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
 from model.interface import FeedForward, FeedForwardContext
+from model.mumoe.config import MuMoEConfig
+from model.mumoe.layer import MuMoE
 from model.smoe.config import SparseMoEConfig
 from model.smoe.layer import SparseMoE
 
@@ -21,7 +23,7 @@ def _default_kind(value: object) -> object:
 
 
 FeedForwardConfig: TypeAlias = Annotated[
-    DenseFeedForwardConfig | SparseMoEConfig,
+    DenseFeedForwardConfig | MuMoEConfig | SparseMoEConfig,
     Field(discriminator="kind"),
     BeforeValidator(_default_kind),
 ]
@@ -29,6 +31,7 @@ FeedForwardConfig: TypeAlias = Annotated[
 # A kind's builder takes that kind's own config, which no one signature can say: hence Any.
 FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
     "dense": DenseFeedForward,
+    "mumoe": MuMoE,
     "smoe": SparseMoE,
 }
 

@@ -74,11 +74,17 @@ class GPT2Config(Config):
         self.feed_forward.check_model(
             num_layers=self.num_layers, num_heads=self.num_heads, causal=True
         )
+        self.known_feed_forward()
         return self
+
+    def known_feed_forward(self) -> FeedForwardConfig:
+        """The feed-forward with what the model's sizes decide filled in, as a matching rank."""
+        return self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block: not every block need have the same."""
-        return [self.feed_forward.of_block(block) for block in range(self.num_layers)]
+        feed_forward = self.known_feed_forward()
+        return [feed_forward.of_block(block) for block in range(self.num_layers)]
 
     def known_vocab_size(self) -> int:
         """The vocabulary size, which somebody has to have filled in by now.

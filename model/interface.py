@@ -60,3 +60,11 @@ class FeedForward(nn.Module, ABC):
             The output [B, T, D], before it is added to the residual stream, and the routing
             statistics with an empty name, or None from a feed-forward that does not route.
         """
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each, if it routes.
+
+        Args:
+            stats: Of this layer, averaged over the step.
+            progress: Share of the run's steps that are done.
+        """

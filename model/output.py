@@ -4,7 +4,7 @@ Both types are NamedTuples, because those pass through the DeepSpeed engine, act
 recomputation and `torch.compile` unchanged. Statistics are returned and never stored on a module: a
 stored one counts twice when a block is recomputed.
 
-Shapes: B batch, T tokens in a sequence, V vocabulary, E experts, A heads.
+Shapes: B batch, T tokens in a sequence, V vocabulary, E experts, A heads, S experts of all levels.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,11 @@ class RoutingStats(NamedTuple):
     """Where the feed-forward stands in the model, as in its parameter names. A feed-forward leaves
     it empty and the model fills it in: see `GPT2.forward`."""
     load_E: Tensor
-    """Share of the assignments that each expert received; sums to 1."""
+    """Share of the assignments that each expert received; sums to 1. Of a muMoE: the mean over
+    tokens of the coefficients of the first level's experts."""
     entropy: Tensor
-    """Mean over tokens of the entropy of the scores that experts are chosen by, in nats; no
-    dimensions, as all that follow but the last."""
+    """Mean over tokens of the entropy of the scores that experts are chosen by (muMoE: of the first
+    level's coefficients), in nats; no dimensions, as all that follow but the last three."""
     balance_loss: Tensor | None = None
     """E sum_e f_e P_e, with its gradient: 1 at even load."""
     z_loss: Tensor | None = None
@@ -33,6 +34,11 @@ class RoutingStats(NamedTuple):
     """Mean of exp(entropy) of a token's weights in a graph; None without one."""
     head_entropy_A: Tensor | None = None
     """Mean entropy of each head's attention, in nats; None unless a graph asks for it."""
+    score_mean_S: Tensor | None = None
+    """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless its
+    gate has a BatchNorm."""
+    score_square_S: Tensor | None = None
+    """Mean over tokens of its square."""
 
 
 class ModelOutput(NamedTuple):

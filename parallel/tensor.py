@@ -22,6 +22,7 @@ from model.dense import DenseFeedForward
 from model.gpt2 import GPT2
 from model.smoe.layer import SparseMoE
 from parallel import comm
+from parallel.dims import LayoutError
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
 
@@ -31,6 +32,9 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
     Args:
         model: on the meta device.
         world: this process, with its tensor-parallel rank.
+
+    Raises:
+        LayoutError: a feed-forward is of a kind that cannot be cut.
     """
     assert isinstance(model, GPT2)
     layers = _Layers(world)
@@ -46,7 +50,11 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
             attention.own_random_numbers = lambda: own_random_numbers(world)
             if isinstance(feed_forward, SparseMoE):
                 continue  # `parallel/expert.py` cuts those
-            assert isinstance(feed_forward, DenseFeedForward)
+            if not isinstance(feed_forward, DenseFeedForward):
+                raise LayoutError(
+                    f"parallel.tensor_parallel_size: {world.tensor_parallel_size} is not allowed: "
+                    f"{type(feed_forward).__name__} cannot be cut"
+                )
             _swap(feed_forward, "up", layers.column(feed_forward.up))
             _swap(feed_forward, "down", layers.row(feed_forward.down))
 

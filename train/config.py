@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from data.config import DataConfig
 from model.build import ModelConfig
 from model.config import Config
+from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
 from parallel.config import CheckpointConfig, ParallelConfig
 from parallel.dims import Dims
@@ -299,8 +300,14 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     """Checks that what tensor parallelism cuts has equal parts.
 
     Raises:
-        ConfigError: it does not divide heads, width or inner width.
+        ConfigError: it does not divide heads, width or inner width, or the kind of feed-forward
+            cannot be cut.
     """
+    if size > 1 and isinstance(model.feed_forward, MuMoEConfig):
+        raise ConfigError(
+            f"parallel.tensor_parallel_size: {size} is not allowed with model.feed_forward.kind: "
+            f"mumoe, whose factors are not cut yet; use 1, and parallel.zero_stage: 3 to shard them"
+        )
     sizes = {"model.num_heads": model.num_heads, "model.hidden_size": model.hidden_size}
     sizes |= model.feed_forward.cut_sizes(model.hidden_size)
     for key, value in sizes.items():
@@ -321,7 +328,7 @@ def check_experts(config: RunConfig, size: int) -> None:
         if size > 1:
             raise ConfigError(
                 f"parallel.expert_parallel_size: {size} is not allowed with "
-                f"model.feed_forward.kind: {feed_forward.kind}, which has no experts to spread"
+                f"model.feed_forward.kind: {feed_forward.kind}, which has no whole experts to spread"
             )
         return
     if feed_forward.num_experts % size:

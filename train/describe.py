@@ -11,6 +11,7 @@ from model.gpt2 import GPT2Config, flops_per_token
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from parallel.dims import Dims
+from train.comparison import comparison_rows, factorized_experts
 from train.config import RunConfig, load_config, validate
 from train.environment import check_compiler
 from train.errors import ConfigError
@@ -84,6 +85,7 @@ def describe(
             "parameters": parameters,
             "active_parameters": parameters - experts + active,
             "experts": _experts(config),
+            "factorized_experts": factorized_experts(config.model),
             "embedding_parameters": _count(model, "token_embedding", "position_embedding"),
             "block_parameters": [
                 count_parameters(block) for block in model.get_submodule("blocks").children()
@@ -279,6 +281,7 @@ def _run_row(description: dict[str, Any]) -> str:
 def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     low, high = min(model["block_parameters"]), max(model["block_parameters"])
     block = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    factorized = model["factorized_experts"]
     return [
         ("model", f"{model['kind']}, {len(model['block_parameters'])} blocks"),
         (
@@ -287,6 +290,7 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
             f"a block {block})",
         ),
         *_expert_rows(model),
+        *(comparison_rows(factorized) if factorized else []),
         ("FLOPs a token", f"{model['flops_per_token']:.3g}  (forward and backward)"),
     ]
 

@@ -178,14 +178,14 @@ def _their_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Fills in what comes from the data.
+    """Fills in what comes from the data, and what one key decides of another.
 
     Args:
         config: the tree.
         vocab_size: of the data's tokenizer.
 
     Returns:
-        The tree with `model.vocab_size` set.
+        The tree with `model.vocab_size` set, and the feed-forward's rank as a number.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
@@ -196,5 +196,8 @@ def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
             f"model.vocab_size: {wanted} is less than the {vocab_size} tokens of the tokenizer of "
             f"{data_named(config.data)}"
         )
-    model = config.model.model_copy(update={"vocab_size": wanted or vocab_size})
+    feed_forward = config.model.known_feed_forward()
+    model = config.model.model_copy(
+        update={"vocab_size": wanted or vocab_size, "feed_forward": feed_forward}
+    )
     return config.model_copy(update={"model": model})

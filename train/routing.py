@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.interface import FeedForward
 from model.output import RoutingStats
-from model.smoe.layer import SparseMoE
 from parallel import comm
 
 Routing = tuple[RoutingStats, ...]
@@ -81,10 +81,10 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
     """
     for stats in routing:
         layer = module.get_submodule(stats.name)
-        if isinstance(layer, SparseMoE):
-            device = next(layer.parameters()).device
-            on_device = {name: value.to(device) for name, value in _named_tensors(stats)}
-            layer.update(_with(stats, on_device), progress)
+        assert isinstance(layer, FeedForward)
+        device = next(layer.parameters()).device
+        on_device = {name: value.to(device) for name, value in _named_tensors(stats)}
+        layer.update(_with(stats, on_device), progress)
 
 
 def routing_record(routing: Routing) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
         "unused": (load_E == 0).float().mean().item(),
     }
     for name, value in _named_tensors(stats):
-        short = name.rpartition("_")[0] if name.endswith(("_E", "_A")) else name
+        short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S")) else name
         values[short] = value.item() if value.dim() == 0 else value.tolist()
     return values
 

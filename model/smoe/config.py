@@ -111,6 +111,15 @@ class SparseMoEConfig(Config):
             return block in self.placement
         return (block + 1) % self.placement == 0
 
+    def of_model(self, *, width: int, bias: bool) -> "SparseMoEConfig":
+        """With what the model decides filled in: nothing is.
+
+        Args:
+            width: D.
+            bias: whether linear layers have one.
+        """
+        return self
+
     def of_block(self, block: int) -> "SparseMoEConfig | DenseFeedForwardConfig":
         """The feed-forward of one block: this, or a dense one.
 

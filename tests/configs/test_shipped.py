@@ -15,6 +15,8 @@ NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
 
 # The processes that a configuration names, the vocabulary of its tokenizer, and its parameters.
 EXPECTED = {
+    "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
+    "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
     "gpt2/124m-wikitext103.yaml": (8, 50257, 124_337_664),
     "gpt2/124m.yaml": (8, 50257, 124_337_664),
     "gpt2/1558m.yaml": (32, 50257, 1_557_611_200),  # as OpenAI's, with biases

@@ -38,6 +38,12 @@ def moe_model(**feed_forward: Any) -> GPT2Config:
     return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
 
 
+def mumoe_model(**feed_forward: Any) -> GPT2Config:
+    """The tiny model with factorized experts in its blocks; keywords say more of them."""
+    section = {"kind": "mumoe", "num_experts": [5], "rank": 7, "hidden_size": 24}
+    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained, and how."""

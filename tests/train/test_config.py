@@ -77,7 +77,10 @@ def test_a_resolved_config_reads_back_as_itself():
         ("loss.load_balance=-1", "loss.load_balance: -1 is not allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
         ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
-        ("model.feed_forward.kind=mlp", "feed_forward.kind: 'mlp' is not allowed: dense or smoe"),
+        (
+            "model.feed_forward.kind=mlp",
+            "feed_forward.kind: 'mlp' is not allowed: dense, mumoe or smoe",
+        ),
         ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, loss, model"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
         ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),

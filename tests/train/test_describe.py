@@ -92,3 +92,54 @@ def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> 
 )
 def test_the_schedule_is_a_line(schedule: dict[str, Any], line: str) -> None:
     assert schedule_line(small(schedule=schedule)) == line
+
+
+@pytest.mark.parametrize(
+    ("factorization", "rank", "parameters", "matrix_rank"),
+    [("cp", 556, 57_029_664, 556), ("tr", 149, 57_399_264, 596)],  # 4 x 149
+)
+def test_factorized_experts_stand_beside_what_others_cost(
+    factorization: str, rank: int, parameters: int, matrix_rank: int
+) -> None:
+    feed_forward = {
+        "kind": "mumoe",
+        "factorization": factorization,
+        "num_experts": [128, 2],
+        "rank": rank,
+    }
+    # GPT-2 124M without biases.
+    model: dict[str, Any] = {
+        **{"num_layers": 12, "hidden_size": 768, "num_heads": 12, "sequence_length": 1024},
+        **{"vocab_size": 50257, "bias": False, "feed_forward": feed_forward},
+    }
+    one_level = model | {"feed_forward": feed_forward | {"num_experts": [256]}}
+    about = describe(small(model=one_level), Dims(world_size=1))["model"]
+    found = about["factorized_experts"]
+    assert (found["rank"], found["num_experts"]) == (rank, [256])
+    ours, dense, dense_moe, sparse_moe = found["compared"].values()
+    assert ours["feed_forward_parameters"] == parameters
+    assert ours["parameters"] == about["parameters"]
+    assert ours["flops_per_token"] == about["flops_per_token"]
+    assert (ours["experts_per_block"], ours["expert_matrix_rank"]) == (256, matrix_rank)
+    assert dense["feed_forward_parameters"] == 12 * 4_718_592
+    assert (dense["experts_per_block"], dense["expert_matrix_rank"]) == (1, 768)
+    # 256 whole MLPs and a router of 768 x 256: 14.5B.
+    assert dense_moe["feed_forward_parameters"] == 12 * (256 * 4_718_592 + 196_608)
+    assert sparse_moe["feed_forward_parameters"] == dense_moe["feed_forward_parameters"]
+    # Dense: 6 x (12 x 12 x 768^2 + 768 x 50257) + 12 x 12 x 768 x 1024; an expert is 6 x 12 x
+    # 4,718,592 of it.
+    assert dense["flops_per_token"] == 6 * (12 * 12 * 768**2 + 768 * 50257) + 144 * 768 * 1024
+    expert, router = 6 * 12 * 4_718_592, 6 * 12 * 196_608
+    assert dense_moe["flops_per_token"] == dense["flops_per_token"] + 255 * expert + router
+    assert sparse_moe["flops_per_token"] == dense["flops_per_token"] + expert + router
+    # As many experts in two levels.
+    levels = describe(small(model=model), Dims(world_size=1))["model"]["factorized_experts"]
+    assert levels["compared"]["this run"]["experts_per_block"] == 256
+    assert levels["compared"]["dense MoE"] == dense_moe
+
+
+def test_one_expert_is_compared_with_the_dense_model_alone() -> None:
+    feed_forward = {"kind": "mumoe", "num_experts": [1], "rank": 3}
+    model = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))["model"]
+    assert list(model["factorized_experts"]["compared"]) == ["this run", "dense"]
+    assert describe(small(), Dims(world_size=1))["model"]["factorized_experts"] is None

@@ -1,0 +1,1 @@
+"""The multilinear mixture of experts: every expert in one factorized tensor."""

@@ -1,0 +1,157 @@
+"""What every factorization of the experts' weight tensor is asked for.
+
+All experts of a linear layer are one tensor W of [N_1, ..., N_E, I, O], one expert mode a level of
+the hierarchy. A token z with coefficients a_1, ..., a_E over the experts of each level gets
+
+    y_o = sum_(n_1 ... n_E, i) W_(n_1 ... n_E, i, o) a_1,n_1 ... a_E,n_E z_i
+
+from the factors of W, which is never built. A bias of each expert is one more row of the input
+factor, which a constant input of 1 would meet: it is added, nothing is concatenated.
+
+Shapes: M tokens, E levels, N experts of a level, R rank, I input width, O output width.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.initialization import Initializer, uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What the factors of one layer depend on."""
+
+    num_experts: tuple[int, ...]
+    """N of each level."""
+    inputs: int
+    """I, without the bias row."""
+    outputs: int
+    """O."""
+    rank: int
+    """R of the input and the output factor (tensor ring and train: R3)."""
+    expert_rank: int
+    """R1 = R2 of a ring, R2 of a train, R_N of Tucker; CP has none."""
+    bias: bool
+    """Whether every expert has one."""
+
+    @property
+    def input_rows(self) -> int:
+        """Rows of the input factor: I, and one for the bias."""
+        return self.inputs + self.bias
+
+
+class Factorized(nn.Module, ABC):
+    """A linear layer of every expert, mixed by coefficients.
+
+    Factors are stored with the mode that is contracted first in front, so that a forward pass is
+    plain matrix products. Parameters belong to this module itself and to no list below it: ZeRO 3
+    gathers what the module whose `forward` runs holds.
+
+    Args:
+        sizes: Of the factors.
+        output_scale: Times the output factor's initial values.
+    """
+
+    input_factor: Tensor
+    output_factor: Tensor
+
+    def __init__(self, sizes: Sizes, output_scale: float = 1.0) -> None:
+        super().__init__()
+        self.sizes, self.output_scale = sizes, output_scale
+        for name, shape in self.factor_shapes(sizes).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    @classmethod
+    @abstractmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """The factors by name; those of the experts are named `expert_factor_LEVEL`."""
+
+    @classmethod
+    @abstractmethod
+    def multiply_adds(cls, sizes: Sizes) -> int:
+        """Multiply-adds in the matrix products of one token, without biases."""
+
+    @classmethod
+    @abstractmethod
+    def saved_numbers(cls, sizes: Sizes) -> int:
+        """What one token leaves for the backward pass, beside input, coefficients and output."""
+
+    @classmethod
+    @abstractmethod
+    def expert_matrix_rank(cls, sizes: Sizes) -> int:
+        """The highest rank that the I x O matrix of one expert can have."""
+
+    @classmethod
+    @abstractmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """How many numbers an output is a sum over, in the output factor's product."""
+
+    @abstractmethod
+    def expert_initializer(self, level: int) -> Initializer:
+        """Says how the expert factor of a level starts."""
+
+    @abstractmethod
+    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """Mixes the experts' outputs.
+
+        Args:
+            z_MI: Tokens.
+            coefficients: Of each level, [M, N].
+
+        Returns:
+            [M, O].
+        """
+
+    @classmethod
+    def num_parameters(cls, sizes: Sizes) -> int:
+        """Counts the numbers in all factors."""
+        return sum(math.prod(shape) for shape in cls.factor_shapes(sizes).values())
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Uniform input and output factors, as torch's linear layers; experts by factorization.
+
+        Source: Oldfield et al. 2024, appendix F.2. The bias row starts as the rest of its factor.
+        """
+        sizes = self.sizes
+        experts = {
+            expert_factor(level): self.expert_initializer(level)
+            for level in range(len(sizes.num_experts))
+        }
+        return experts | {
+            "input_factor": uniform(1 / math.sqrt(sizes.inputs)),
+            "output_factor": uniform(self.output_scale / math.sqrt(self.output_fan(sizes))),
+        }
+
+    def expert_factors(self) -> list[Tensor]:
+        """The factors of the expert modes, the first level first."""
+        levels = range(len(self.sizes.num_experts))
+        return [self.get_parameter(expert_factor(level)) for level in levels]
+
+    def contract_input(self, z_MI: Tensor) -> Tensor:
+        """The input with the input factor's first mode, and the bias row added.
+
+        Args:
+            z_MI: Tokens.
+
+        Returns:
+            [M, ...], the other modes of the input factor flattened.
+        """
+        factor = self.input_factor.flatten(1)
+        if not self.sizes.bias:
+            return z_MI @ factor
+        weight, bias = factor.split_with_sizes([self.sizes.inputs, 1])
+        return torch.addmm(bias, z_MI, weight)
+
+
+def expert_factor(level: int) -> str:
+    """What the factor of an expert mode is called.
+
+    Args:
+        level: From 0.
+    """
+    return f"expert_factor_{level}"

@@ -1,0 +1,233 @@
+"""The keys of a multilinear mixture of experts, and what follows from them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from model.config import Config
+from model.dense import DenseFeedForwardConfig
+from model.mumoe.base import Factorized, Sizes
+from model.mumoe.cp import CP
+from model.mumoe.tr import TensorRing, TensorTrain
+from model.mumoe.tucker import Tucker
+
+KEY = "model.feed_forward"
+Count = Annotated[int, Field(ge=1)]
+
+# A new factorization is a file, a line here and a name in `FactorizationName`.
+FACTORIZATIONS: dict[str, type[Factorized]] = {
+    "cp": CP,
+    "tr": TensorRing,
+    "tt": TensorTrain,
+    "tucker": Tucker,
+}
+FactorizationName = Literal["cp", "tr", "tt", "tucker"]
+
+
+class MuMoEConfig(Config):
+    """Two layers in which every expert takes part, weighted by one gate, in factorized form.
+
+    Source: Oldfield et al. 2024, "Multilinear mixture of experts: scalable expert specialization
+    through factorization".
+    """
+
+    kind: Literal["mumoe"] = "mumoe"
+    """Which feed-forward this is."""
+    factorization: FactorizationName = "cp"
+    """Of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor train) or
+    `tucker`."""
+    num_experts: tuple[int, ...] = (64,)
+    """Experts N, a list with one number for each level of a hierarchy: [256], or [128, 4]. With
+    several levels a leaf's coefficient is the product over levels."""
+    rank: int | Literal["match-dense"] = "match-dense"
+    """R of the factors of input and output (R3 of a ring); `match-dense`: the one whose block is
+    nearest to the dense block of the same hidden_size in parameters."""
+    expert_rank: Count = 4
+    """R1 = R2 of a ring, R2 of a train, the rank of each expert mode of Tucker; CP has none."""
+    hidden_size: Count | None = None
+    """Inner width F, in units; null: four times the model's width."""
+    bias: bool = True
+    """Whether every expert of both layers has one: a row of the input factor, which is a matrix and
+    decays as one."""
+    gate: Literal["entmax15", "softmax"] = "entmax15"
+    """From normalized scores to coefficients: `entmax15` gives most experts exactly 0."""
+    gate_input: Literal["residual", "normalized"] = "residual"
+    """What the gate reads: the residual stream before the block's LayerNorm, or what the experts
+    get, after it."""
+    gate_norm: Literal["layer", "batch"] = "layer"
+    """Of the scores: over the experts of a token, or over the tokens of a batch (vision models
+    alone: it shows a token what comes after)."""
+    scale_residual_init: bool = True
+    """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
+    projections onto the residual stream do. Ours: the authors' do not."""
+
+    @field_validator("num_experts", mode="before")
+    @classmethod
+    def _is_levels(cls, value: object) -> object:
+        numbers = list(value) if isinstance(value, list | tuple) else []
+        if not numbers or any(type(number) is not int or number < 1 for number in numbers):
+            raise ValueError(
+                f"{KEY}.num_experts: {value!r} is not allowed: a list of numbers from 1, one for "
+                f"each level, as in [256]"
+            )
+        return tuple(numbers)
+
+    @field_validator("rank", mode="before")
+    @classmethod
+    def _is_rank(cls, value: object) -> object:
+        # By hand: of a union, pydantic reports what every member says to a value.
+        if value != "match-dense" and (type(value) is not int or value < 1):
+            raise ValueError(f"{KEY}.rank: {value!r} is not allowed: 1 or more, or match-dense")
+        return value
+
+    def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
+        """The same with the rank as a number.
+
+        Args:
+            width: D.
+            bias: whether the model's dense layers would have biases.
+
+        Raises:
+            ValueError: no rank is small enough to match the dense block.
+        """
+        if self.rank != "match-dense":
+            return self
+        return self.model_copy(update={"rank": self._nearest_rank(width, bias)})
+
+    def of_block(self, block: int) -> "MuMoEConfig":
+        """The feed-forward of one block: this in each.
+
+        Args:
+            block: its number, from 0.
+        """
+        return self
+
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """Checks what only the model knows.
+
+        Args:
+            num_layers: of the model.
+            num_heads: of its attention; None without attention.
+            causal: whether it is a language model.
+
+        Raises:
+            ValueError: a language model would leak.
+        """
+        if causal and self.gate_norm == "batch":
+            raise ValueError(
+                f"{KEY}.gate_norm: batch is not allowed in a language model: means over the batch "
+                f"tell a token of the tokens it is to predict; layer is"
+            )
+
+    def inner_size(self, width: int) -> int:
+        """The inner width F in a model of the given width D."""
+        return 4 * width if self.hidden_size is None else self.hidden_size
+
+    def cut_sizes(self, width: int) -> dict[str, int]:
+        """What tensor parallelism divides, by key: nothing yet, it is refused.
+
+        Args:
+            width: D.
+        """
+        return {}
+
+    def layer_sizes(self, width: int) -> tuple[Sizes, Sizes]:
+        """The sizes of both layers, once the rank is a number.
+
+        Args:
+            width: D.
+        """
+        assert isinstance(self.rank, int), "of_model() fills the rank in"
+        inner = self.inner_size(width)
+        return self._sizes(width, inner, self.rank), self._sizes(inner, width, self.rank)
+
+    def parameters(self, width: int) -> int:
+        """Counts the numbers of a block's feed-forward, gate included.
+
+        Args:
+            width: D.
+        """
+        layers = sum(self.factorized.num_parameters(sizes) for sizes in self.layer_sizes(width))
+        return sum(self.num_experts) * width + layers
+
+    def expert_matrix_rank(self, width: int) -> int:
+        """The highest rank that one expert's matrix can have, the same in both layers.
+
+        Args:
+            width: D.
+        """
+        return self.factorized.expert_matrix_rank(self.layer_sizes(width)[0])
+
+    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
+        """No token is mixed with others.
+
+        Args:
+            width: D.
+            head_size: of one attention head.
+            length: tokens in a sequence.
+
+        Returns:
+            0.
+        """
+        return 0
+
+    def saved_numbers_per_token(self, width: int) -> int:
+        """What one token leaves for the backward pass: scores and coefficients, inner units before
+        and after the activation, and what the factors make of it.
+
+        Args:
+            width: D.
+        """
+        layers = sum(self.factorized.saved_numbers(sizes) for sizes in self.layer_sizes(width))
+        return 2 * sum(self.num_experts) + 2 * self.inner_size(width) + layers
+
+    def matmul_parameters_per_token(self, width: int) -> int:
+        """Counts multiply-adds of one token: every weight once, and products of a token's own
+        small matrices.
+
+        Args:
+            width: D.
+
+        Returns:
+            A number of weights, without biases.
+        """
+        layers = sum(self.factorized.multiply_adds(sizes) for sizes in self.layer_sizes(width))
+        return sum(self.num_experts) * width + layers
+
+    @property
+    def factorized(self) -> type[Factorized]:
+        """The class of both layers."""
+        return FACTORIZATIONS[self.factorization]
+
+    def _sizes(self, inputs: int, outputs: int, rank: int) -> Sizes:
+        return Sizes(
+            num_experts=self.num_experts,
+            inputs=inputs,
+            outputs=outputs,
+            rank=rank,
+            expert_rank=self.expert_rank,
+            bias=self.bias,
+        )
+
+    def _nearest_rank(self, width: int, bias: bool) -> int:
+        """The rank whose block has as many parameters as the dense one, or nearly."""
+        dense = DenseFeedForwardConfig(hidden_size=self.hidden_size).parameters(width, bias)
+
+        def parameters(rank: int) -> int:
+            return self.model_copy(update={"rank": rank}).parameters(width)
+
+        if parameters(1) > dense:
+            raise ValueError(
+                f"{KEY}.rank: match-dense is not allowed with {KEY}.num_experts: "
+                f"{list(self.num_experts)}: at rank 1 the experts and their gate have "
+                f"{parameters(1):,} parameters, the dense block {dense:,}; take fewer experts, or "
+                f"a number"
+            )
+        # The count grows with the rank: the last rank that is not above, or the next.
+        low, high = 1, 2
+        while parameters(high) <= dense:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if parameters(middle) <= dense else (low, middle)
+        return low if dense - parameters(low) <= parameters(high) - dense else high

@@ -1,0 +1,63 @@
+"""CP: W is a sum of R outer products.
+
+    W_(n..., i, o) = sum_r U1_(n, r) ... U2_(i, r) U3_(r, o)        y = ((a U1) * ... * (z U2)) U3
+
+Source: Oldfield et al. 2024, equation 3, and appendix E for more levels.
+
+Shapes: M tokens, N experts of a level, R rank, I input width, O output width.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from model.initialization import ONES, Initializer
+from model.mumoe.base import Factorized, Sizes, expert_factor
+from model.mumoe.initialization import normal_around_one
+
+
+class CP(Factorized):
+    """Factors [N, R] of every level, [I + 1, R] and [R, O]."""
+
+    @classmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `Factorized`."""
+        experts: dict[str, tuple[int, ...]] = {
+            expert_factor(level): (number, sizes.rank)
+            for level, number in enumerate(sizes.num_experts)
+        }
+        return experts | {
+            "input_factor": (sizes.input_rows, sizes.rank),
+            "output_factor": (sizes.rank, sizes.outputs),
+        }
+
+    @classmethod
+    def multiply_adds(cls, sizes: Sizes) -> int:
+        """Each factor once; products of numbers one by one are not counted, as nowhere."""
+        return sizes.rank * (sum(sizes.num_experts) + sizes.inputs + sizes.outputs)
+
+    @classmethod
+    def saved_numbers(cls, sizes: Sizes) -> int:
+        """The contracted modes, and their product after each level."""
+        return sizes.rank * (2 * len(sizes.num_experts) + 1)
+
+    @classmethod
+    def expert_matrix_rank(cls, sizes: Sizes) -> int:
+        """See `Factorized`."""
+        return min(sizes.inputs, sizes.outputs, sizes.rank)
+
+    @classmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """See `Factorized`."""
+        return sizes.rank
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """N(1, 1), so that experts begin alike with noise; of a further level all ones."""
+        return normal_around_one() if level == 0 else ONES
+
+    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.forward`."""
+        h_MR = self.contract_input(z_MI)
+        for a_MN, factor_NR in zip(coefficients, self.expert_factors(), strict=True):
+            h_MR = h_MR * (a_MN @ factor_NR)
+        return h_MR @ self.output_factor

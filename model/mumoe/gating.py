@@ -1,0 +1,218 @@
+"""The gate: from what a token is to coefficients over the experts of every level.
+
+    a = phi(norm(G z))
+
+Source: Oldfield et al. 2024, equation 1 and section 3.3; entmax-1.5: Peters et al. 2019, "Sparse
+sequence-to-sequence models", algorithm 2.
+
+Shapes: M tokens, D width, N experts of a level, S experts of all levels together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear
+
+from model.initialization import ONES, ZEROS, Initializer
+
+EPSILON = 1e-5
+"""Added to the variance of the scores."""
+MOMENTUM = 0.1
+"""How far BatchNorm's running statistics move to those of a step."""
+
+
+class _Entmax15(torch.autograd.Function):
+    """Exact, by sorting; the backward pass needs the result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_MN: Tensor) -> Tensor:
+        # p = max(x - tau, 0)^2 with x = scores / 2, and tau such that p sums to 1. Adding a number
+        # to all x changes nothing, and tau is at least max(x) - 1: what lies lower gets 0 and may
+        # as well be -2, so that no square is large. (At -1 it could be taken for support.)
+        x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2).clamp_(min=-2)
+        sorted_MN = x_MN.sort(-1, descending=True).values
+        count_N = torch.arange(1, x_MN.shape[-1] + 1, device=x_MN.device, dtype=x_MN.dtype)
+        mean_MN = sorted_MN.cumsum(-1) / count_N
+        spread_MN = sorted_MN.square().cumsum(-1) - count_N * mean_MN.square()
+        # With the k highest as support, tau is the smaller root of a quadratic; the support is
+        # the most that lie above their own tau.
+        tau_MN = mean_MN - ((1 - spread_MN) / count_N).clamp_(min=0).sqrt_()
+        tau_MN.clamp_(min=-1)  # as it is but for rounding
+        support_M1 = (tau_MN <= sorted_MN).sum(-1, keepdim=True).clamp_(min=1)  # 0: all are NaN
+        p_MN = (x_MN - tau_MN.gather(-1, support_M1 - 1)).clamp_(min=0).square_()
+        ctx.save_for_backward(p_MN)
+        return p_MN
+
+    @staticmethod
+    def backward(ctx: Any, gradient_MN: Tensor) -> Tensor:
+        # dp/dscores = diag(s) - s s^T / sum(s) with s = sqrt(p).
+        (p_MN,) = ctx.saved_tensors
+        s_MN = p_MN.sqrt()
+        scaled_MN = gradient_MN * s_MN
+        mean_M1 = scaled_MN.sum(-1, keepdim=True) / s_MN.sum(-1, keepdim=True)
+        result: Tensor = scaled_MN - s_MN * mean_M1
+        return result
+
+
+def entmax15(scores_MN: Tensor) -> Tensor:
+    """Entmax-1.5 over the last dimension: between softmax and sparsemax, with exact zeros.
+
+    Args:
+        scores_MN: In fp32 or float64.
+
+    Returns:
+        Coefficients that sum to 1, of the same shape.
+    """
+    result: Tensor = _Entmax15.apply(scores_MN)  # type: ignore[no-untyped-call]
+    return result
+
+
+def softmax(scores_MN: Tensor) -> Tensor:
+    """Softmax over the last dimension, the paper's ablation."""
+    return scores_MN.softmax(-1)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"entmax15": entmax15, "softmax": softmax}
+
+
+class Normalized(NamedTuple):
+    """Scores of every token, normalized."""
+
+    levels: list[Tensor]
+    """Of each level, [M, N]."""
+    mean_S: Tensor | None = None
+    """Mean over tokens of the scores as they came in, from a norm that keeps running ones."""
+    square_S: Tensor | None = None
+    """Mean over tokens of their squares."""
+
+
+class ScoreNorm(nn.Module, ABC):
+    """The interface of what is done to scores before the activation. Nothing is learned.
+
+    Args:
+        num_experts: N of each level.
+    """
+
+    def __init__(self, num_experts: Sequence[int]) -> None:
+        super().__init__()
+        self.num_experts = list(num_experts)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each buffer starts; see `model/initialization.py`."""
+        return {}
+
+    @abstractmethod
+    def forward(self, scores_MS: Tensor) -> Normalized:
+        """Normalizes.
+
+        Args:
+            scores_MS: Of all levels side by side, in fp32 at least.
+        """
+
+    def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            mean_S: What `forward` returned, averaged over the step.
+            square_S: As well.
+        """
+
+
+class LayerNorm(ScoreNorm):
+    """The scores of one token over the experts of a level, for language models."""
+
+    def forward(self, scores_MS: Tensor) -> Normalized:
+        """See `ScoreNorm.forward`."""
+        levels = scores_MS.split_with_sizes(self.num_experts, dim=-1)
+        return Normalized([layer_norm(x_MN, x_MN.shape[-1:], eps=EPSILON) for x_MN in levels])
+
+
+class BatchNorm(ScoreNorm):
+    """The scores of one expert over the tokens of a micro-batch, for vision models.
+
+    A token's coefficients then hang on all other tokens of the batch, later ones too: a language
+    model would see what it is to predict. In evaluation running statistics are read, which the
+    training loop updates once a step; every process normalizes by its own micro-batch.
+    """
+
+    running_mean: Tensor
+    running_variance: Tensor
+
+    def __init__(self, num_experts: Sequence[int]) -> None:
+        super().__init__(num_experts)
+        for name in ("running_mean", "running_variance"):
+            self.register_buffer(name, torch.empty(sum(num_experts)))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Mean 0 and variance 1, as if nothing was normalized."""
+        return {"running_mean": ZEROS, "running_variance": ONES}
+
+    def forward(self, scores_MS: Tensor) -> Normalized:
+        """See `ScoreNorm.forward`."""
+        mean_S, variance_S = self.running_mean, self.running_variance
+        seen = scores_MS.detach()
+        if self.training:
+            variance_S, mean_S = torch.var_mean(scores_MS, dim=0, correction=0)
+        normalized_MS = (scores_MS - mean_S) * torch.rsqrt(variance_S + EPSILON)
+        levels = list(normalized_MS.to(scores_MS.dtype).split_with_sizes(self.num_experts, dim=-1))
+        return Normalized(levels, seen.mean(0), seen.square().mean(0))
+
+    def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
+        """Moves the running statistics towards the step's."""
+        assert mean_S is not None
+        assert square_S is not None
+        self.running_mean.lerp_(mean_S.to(self.running_mean), MOMENTUM)
+        variance_S = (square_S - mean_S.square()).clamp(min=0)
+        self.running_variance.lerp_(variance_S.to(self.running_variance), MOMENTUM)
+
+
+NORMS: dict[str, type[ScoreNorm]] = {"layer": LayerNorm, "batch": BatchNorm}
+
+
+class Gated(NamedTuple):
+    """What a gate decided."""
+
+    coefficients: list[Tensor]
+    """Of each level, [M, N], fp32 at least; each row sums to 1."""
+    mean_S: Tensor | None
+    """See `Normalized`."""
+    square_S: Tensor | None
+    """See `Normalized`."""
+
+
+class Gate(nn.Module):
+    """One linear score for every expert of every level, a norm, an activation.
+
+    It starts at zero: every expert has the coefficient 1 / N, whatever the token.
+
+    Args:
+        num_experts: N of each level.
+        width: D.
+        activation: A name of `ACTIVATIONS`.
+        norm: A name of `NORMS`.
+    """
+
+    def __init__(self, num_experts: Sequence[int], width: int, activation: str, norm: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
+        self.norm = NORMS[norm](num_experts)
+        self.activation = ACTIVATIONS[activation]
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Zero, as the authors' code has it."""
+        return {"weight": ZEROS}
+
+    def forward(self, u_MD: Tensor) -> Gated:
+        """Weighs the experts for every token.
+
+        Args:
+            u_MD: What the gate reads.
+        """
+        scores_MS = linear(u_MD, self.weight)
+        # The product in the model's precision, what follows in fp32 at least.
+        scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
+        levels, mean_S, square_S = self.norm(scores_MS)
+        return Gated([self.activation(x_MN) for x_MN in levels], mean_S, square_S)

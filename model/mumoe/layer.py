@@ -1,0 +1,93 @@
+"""The multilinear mixture of experts as a feed-forward of a block.
+
+    a = gate(u)        y = layer_2(GELU(layer_1(z, a)), a)
+
+Source: Oldfield et al. 2024, section 4.3: one gate, whose coefficients both layers use.
+
+Shapes: B batch, T tokens in a sequence, M = B T tokens, D width, F inner width, N experts of the
+first level.
+"""
+
+from torch import Tensor, nn
+
+from model.attention import AttentionTrace
+from model.cache import LayerCache
+from model.initialization import Initializer
+from model.interface import FeedForward, FeedForwardContext
+from model.mumoe.config import MuMoEConfig
+from model.mumoe.gating import Gate, Gated
+from model.output import RoutingStats
+
+
+class MuMoE(FeedForward):
+    """A gate and two factorized layers.
+
+    Args:
+        config: Its own configuration.
+        context: What the model says.
+    """
+
+    def __init__(self, config: MuMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        width = context.hidden_size
+        self.config = config = config.of_model(width=width, bias=context.bias)
+        self.gate = Gate(config.num_experts, width, config.gate, config.gate_norm)
+        up, down = config.layer_sizes(width)
+        # What GPT-2 scales the weights by whose outputs are added to the residual stream.
+        scale = context.residual_std / context.initializer_std
+        self.up = config.factorized(up)
+        self.activation = nn.GELU()
+        self.down = config.factorized(down, scale if config.scale_residual_init else 1.0)
+        self.dropout = nn.Dropout(context.dropout)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """It has no parameters of its own; the parts speak for themselves."""
+        return {}
+
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Mixes the experts' outputs for the normalized input; see `FeedForward.forward`."""
+        u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
+        gated = self.gate(u_BTD.flatten(0, 1))
+        z_MD = normalized_BTD.flatten(0, 1)
+        coefficients = [a_MN.to(z_MD.dtype) for a_MN in gated.coefficients]
+        inner_MF = self.activation(self.up(z_MD, coefficients))
+        y_MD = self.down(inner_MF, coefficients)
+        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(gated)
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Of this layer, averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+        self.gate.norm.update(stats.score_mean_S, stats.score_square_S)
+
+
+def gate_statistics(gated: Gated) -> RoutingStats:
+    """The statistics of a gate, without gradients.
+
+    Of several levels the first is told of: its experts are the groups that the others divide.
+
+    Args:
+        gated: What the gate decided.
+
+    Returns:
+        `load_E`: the mean coefficient of each expert; `entropy`: the mean over tokens of the
+        coefficients' entropy. What belongs to experts that are chosen is None.
+    """
+    a_MN = gated.coefficients[0].detach()
+    logarithm_MN = a_MN.clamp(min=1e-30).log()  # 0 log 0 is 0
+    return RoutingStats(
+        name="",
+        load_E=a_MN.mean(0),
+        entropy=-(a_MN * logarithm_MN).sum(-1).mean(),
+        score_mean_S=gated.mean_S,
+        score_square_S=gated.square_S,
+    )

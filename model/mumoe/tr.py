@@ -1,0 +1,107 @@
+"""Tensor ring and tensor train: W is a product of small matrices, one a mode.
+
+    W_(n_1 ... n_E, i, o) = trace(U1_(:, n_1, :) ... U2_(:, i, :) U3_(:, o, :))
+
+A token's coefficients choose a matrix [P, Q] and its input a matrix [Q, R]; the output factor
+contracts their product: two large matrix products and a small one of each token in between. A train
+is a ring that is open: P = 1.
+
+Source: Oldfield et al. 2024, equation 5, and appendix E for more levels.
+
+Shapes: M tokens, N experts of a level, P = R1 and Q = R2 ring ranks, R = R3 rank, I input width,
+O output width.
+"""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from model.initialization import Initializer
+from model.mumoe.base import Factorized, Sizes, expert_factor
+from model.mumoe.initialization import IDENTITY, NORMAL_DIAGONAL, normal_around_one
+
+
+class TensorRing(Factorized):
+    """Factors [N, P, Q] of the first level, [N, Q, Q] of others, [I + 1, Q, R] and [P, R, O]."""
+
+    @classmethod
+    def first_rank(cls, sizes: Sizes) -> int:
+        """P."""
+        return sizes.expert_rank
+
+    @classmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `Factorized`."""
+        first, ring = cls.first_rank(sizes), sizes.expert_rank
+        experts: dict[str, tuple[int, ...]] = {
+            expert_factor(level): (number, ring if level else first, ring)
+            for level, number in enumerate(sizes.num_experts)
+        }
+        return experts | {
+            "input_factor": (sizes.input_rows, ring, sizes.rank),
+            "output_factor": (first, sizes.rank, sizes.outputs),
+        }
+
+    @classmethod
+    def multiply_adds(cls, sizes: Sizes) -> int:
+        """Each factor once, and the products of a token's own small matrices."""
+        first, ring = cls.first_rank(sizes), sizes.expert_rank
+        bias = sizes.bias * ring * sizes.rank
+        chain = (len(sizes.num_experts) - 1) * first * ring * ring
+        return cls.num_parameters(sizes) - bias + chain + first * ring * sizes.rank
+
+    @classmethod
+    def saved_numbers(cls, sizes: Sizes) -> int:
+        """The small matrices of every mode, and the product after each level."""
+        first, ring = cls.first_rank(sizes), sizes.expert_rank
+        further = (len(sizes.num_experts) - 1) * (ring + first) * ring
+        return first * ring + further + (ring + first) * sizes.rank
+
+    @classmethod
+    def expert_matrix_rank(cls, sizes: Sizes) -> int:
+        """min(R3 min(R1, R2), I, O)."""
+        narrowest = min(cls.first_rank(sizes), sizes.expert_rank)
+        return min(sizes.inputs, sizes.outputs, sizes.rank * narrowest)
+
+    @classmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """R3 R1."""
+        return sizes.rank * cls.first_rank(sizes)
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """A diagonal slice of N(1, 1) for each expert; of a further level the identity."""
+        return NORMAL_DIAGONAL if level == 0 else IDENTITY
+
+    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.forward`."""
+        mixed = [
+            (a_MN @ factor_NPQ.flatten(1)).view(-1, *factor_NPQ.shape[1:])
+            for a_MN, factor_NPQ in zip(coefficients, self.expert_factors(), strict=True)
+        ]
+        ring_MPQ = mixed[0]
+        for level_MQQ in mixed[1:]:
+            ring_MPQ = ring_MPQ @ level_MQQ
+        input_MQR = self.contract_input(z_MI).view(-1, *self.input_factor.shape[1:])
+        joined_MR = (ring_MPQ @ input_MQR).flatten(1)  # P R numbers
+        return joined_MR @ self.output_factor.flatten(0, 1)
+
+
+class TensorTrain(TensorRing):
+    """A ring with P = 1."""
+
+    @classmethod
+    def first_rank(cls, sizes: Sizes) -> int:
+        """P."""
+        return 1
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """N(1, 1) / sqrt(Q) in every entry; of a further level the identity. Ours, not the paper's.
+
+        A diagonal slice [1, Q] would be zero but for its first entry and silence Q - 1 of the
+        paths. An output is the sum of Q paths, so the scale gives it the variance that CP and the
+        ring have.
+        """
+        if level:
+            return IDENTITY
+        return normal_around_one(1 / math.sqrt(self.sizes.expert_rank))

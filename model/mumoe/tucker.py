@@ -1,0 +1,86 @@
+"""Tucker: W is a small core tensor with a factor on each mode.
+
+    W_(n..., i, o) = sum_(q..., s, t) Z_(s, q..., t) U1_(n, q) ... U2_(i, s) U3_(t, o)
+
+Here the ranks of the input and the output mode are the same number R. The rank of one expert's
+matrix is at most R at a cost of R x R numbers in the core: the paper's reason to prefer the others.
+
+Source: Oldfield et al. 2024, appendix D.1.3; the earlier version, section 3.
+
+Shapes: M tokens, N experts of a level, Q = R_N rank of an expert mode, S = R_I and T = R_O, the
+ranks of input and output mode, I input width, O output width.
+"""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from model.initialization import ONES, Initializer, uniform
+from model.mumoe.base import Factorized, Sizes, expert_factor
+from model.mumoe.initialization import normal_around_one
+
+
+class Tucker(Factorized):
+    """Factors [N, Q] of every level, [I + 1, S] and [T, O]; a core [S, Q, ..., Q, T]."""
+
+    core: Tensor
+
+    @classmethod
+    def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """See `Factorized`."""
+        experts: dict[str, tuple[int, ...]] = {
+            expert_factor(level): (number, sizes.expert_rank)
+            for level, number in enumerate(sizes.num_experts)
+        }
+        ranks = (sizes.expert_rank,) * len(sizes.num_experts)
+        return experts | {
+            "input_factor": (sizes.input_rows, sizes.rank),
+            "core": (sizes.rank, *ranks, sizes.rank),
+            "output_factor": (sizes.rank, sizes.outputs),
+        }
+
+    @classmethod
+    def multiply_adds(cls, sizes: Sizes) -> int:
+        """Each factor and the core once, and the core's contractions with a token's experts."""
+        bias = sizes.bias * sizes.rank
+        return cls.num_parameters(sizes) - bias + sum(_contracted(sizes))
+
+    @classmethod
+    def saved_numbers(cls, sizes: Sizes) -> int:
+        """The contracted modes, and the core after each contraction."""
+        experts = len(sizes.num_experts) * sizes.expert_rank
+        return experts + sizes.rank + sum(_contracted(sizes)) + sizes.rank
+
+    @classmethod
+    def expert_matrix_rank(cls, sizes: Sizes) -> int:
+        """min(R_I, R_O, I, O)."""
+        return min(sizes.inputs, sizes.outputs, sizes.rank)
+
+    @classmethod
+    def output_fan(cls, sizes: Sizes) -> int:
+        """R_O."""
+        return sizes.rank
+
+    def expert_initializer(self, level: int) -> Initializer:
+        """N(1, 1); of a further level all ones."""
+        return normal_around_one() if level == 0 else ONES
+
+    def initializers(self) -> dict[str, Initializer]:
+        """The core as any factor: uniform, by how many numbers it sums over."""
+        fan = math.prod(self.core.shape[:-1])
+        return super().initializers() | {"core": uniform(1 / math.sqrt(fan))}
+
+    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.forward`."""
+        h = self.contract_input(z_MI) @ self.core.flatten(1)  # [M, Q ... Q T]
+        for a_MN, factor_NQ in zip(coefficients, self.expert_factors(), strict=True):
+            a_M1Q = (a_MN @ factor_NQ).unsqueeze(1)
+            h = (a_M1Q @ h.view(h.shape[0], factor_NQ.shape[1], -1)).squeeze(1)  # one Q fewer
+        return h @ self.output_factor
+
+
+def _contracted(sizes: Sizes) -> list[int]:
+    """Numbers of a token that the contraction with each level starts from."""
+    levels = range(len(sizes.num_experts), 0, -1)
+    return [sizes.expert_rank**level * sizes.rank for level in levels]

@@ -1,0 +1,66 @@
+"""The tensor of all experts' weights, written out from its definition one sum at a time."""
+
+import string
+from collections.abc import Sequence
+
+import torch
+
+from model.mumoe.base import Factorized, Sizes
+from model.mumoe.config import FACTORIZATIONS
+
+
+def make_sizes(**changes) -> Sizes:
+    sizes = {"num_experts": (5,), "inputs": 6, "outputs": 7, "rank": 3, "expert_rank": 2}
+    return Sizes(**(sizes | {"bias": True} | changes))
+
+
+def make_layer(name: str, dtype: torch.dtype = torch.float64, **changes) -> Factorized:
+    """A layer whose factors are all random, so that no order of modes is as good as another."""
+    layer = FACTORIZATIONS[name](make_sizes(**changes)).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+def full_tensor(name: str, layer: Factorized) -> torch.Tensor:
+    """W [N_1, ..., N_E, I (+ 1), O]."""
+    return {"cp": _full_cp, "tr": _full_ring, "tt": _full_ring, "tucker": _full_tucker}[name](layer)
+
+
+def contract(weight: torch.Tensor, z: torch.Tensor, coefficients: Sequence[torch.Tensor], bias):
+    """W with every coefficient and [z, 1], as the paper writes it."""
+    if bias:
+        z = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
+    levels = string.ascii_uppercase[: len(coefficients)]
+    operands = ",".join(f"m{level}" for level in levels)
+    return torch.einsum(f"{levels}io,{operands},mi->mo", weight, *coefficients, z)
+
+
+def coefficients(sizes: Sizes, tokens: int, dtype=torch.float64) -> list[torch.Tensor]:
+    return [torch.rand(tokens, number, dtype=dtype) for number in sizes.num_experts]
+
+
+def _full_cp(layer):
+    levels = string.ascii_uppercase[: len(layer.expert_factors())]
+    operands = ",".join(f"{level}r" for level in levels)
+    factors = [*layer.expert_factors(), layer.input_factor, layer.output_factor]
+    return torch.einsum(f"{operands},ir,ro->{levels}io", *factors)
+
+
+def _full_ring(layer):
+    # Each element is the trace of a product of slices; the ring's letters are a, b, c, ...
+    levels = string.ascii_uppercase[: len(layer.expert_factors())]
+    ring = string.ascii_lowercase
+    operands = ",".join(f"{level}{ring[k]}{ring[k + 1]}" for k, level in enumerate(levels))
+    last = ring[len(levels)]
+    factors = [*layer.expert_factors(), layer.input_factor, layer.output_factor]
+    return torch.einsum(f"{operands},i{last}z,azo->{levels}io", *factors)
+
+
+def _full_tucker(layer):
+    levels = string.ascii_uppercase[: len(layer.expert_factors())]
+    operands = ",".join(f"{level}{level.lower()}" for level in levels)
+    core = f"y{levels.lower()}z"
+    factors = [layer.core, *layer.expert_factors(), layer.input_factor, layer.output_factor]
+    return torch.einsum(f"{core},{operands},iy,zo->{levels}io", *factors)

@@ -1,0 +1,161 @@
+"""What a configuration may say, the message if it says something else, and the rank solver."""
+
+import pytest
+
+from model.gpt2 import GPT2Config
+from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
+from train.config import parse_config, validate
+from train.errors import ConfigError
+from train.resolve import resolve
+
+RUN = """
+run: {folder: runs/x}
+model: {kind: gpt2, num_layers: 4, hidden_size: 32, num_heads: 4, sequence_length: 16,
+        feed_forward: {kind: mumoe}}
+data: {path: data/x}
+train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
+"""
+KEY = "model.feed_forward."
+
+
+def parse(*overrides):
+    return parse_config(RUN, [KEY + override for override in overrides], origin="run.yaml")
+
+
+LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [256]"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rank=0", "rank: 0 is not allowed: 1 or more, or match-dense"),
+        ("rank=-3", "rank: -3 is not allowed: 1 or more, or match-dense"),
+        ("rank=2.5", "rank: 2.5 is not allowed: 1 or more, or match-dense"),
+        ("rank=true", "rank: True is not allowed: 1 or more, or match-dense"),
+        ("rank=match_dense", "rank: 'match_dense' is not allowed: 1 or more, or match-dense"),
+        ("num_experts=[0]", f"num_experts: [0] {LEVELS}"),
+        ("num_experts=[8, -1]", f"num_experts: [8, -1] {LEVELS}"),
+        ("num_experts=[]", f"num_experts: [] {LEVELS}"),
+        ("num_experts=8", f"num_experts: 8 {LEVELS}"),
+        ("num_experts=[8.0]", f"num_experts: [8.0] {LEVELS}"),
+        ("num_experts=many", f"num_experts: 'many' {LEVELS}"),
+        ("expert_rank=0", "expert_rank: 0 is not allowed: input should be greater than or equal"),
+        ("factorization=cpd", "factorization: 'cpd' is not allowed: input should be 'cp', 'tr',"),
+        ("gate=sparsemax", "gate: 'sparsemax' is not allowed: input should be 'entmax15' or"),
+        ("gate_input=input", "gate_input: 'input' is not allowed: input should be 'residual' or"),
+        ("gate_norm=group", "gate_norm: 'group' is not allowed: input should be 'layer' or"),
+        ("gate_norm=batch", "gate_norm: batch is not allowed in a language model: means over the"),
+        ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
+        ("top_k=2", "top_k: is not a key of model.feed_forward.kind: mumoe, but of another kind"),
+        (
+            "num_experts=[300]",  # gate 32 x 300 = 9,600, rank 1: 2 x 300 + 322 = 922
+            "rank: match-dense is not allowed with model.feed_forward.num_experts: [300]: at rank "
+            "1 the experts and their gate have 10,522 parameters, the dense block 8,352; take "
+            "fewer experts, or a number",
+        ),
+    ],
+)
+def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse(override)
+    assert str(caught.value).startswith(f"run.yaml: {KEY}{expected}")
+    assert "\n" not in str(caught.value)
+
+
+def test_many_experts_are_possible_at_a_rank_that_is_given():
+    assert parse("num_experts=[300]", "rank=2").model.feed_forward.num_experts == (300,)
+
+
+def test_batch_norm_is_possible_where_nothing_is_predicted():
+    MuMoEConfig(gate_norm="batch").check_model(num_layers=4, num_heads=4, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("tensor_parallel_size", "mumoe, whose factors are not cut yet; use 1, and parallel.zero"),
+        ("expert_parallel_size", "mumoe, which has no whole experts to spread"),
+    ],
+)
+def test_layouts_that_cut_factors_are_refused_in_one_line(key, expected):
+    validate(parse(), 2)
+    config = parse_config(RUN, [f"parallel.{key}=2"], origin="run.yaml")
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 2)
+    line = f"parallel.{key}: 2 is not allowed with {KEY}kind: {expected}"
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage_is_allowed(stage):
+    config = parse_config(RUN, [f"parallel.zero_stage={stage}"], origin="run.yaml")
+    assert validate(config, 2).data_parallel_size == 2
+
+
+def test_a_resolved_config_reads_back_as_itself():
+    config = parse("num_experts=[8, 4]", "factorization=tr", "rank=5")
+    assert parse_config(config.to_yaml(), origin="again") == config
+
+
+def gpt2_block(bias=True, **changes):
+    config = GPT2Config(bias=bias, feed_forward={"kind": "mumoe", **changes})
+    return config.known_feed_forward()
+
+
+@pytest.mark.parametrize(
+    ("factorization", "num_experts", "rank", "expected"),
+    [
+        ("cp", 256, 556, 4_752_472),
+        ("tr", 256, 149, 4_783_272),
+        ("cp", 64, 599, 4_727_342),
+        ("tr", 64, 153, 4_752_584),
+    ],
+)
+def test_a_block_of_the_papers_ranks_has_its_parameters(factorization, num_experts, rank, expected):
+    block = gpt2_block(factorization=factorization, num_experts=[num_experts], rank=rank)
+    assert block.parameters(768) == expected
+
+
+@pytest.mark.parametrize("bias", [True, False])  # of the dense block: 4,722,432 or 4,718,592
+@pytest.mark.parametrize(
+    ("factorization", "num_experts", "rank"),
+    [("cp", 256, 552), ("tr", 256, 147), ("cp", 64, 598), ("tr", 64, 152)],
+)
+def test_a_matching_rank_is_the_nearest(bias, factorization, num_experts, rank):
+    block = gpt2_block(bias, factorization=factorization, num_experts=[num_experts])
+    assert block.rank == rank
+
+
+@pytest.mark.parametrize("factorization", FACTORIZATIONS)
+@pytest.mark.parametrize("num_experts", [[16], [8, 2], [1]])
+@pytest.mark.parametrize("hidden_size", [None, 100, 5])
+def test_no_other_rank_is_nearer(factorization, num_experts, hidden_size):
+    config = MuMoEConfig(
+        factorization=factorization,
+        num_experts=num_experts,
+        expert_rank=2,
+        hidden_size=hidden_size,
+    )
+    inner = 256 if hidden_size is None else hidden_size
+    dense = 2 * 64 * inner + 64 + inner
+    if config.model_copy(update={"rank": 1}).parameters(64) > dense:
+        with pytest.raises(ValueError, match="at rank 1"):
+            config.of_model(width=64, bias=True)
+        return
+    chosen = config.of_model(width=64, bias=True).rank
+    away = {
+        rank: abs(config.model_copy(update={"rank": rank}).parameters(64) - dense)
+        for rank in range(1, 200)
+    }
+    assert away[chosen] == min(away.values())
+
+
+def test_a_run_is_resolved_to_a_number():
+    config = parse("num_experts=[8]")
+    assert config.model.feed_forward.rank == "match-dense"
+    # Dense 8,352, gate 8 x 32, and 2 x 8 + 33 + 128 + 129 + 32 for each rank: 23.95.
+    assert {block.rank for block in config.model.block_feed_forwards()} == {24}
+    resolved = resolve(config, 61)
+    assert resolved.model.feed_forward.rank == 24
+    assert parse_config(resolved.to_yaml(), origin="again") == resolved

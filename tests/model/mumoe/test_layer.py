@@ -1,0 +1,253 @@
+"""The block: one gate, two layers, what it reads, what it returns, how it starts."""
+
+import math
+
+import pytest
+import torch
+from torch import _dynamo
+from torch.nn.functional import gelu, layer_norm
+
+from model.build import build_model, materialize, matrix_dimensions
+from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
+from model.interface import FeedForwardContext
+from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
+from model.mumoe.gating import NORMS, entmax15
+from model.mumoe.layer import MuMoE
+from tests.helpers.factorized import contract, full_tensor
+
+every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)
+
+
+def make_block(dtype=torch.float64, width=8, residual_std=0.02, dropout=0.0, **changes) -> MuMoE:
+    """A block with its initial values, but for a gate that is not zero."""
+    options = {"num_experts": [5], "rank": 6, "expert_rank": 2, "hidden_size": 12}
+    config = MuMoEConfig.model_validate(options | changes)
+    context = FeedForwardContext(
+        hidden_size=width,
+        bias=False,
+        dropout=dropout,
+        initializer_std=0.02,
+        residual_std=residual_std,
+    )
+    with torch.device("meta"):
+        block = MuMoE(config, context)
+    materialize(block, seed=5, dtype=dtype)
+    torch.nn.init.normal_(block.gate.weight)
+    return block
+
+
+@every_factorization
+@pytest.mark.parametrize("num_experts", [[5], [4, 3]])
+@pytest.mark.parametrize("gate_input", ["residual", "normalized"])
+def test_a_block_is_the_papers_formula_with_whole_tensors(name, num_experts, gate_input):
+    block = make_block(factorization=name, num_experts=num_experts, gate_input=gate_input)
+    z_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
+    u_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
+    y_BTD, stats = block(z_BTD, u_BTD)
+    read_MD = (u_BTD if gate_input == "residual" else z_BTD).flatten(0, 1)
+    scores_MS = read_MD @ block.gate.weight.T
+    levels = [entmax15(layer_norm(x, x.shape[-1:])) for x in scores_MS.split(num_experts, -1)]
+    inner = gelu(contract(full_tensor(name, block.up), z_BTD.flatten(0, 1), levels, True))
+    expected = contract(full_tensor(name, block.down), inner, levels, True)
+    torch.testing.assert_close(y_BTD.flatten(0, 1), expected, atol=1e-12, rtol=1e-12)
+    # Statistics are those of the first level.
+    p_MN = levels[0]
+    entropy_M = -torch.special.xlogy(p_MN, p_MN).sum(-1)
+    torch.testing.assert_close(stats.load_E, p_MN.mean(0))
+    torch.testing.assert_close(stats.entropy, entropy_M.mean())
+    assert stats.load_E.sum().item() == pytest.approx(1)
+    assert not stats.load_E.requires_grad
+    others = set(stats._fields) - {"name", "load_E", "entropy"}
+    assert all(getattr(stats, field) is None for field in others)
+
+
+def test_an_expert_that_no_token_uses_has_a_load_of_exactly_zero():
+    block = make_block(num_experts=[3], gate_input="normalized")
+    with torch.no_grad():
+        block.gate.weight.copy_(torch.tensor([[1.0], [0.9], [-9.0]]).expand(3, 8))
+    z_BTD = torch.rand(1, 4, 8, dtype=torch.float64)
+    _, stats = block(z_BTD, z_BTD)
+    assert (stats.load_E > 0).tolist() == [True, True, False]
+
+
+def test_evaluation_drops_nothing_and_training_drops_outputs():
+    block = make_block(dropout=0.5)
+    z_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
+    dropped = block(z_BTD, z_BTD)[0].eq(0).double().mean()
+    assert 0.2 < dropped < 0.8
+    assert not block.eval()(z_BTD, z_BTD)[0].eq(0).any()
+
+
+@every_factorization
+@pytest.mark.parametrize("gate_input", ["residual", "normalized"])
+@pytest.mark.parametrize("last", [0, 7, 14])
+def test_a_gate_that_has_learned_sees_no_later_token(
+    small_model, random_ids, name, gate_input, last
+):
+    section = {"kind": "mumoe", "factorization": name, "gate_input": gate_input, "num_experts": [8]}
+    model = small_model(dtype=torch.float64, feed_forward=section)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.feed_forward.gate.weight)
+    ids = random_ids(2, 16)
+    changed = ids.clone()
+    changed[:, last + 1 :] = (changed[:, last + 1 :] + 1) % 61
+    before, after = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(after[:, : last + 1], before[:, : last + 1], atol=1e-10, rtol=0)
+
+
+def test_batch_norm_is_the_leak_that_it_is_refused_for():
+    block = make_block(gate_norm="batch")
+    z_BTD = torch.randn(1, 16, 8, dtype=torch.float64)
+    changed_BTD = z_BTD.clone()
+    changed_BTD[:, 9:] += 1
+    before, after = block(z_BTD, z_BTD)[0], block(changed_BTD, changed_BTD)[0]
+    assert (after[:, :9] - before[:, :9]).abs().max() > 1e-3
+    block.eval()
+    before, after = block(z_BTD, z_BTD)[0], block(changed_BTD, changed_BTD)[0]
+    torch.testing.assert_close(after[:, :9], before[:, :9], atol=1e-12, rtol=0)
+
+
+def test_the_loop_updates_what_batch_norm_reads():
+    block = make_block(gate_norm="batch", num_experts=[4, 2])
+    z_BTD = torch.randn(4, 16, 8, dtype=torch.float64)
+    _, stats = block(z_BTD, z_BTD)
+    assert block.gate.norm.running_mean.tolist() == [0] * 6
+    block.update(stats, progress=0.5)
+    scores_MS = (z_BTD @ block.gate.weight.T).flatten(0, 1)
+    torch.testing.assert_close(
+        block.gate.norm.running_mean.double(), 0.1 * scores_MS.mean(0), atol=1e-6, rtol=1e-6
+    )
+    expected_S = 0.9 + 0.1 * scores_MS.var(0, correction=0)
+    torch.testing.assert_close(
+        block.gate.norm.running_variance.double(), expected_S, atol=1e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_first_step_of_a_gate_is_not_lost(norm):
+    # All coefficients are even at first, but experts differ, so the gate learns from the start.
+    block = make_block(gate_norm=norm)
+    torch.nn.init.zeros_(block.gate.weight)
+    z_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
+    (block(z_BTD, z_BTD)[0] * torch.randn(2, 3, 8)).sum().backward()
+    assert (block.gate.weight.grad.abs().amax(1) > 1e-6).all()
+
+
+@every_factorization
+def test_only_the_second_layers_output_factor_is_scaled_as_a_residual_projection(name):
+    scale = 1 / math.sqrt(2 * 12)
+    plain = make_block(factorization=name, scale_residual_init=False, residual_std=0.02 * scale)
+    scaled = make_block(factorization=name, residual_std=0.02 * scale)
+    weights = dict(plain.named_parameters())
+    for parameter_name, weight in scaled.named_parameters():
+        if parameter_name != "gate.weight":
+            ratio = scale if parameter_name == "down.output_factor" else 1.0
+            torch.testing.assert_close(weight, ratio * weights[parameter_name])
+
+
+@pytest.mark.parametrize("name", FACTORIZATIONS)
+def test_every_factor_decays_with_the_bias_row_in_it(small_config, name):
+    section = {"kind": "mumoe", "factorization": name, "num_experts": [8, 2]}
+    model = build_model(small_config(feed_forward=section, bias=False))
+    dimensions = {
+        parameter_name: number
+        for parameter_name, number in matrix_dimensions(model).items()
+        if "feed_forward." in parameter_name
+    }
+    assert {parameter_name.split(".")[-1] for parameter_name in dimensions} >= {
+        "weight", "expert_factor_0", "expert_factor_1", "input_factor", "output_factor",
+    }  # fmt: skip
+    assert all(number >= 2 for number in dimensions.values())
+    assert model.blocks[0].feed_forward.up.input_factor.shape[0] == 33  # no bias of its own
+
+
+def count(factorization, num_experts, rank):
+    section = {
+        "kind": "mumoe",
+        "factorization": factorization,
+        "num_experts": num_experts,
+        "rank": rank,
+    }
+    config = GPT2Config(vocab_size=50257, bias=False, feed_forward=section)
+    blocks = build_model(config).blocks
+    return sum(p.numel() for block in blocks for p in block.feed_forward.parameters())
+
+
+def test_all_blocks_of_gpt2_have_the_papers_number_of_parameters():
+    assert count("cp", [256], 556) == 12 * 4_752_472 == 57_029_664
+    assert count("tr", [256], 149) == 12 * 4_783_272 == 57_399_264
+
+
+@pytest.mark.parametrize(
+    ("section", "feed_forward"),
+    [
+        # Gate 32 x 8; both layers R (8 + 32 + 128).
+        ({"factorization": "cp", "num_experts": [8], "rank": 10}, 256 + 2 * 1_680),
+        # Gate 32 x 10. Ring ranks 4, R 5, of each layer: cores 4 x 8 x 4 + 4 x 2 x 4 = 160, their
+        # product 64, with the input 4 x 4 x 5 = 80; 4 x (32 + 128) x 5 = 3,200.
+        ({"factorization": "tr", "num_experts": [8, 2], "rank": 5}, 320 + 2 * 3_504),
+    ],
+)
+def test_flops_equal_numbers_worked_out_by_hand(section, feed_forward):
+    # Width 32, 2 blocks of 16 tokens, 61 words. A block: attention 4 x 32 x 32 = 4,096; head
+    # 32 x 61 = 1,952; attention 12 x 32 x 16 = 6,144 FLOPs a block.
+    config = GPT2Config(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        sequence_length=16,
+        vocab_size=61,
+        feed_forward={"kind": "mumoe", **section},
+    )
+    weights = 1_952 + 2 * (4_096 + feed_forward)
+    assert flops_per_token(config) == 6 * weights + 2 * 6_144
+
+
+@every_factorization
+def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids, name):
+    section = {"kind": "mumoe", "factorization": name, "num_experts": [8, 2]}
+    ids = random_ids(2, 16)
+    results = []
+    for is_compiled in (False, True):
+        model = small_model(feed_forward=section)
+        for index, block in enumerate(model.blocks):
+            # Away from zero, where the norm would magnify what rounding leaves.
+            generator = torch.Generator().manual_seed(index)
+            torch.nn.init.normal_(block.feed_forward.gate.weight, generator=generator)
+        _dynamo.reset()
+        _dynamo.utils.counters.clear()
+        if is_compiled:
+            compile_blocks(model)
+        logits = model(ids).logits
+        logits.logsumexp(-1).sum().backward()
+        results.append((logits, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def saved_numbers(block, tokens):
+    """Numbers that one forward pass keeps, but parameters and what was given."""
+    z_BTD = torch.randn(1, tokens, block.gate.weight.shape[1], dtype=block.gate.weight.dtype)
+    given = {t.untyped_storage().data_ptr() for t in (*block.parameters(), z_BTD)}
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            storages[storage.data_ptr()] = (storage.nbytes() / tensor.element_size(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(z_BTD, z_BTD)
+    return sum(size for size, _ in storages.values())
+
+
+@every_factorization
+@pytest.mark.parametrize("num_experts", [[32], [16, 8, 2]])
+def test_what_is_said_to_be_saved_is_about_what_is(name, num_experts):
+    block = make_block(
+        torch.float32, width=64, factorization=name, num_experts=num_experts, rank=40,
+        hidden_size=256,
+    )  # fmt: skip
+    said = 128 * block.config.saved_numbers_per_token(64)
+    assert saved_numbers(block, 128) == pytest.approx(said, rel=0.05)

@@ -1,0 +1,113 @@
+"""Factorized experts over processes: n of them compute what one computes."""
+
+import pytest
+import torch
+
+from model.build import build_model
+from parallel.dims import LayoutError
+from parallel.tensor import parallelize_tensors
+from tests.helpers.training import Case, mumoe_model, resave, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5)
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
+
+
+@pytest.fixture(scope="module")
+def references(workers, tmp_path_factory):
+    """One process at stage 0, for every model that is compared."""
+    made = {}
+
+    def reference(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            result = workers(1).run(train, case.but(stage=0, save_to=str(folder)))[0]
+            made[case] = result, folder / "step-00000004"
+        return made[case]
+
+    return reference
+
+
+MODELS = [
+    mumoe_model(factorization="cp"),
+    mumoe_model(factorization="tr", num_experts=[4, 3]),
+    mumoe_model(factorization="tt"),
+    mumoe_model(factorization="tucker", rank=5),
+]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", MODELS, ids=[m.feed_forward.factorization for m in MODELS])
+def test_sgd_gives_equal_losses_norms_weights_and_statistics(
+    workers, references, tmp_path, model, stage
+):
+    case = SGD.but(model=model)
+    expected, folder = references(case)
+    assert all(norm > 0.5 for norm in expected["norms"])  # so that the clip is active
+    results = workers(2).run(train, case.but(stage=stage, save_to=str(tmp_path)))
+    assert all(result == results[0] for result in results)
+    for name in ("losses", "norms"):
+        ours, theirs = (torch.tensor(result[name]) for result in (results[0], expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    ours, weights = tensors(tmp_path / "step-00000004"), tensors(folder)
+    assert ours.keys() == weights.keys()
+    assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
+    gate = "blocks.0.feed_forward.gate.weight", "master"
+    assert ours[gate].abs().max() > 1e-3  # it has left its zero
+    for ours, theirs in zip(results[0]["routing"], expected["routing"], strict=True):
+        assert ours.keys() == theirs.keys()
+        load = "routing/blocks.1.feed_forward/load"
+        assert ours[load] == pytest.approx(theirs[load], rel=1e-4)
+    assert ours["routing/entropy"] == pytest.approx(theirs["routing/entropy"], rel=1e-4)
+    assert set(ours) >= {"routing/load_max", "routing/unused"}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
+    workers, references, tmp_path, stage
+):
+    _, folder = references(SGD.but(model=MODELS[1]))
+    case = SGD.but(model=MODELS[1], stage=stage, first_step=4)
+    there, back = tmp_path / "there", tmp_path / "back"
+    workers(2).run(resave, case.but(resume=str(folder), save_to=str(there)))
+    path = there / "step-00000004"
+    workers(1).run(resave, case.but(stage=0, resume=str(path), save_to=str(back)))
+    before, after = tensors(folder), tensors(back / "step-00000004")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_stays_near_fp32(workers, references, stage):
+    case = Case(learning_rate=1e-3, model=MODELS[0])
+    expected, _ = references(case)
+    result = workers(2).run(train, case.but(stage=stage, precision="bf16"))[0]
+    assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
+
+
+def test_recomputation_changes_nothing(workers, references):
+    case = SGD.but(model=MODELS[0])
+    expected, _ = references(case)
+    model = MODELS[0].model_copy(update={"recompute": "block"})
+    result = workers(2).run(train, case.but(stage=3, model=model))[0]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+def refused(case):
+    """The error of cutting the model, in a worker."""
+    from parallel import comm
+
+    world = comm.initialize(tensor_parallel_size=case.tensor)
+    with pytest.raises(LayoutError) as caught:
+        parallelize_tensors(build_model(case.model), world)
+    return str(caught.value)
+
+
+def test_tensor_parallelism_ends_with_a_line(workers):
+    lines = workers(2).run(refused, Case(tensor=2, model=MODELS[0]))
+    assert lines == ["parallel.tensor_parallel_size: 2 is not allowed: MuMoE cannot be cut"] * 2

@@ -1,0 +1,88 @@
+"""Whole runs with factorized experts: what is recorded, and what can be done with the result."""
+
+import pytest
+import yaml
+
+from launch.cli import run as polyad
+from parallel.checkpoint import load_model
+from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
+from train.generate import Sampling, generate
+
+pytestmark = pytest.mark.distributed
+
+SECTION = {"kind": "mumoe", "factorization": "tr", "num_experts": [16, 2]}
+LAYER = "routing/blocks.1.feed_forward"
+# Dense block 2 x 32 x 128 + 160 = 8,352. Gate 32 x 18 = 576; both layers' cores 2 (256 + 32); of
+# each R3 4 (33 + 128 + 129 + 32) = 1,288: (8352 - 576 - 576) / 1288 = 5.6.
+RANK = 6
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    """A run of 3 steps by 2 processes at ZeRO 3, which one process takes to 6 at ZeRO 1."""
+    folder = tmp_path_factory.mktemp("mumoe")
+    changes = {"model__feed_forward": SECTION, "train__steps": 3, "parallel__zero_stage": 3}
+    config = write_config(folder / "config.yaml", prepared_path, **changes)
+    workers(2).run(run, config)
+    assert workers(1).run(run, config, "train.steps=6", "parallel.zero_stage=1") == [6]
+    return folder
+
+
+def test_every_step_records_the_first_level_of_each_gate(finished):
+    lines = records(finished / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[0][f"{LAYER}/load"] == pytest.approx([1 / 16] * 16)  # the gate starts at zero
+    assert lines[0][f"{LAYER}/entropy"] == pytest.approx(2.7726, abs=1e-3)  # ln 16
+    for line in lines:
+        load = line[f"{LAYER}/load"]
+        assert sum(load) == pytest.approx(1, abs=1e-5)
+        assert line[f"{LAYER}/unused"] == load.count(0.0) / 16
+        assert not any("dropped" in key or "balance" in key for key in line)
+    assert lines[-1][f"{LAYER}/entropy"] < 2.77
+
+
+def test_the_run_keeps_the_rank_that_was_solved_for(finished):
+    tree = yaml.safe_load((finished / "run" / "config.yaml").read_text())
+    assert tree["model"]["feed_forward"]["rank"] == RANK
+    block = load_model(finished / "run").blocks[1].feed_forward
+    assert block.up.output_factor.shape == (4, RANK, 128)
+
+
+def test_the_result_is_evaluated_and_generates(workers, finished):
+    path = finished / "run"
+    one = workers(1).run(evaluation, path, split="validation")[0]
+    two = workers(2).run(evaluation, path, split="validation")[0]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    cached, plain = (
+        generate(path, "def ", max_tokens=24, sampling=Sampling(temperature=0.0), use_cache=cache)
+        for cache in (True, False)
+    )
+    assert cached["token_ids"] == plain["token_ids"]
+
+
+def test_factorized_experts_have_no_place_in_a_hugging_face_folder(finished, tmp_path, capfd):
+    destination = tmp_path / "theirs"
+    assert polyad(["convert", str(finished / "run"), str(destination), "--to", "huggingface"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "mumoe" in line
+    assert not destination.exists()
+
+
+def test_another_gate_is_another_run(workers, finished):
+    changed = "model.feed_forward.gate=softmax"
+    _, text, status = workers(1).run(run_expecting_error, finished / "config.yaml", changed)[0]
+    assert status == 2
+    assert "model.feed_forward.gate: 'entmax15' there, 'softmax' here" in text
+
+
+def test_validate_shows_what_experts_cost_beside_others(prepared_path, tmp_path, capfd):
+    changes = {"model__feed_forward": SECTION}
+    config = write_config(tmp_path / "config.yaml", prepared_path, **changes)
+    assert polyad(["validate", str(config)]) == 0
+    rows = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]
+    experts = dict(row for row in rows if len(row) == 2)["experts"]
+    assert experts == f"16 x 2 in each block, tr of rank {RANK}, expert rank 4; entmax15 gate"
+    ours, dense, *_ = (row[1].split()[-5:] for row in rows if row[0] in ("this", "dense"))
+    # Two blocks; matrices of at most rank 4 x 6.
+    assert (ours[0], ours[3:]) == (f"{2 * (576 + 576 + 1288 * RANK):,}", ["32", "24"])
+    assert (dense[0], dense[3:]) == (f"{2 * 8352:,}", ["1", "32"])

@@ -1,0 +1,105 @@
+"""Factorized experts beside the dense model, and beside a mixture with as many whole experts."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from model.build import build_model, count_parameters
+from model.dense import DenseFeedForwardConfig
+from model.feedforward import FeedForwardConfig
+from model.gpt2 import GPT2Config, flops_per_token
+from model.mumoe.config import MuMoEConfig
+from model.smoe.config import SparseMoEConfig
+
+SPARSE_TOP_K = 2
+"""Experts of a token in the sparse mixture that is compared with."""
+
+
+def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
+    """What the experts of a muMoE are and what others would cost.
+
+    Args:
+        model: its configuration, with the vocabulary size filled in.
+
+    Returns:
+        JSON values; None where the experts are not factorized.
+    """
+    feed_forward = model.known_feed_forward()
+    if not isinstance(feed_forward, MuMoEConfig):
+        return None
+    experts = math.prod(feed_forward.num_experts)
+    inner = feed_forward.inner_size(model.hidden_size)
+    full_rank = min(model.hidden_size, inner)
+    others: dict[str, FeedForwardConfig] = {"dense": DenseFeedForwardConfig(hidden_size=inner)}
+    if experts > 1:
+        for name, top_k in (("dense MoE", experts), (f"MoE, top {SPARSE_TOP_K}", SPARSE_TOP_K)):
+            others[name] = SparseMoEConfig(
+                num_experts=experts, top_k=top_k, expert_hidden_size=inner
+            )
+    matrix_rank = feed_forward.expert_matrix_rank(model.hidden_size)
+    rows = {"this run": _cost(model, feed_forward, experts, matrix_rank)}
+    for name, other in others.items():
+        number = 1 if name == "dense" else experts
+        rows[name] = _cost(model, other, number, full_rank)
+    return {
+        "factorization": feed_forward.factorization,
+        "num_experts": list(feed_forward.num_experts),
+        "rank": feed_forward.rank,
+        "expert_rank": None if feed_forward.factorization == "cp" else feed_forward.expert_rank,
+        "gate": feed_forward.gate,
+        "compared": rows,
+    }
+
+
+def _cost(
+    model: GPT2Config, feed_forward: FeedForwardConfig, experts: int, matrix_rank: int
+) -> dict[str, int]:
+    """A model with another feed-forward, without memory for it."""
+    config = model.model_copy(update={"feed_forward": feed_forward})
+    built = build_model(config)
+    return {
+        "feed_forward_parameters": sum(
+            count_parameters(block.get_submodule("feed_forward")) for block in _blocks(built)
+        ),
+        "parameters": count_parameters(built),
+        "flops_per_token": flops_per_token(config),
+        "experts_per_block": experts,
+        "expert_matrix_rank": matrix_rank,
+    }
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return list(model.get_submodule("blocks").children())
+
+
+def comparison_rows(experts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The experts and the comparison for a person.
+
+    Args:
+        experts: what `factorized_experts` made.
+
+    Returns:
+        Names and values; the columns of the comparison are aligned.
+    """
+    levels = " x ".join(str(number) for number in experts["num_experts"])
+    ring = "" if experts["expert_rank"] is None else f", expert rank {experts['expert_rank']}"
+    head = f"{'in feed-forwards':>16}  {'in all':>14}  {'FLOPs a token':>13}  experts  matrix rank"
+    rows = [
+        (
+            "experts",
+            f"{levels} in each block, {experts['factorization']} of rank {experts['rank']}{ring}; "
+            f"{experts['gate']} gate",
+        ),
+        ("parameters of", head),
+    ]
+    for name, cost in experts["compared"].items():
+        rows.append(
+            (
+                f"  {name}",
+                f"{cost['feed_forward_parameters']:>16,}  {cost['parameters']:>14,}  "
+                f"{cost['flops_per_token']:>13.3g}  {cost['experts_per_block']:>7,}  "
+                f"{cost['expert_matrix_rank']:>11,}",
+            )
+        )
+    return rows
