@@ -70,14 +70,27 @@ def test_batch_norm_is_possible_where_nothing_is_predicted():
     MuMoEConfig(gate_norm="batch").check_model(num_layers=4, num_heads=4, causal=False)
 
 
-def test_tensor_parallelism_is_refused_in_one_line():
-    config = parse("num_experts=[8]")
-    validate(config, 2)
-    sharing = config.model_copy(
-        update={"parallel": config.parallel.model_copy(update={"tensor_parallel_size": 2})}
-    )
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 is not allowed with .*mumoe"):
-        validate(sharing, 2)
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("tensor_parallel_size", "mumoe, whose factors are not cut yet; use 1, and parallel.zero"),
+        ("expert_parallel_size", "mumoe, which has no whole experts to spread"),
+    ],
+)
+def test_layouts_that_cut_factors_are_refused_in_one_line(key, expected):
+    validate(parse(), 2)
+    config = parse_config(RUN, [f"parallel.{key}=2"], origin="run.yaml")
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 2)
+    line = f"parallel.{key}: 2 is not allowed with {KEY}kind: {expected}"
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage_is_allowed(stage):
+    config = parse_config(RUN, [f"parallel.zero_stage={stage}"], origin="run.yaml")
+    assert validate(config, 2).data_parallel_size == 2
 
 
 def test_a_resolved_config_reads_back_as_itself():

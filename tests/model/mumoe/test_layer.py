@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from torch import _dynamo
 from torch.nn.functional import gelu, layer_norm
 
 from model.build import build_model, materialize, matrix_dimensions
-from model.gpt2 import GPT2Config, flops_per_token
+from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
 from model.interface import FeedForwardContext
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from model.mumoe.gating import NORMS, entmax15
@@ -200,6 +201,28 @@ def test_flops_equal_numbers_worked_out_by_hand(section, feed_forward):
     )
     weights = 1_952 + 2 * (4_096 + feed_forward)
     assert flops_per_token(config) == 6 * weights + 2 * 6_144
+
+
+@every_factorization
+def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids, name):
+    section = {"kind": "mumoe", "factorization": name, "num_experts": [8, 2]}
+    ids = random_ids(2, 16)
+    results = []
+    for is_compiled in (False, True):
+        model = small_model(feed_forward=section)
+        for index, block in enumerate(model.blocks):
+            # Away from zero, where the norm would magnify what rounding leaves.
+            generator = torch.Generator().manual_seed(index)
+            torch.nn.init.normal_(block.feed_forward.gate.weight, generator=generator)
+        _dynamo.reset()
+        _dynamo.utils.counters.clear()
+        if is_compiled:
+            compile_blocks(model)
+        logits = model(ids).logits
+        logits.logsumexp(-1).sum().backward()
+        results.append((logits, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def saved_numbers(block, tokens):
