@@ -328,7 +328,8 @@ def check_experts(config: RunConfig, size: int) -> None:
         if size > 1:
             raise ConfigError(
                 f"parallel.expert_parallel_size: {size} is not allowed with "
-                f"model.feed_forward.kind: {feed_forward.kind}, which has no whole experts to spread"
+                f"model.feed_forward.kind: {feed_forward.kind}, which has no whole experts to "
+                f"spread"
             )
         return
     if feed_forward.num_experts % size:
