@@ -100,7 +100,7 @@ def test_a_wrong_command_line_is_one_line(
         ("train.global_batch_size=5", ["train.global_batch_size", "5", "2 x 1"]),
         ("parallel.tensor_parallel_size=2", ["parallel.tensor_parallel_size", "2 does not divide"]),
         ("parallel.expert_parallel_size=2", ["parallel.expert_parallel_size", "2 does not divide"]),
-        ("model.feed_forward.kind=mumoe", ["model.feed_forward.kind", "'mumoe'", "dense or smoe"]),
+        ("model.feed_forward.kind=moe", ["model.feed_forward.kind", "'moe'", "dense", "smoe"]),
         (
             "model.feed_forward={kind: smoe, num_experts: 4, top_k: 5}",
             ["model.feed_forward.top_k", "5", "model.feed_forward.num_experts: 4"],
