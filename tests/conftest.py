@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import pydoc_data.topics
+import signal
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ import pytest
 from data.dataset import PreparedData
 from data.prepare import prepare
 from tests.helpers.workers import WorkerPool
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and so does every process
+# that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
