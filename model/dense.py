@@ -29,13 +29,13 @@ class DenseFeedForwardConfig(Config):
         """The inner width F in a model of the given width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
-    def cut_sizes(self, width: int) -> dict[str, int]:
-        """What tensor parallelism divides, by key.
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """What tensor parallelism divides: of each entry one of the sizes, by key.
 
         Args:
             width: D.
         """
-        return {"model.feed_forward.hidden_size": self.inner_size(width)}
+        return [{"model.feed_forward.hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool) -> int:
         """Counts the numbers of both layers.

@@ -13,10 +13,12 @@ from model.build import (
     place,
 )
 from model.gpt2 import compile_blocks
+from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
 from parallel import comm, expert, tensor
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
+from parallel.factors import parallelize_factors
 from parallel.fragments import MASTER, Source, fill
 from parallel.tensor import Mpu, parallelize_tensors, placement_of
 from parallel.zero import (
@@ -125,6 +127,9 @@ def parallelize(
     dimensions = matrix_dimensions(model)
     if dims.tensor_parallel_size > 1:
         parallelize_tensors(model, world)
+        for module in model.modules():
+            if isinstance(module, MuMoE):
+                parallelize_factors(module, world)
         mpu, token_losses = Mpu(), tensor.token_losses
     routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
     if routed:

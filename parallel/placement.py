@@ -107,6 +107,7 @@ def split_columns(shape: tuple[int, ...], axis: int, rank: int, parts: int) -> P
         rank: which part.
         parts: how many.
     """
+    assert shape[axis] % parts == 0
     size = shape[axis] // parts
     shard = (*shape[:axis], size, *shape[axis + 1 :])
     origin = tuple(rank * size if i == axis else 0 for i in range(len(shape)))
@@ -128,6 +129,25 @@ def split_fused(shape: tuple[int, ...], fused: int, rank: int, parts: int) -> Pl
         Piece(i * size, size, (i * whole + rank * size, *[0] * len(rest))) for i in range(fused)
     )
     return Placement((fused * size, *rest), shape, pieces, False)
+
+
+def split_rows_and_rest(shape: tuple[int, ...], rows: int, rank: int, parts: int) -> Placement:
+    """An equal part of the first rows; what is below these goes to the last part.
+
+    The others have padding there: ZeRO's parts of what is replicated fall in the same places on
+    every process only if all of them have as many numbers.
+
+    Args:
+        shape: global.
+        rows: how many are cut; divisible by `parts`.
+        rank: which part.
+        parts: how many.
+    """
+    assert rows % parts == 0
+    size, below, rest = rows // parts, shape[0] - rows, shape[1:]
+    mine = size + (below if rank == parts - 1 else 0)
+    origin = (rank * size, *[0] * len(rest))
+    return Placement((size + below, *rest), shape, (Piece(0, mine, origin),), False)
 
 
 def split_padded(shape: tuple[int, ...], rank: int, parts: int) -> Placement:

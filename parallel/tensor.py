@@ -20,9 +20,7 @@ from torch.nn.functional import linear
 from model.attention import CausalSelfAttention
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2
-from model.smoe.layer import SparseMoE
 from parallel import comm
-from parallel.dims import LayoutError
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
 
@@ -32,9 +30,6 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
     Args:
         model: on the meta device.
         world: this process, with its tensor-parallel rank.
-
-    Raises:
-        LayoutError: a feed-forward is of a kind that cannot be cut.
     """
     assert isinstance(model, GPT2)
     layers = _Layers(world)
@@ -48,15 +43,9 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
             _swap(attention, "qkv", layers.column(attention.qkv, fused=3))
             _swap(attention, "projection", layers.row(attention.projection))
             attention.own_random_numbers = lambda: own_random_numbers(world)
-            if isinstance(feed_forward, SparseMoE):
-                continue  # `parallel/expert.py` cuts those
-            if not isinstance(feed_forward, DenseFeedForward):
-                raise LayoutError(
-                    f"parallel.tensor_parallel_size: {world.tensor_parallel_size} is not allowed: "
-                    f"{type(feed_forward).__name__} cannot be cut"
-                )
-            _swap(feed_forward, "up", layers.column(feed_forward.up))
-            _swap(feed_forward, "down", layers.row(feed_forward.down))
+            if isinstance(feed_forward, DenseFeedForward):  # others are cut in files of their own
+                _swap(feed_forward, "up", layers.column(feed_forward.up))
+                _swap(feed_forward, "down", layers.row(feed_forward.down))
 
 
 def _swap(parent: nn.Module, name: str, layer: nn.Module) -> None:
@@ -138,9 +127,9 @@ class _Layers:
             gather_output=False,
             **self.settings,
         )
-        _place(made.weight, split_fused(tuple(layer.weight.shape), fused, self.rank, self.parts))
+        cut(made.weight, split_fused(tuple(layer.weight.shape), fused, self.rank, self.parts))
         if layer.bias is not None:
-            _place(made.bias, split_fused(tuple(layer.bias.shape), fused, self.rank, self.parts))
+            cut(made.bias, split_fused(tuple(layer.bias.shape), fused, self.rank, self.parts))
         return made
 
     def row(self, layer: nn.Linear) -> nn.Module:
@@ -153,14 +142,14 @@ class _Layers:
             skip_bias_add=False,
             **self.settings,
         )
-        _place(made.weight, split_columns(tuple(layer.weight.shape), 1, self.rank, self.parts))
+        cut(made.weight, split_columns(tuple(layer.weight.shape), 1, self.rank, self.parts))
         return made
 
     def embedding(self, layer: nn.Embedding) -> nn.Module:
         """Cut by vocabulary, padded to equal parts."""
         padded = -(-layer.num_embeddings // self.parts) * self.parts
         made = self.parallel.VocabParallelEmbedding(padded, layer.embedding_dim, **self.settings)
-        _place(made.weight, split_padded(tuple(layer.weight.shape), self.rank, self.parts))
+        cut(made.weight, split_padded(tuple(layer.weight.shape), self.rank, self.parts))
         return made
 
     def head(self, embedding: nn.Module) -> nn.Module:
@@ -171,7 +160,13 @@ class _Layers:
         return _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, real)
 
 
-def _place(parameter: nn.Parameter, placement: Placement) -> None:
+def cut(parameter: nn.Parameter, placement: Placement) -> None:
+    """Says of a parameter that it is this process's part, and of what.
+
+    Args:
+        parameter: of the shard's shape.
+        placement: the shard in the global tensor.
+    """
     parameter.placement = placement  # type: ignore[attr-defined]
     # By this name DeepSpeed knows what it must sum over these processes for a norm.
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field, ValidationError
 from data.config import DataConfig
 from model.build import ModelConfig
 from model.config import Config
-from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
 from parallel.config import CheckpointConfig, ParallelConfig
 from parallel.dims import Dims
@@ -300,21 +299,14 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     """Checks that what tensor parallelism cuts has equal parts.
 
     Raises:
-        ConfigError: it does not divide heads, width or inner width, or the kind of feed-forward
-            cannot be cut.
+        ConfigError: it does not divide heads, width, inner width or the ranks of factors.
     """
-    if size > 1 and isinstance(model.feed_forward, MuMoEConfig):
-        raise ConfigError(
-            f"parallel.tensor_parallel_size: {size} is not allowed with model.feed_forward.kind: "
-            f"mumoe, whose factors are not cut yet; use 1, and parallel.zero_stage: 3 to shard them"
-        )
-    sizes = {"model.num_heads": model.num_heads, "model.hidden_size": model.hidden_size}
-    sizes |= model.feed_forward.cut_sizes(model.hidden_size)
-    for key, value in sizes.items():
-        if value % size:
-            raise ConfigError(
-                f"parallel.tensor_parallel_size: {size} does not divide {key}: {value}"
-            )
+    cuts = [{"model.num_heads": model.num_heads}, {"model.hidden_size": model.hidden_size}]
+    cuts += model.known_feed_forward().cut_sizes(model.hidden_size)
+    for choices in cuts:
+        if all(value % size for value in choices.values()):
+            sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
+            raise ConfigError(f"parallel.tensor_parallel_size: {size} does not divide {sizes}")
 
 
 def check_experts(config: RunConfig, size: int) -> None:

@@ -15,11 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from model.initialization import Initializer, uniform
+from model.mumoe.exchange import LayerExchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +61,16 @@ class Factorized(nn.Module, ABC):
 
     input_factor: Tensor
     output_factor: Tensor
+    mixes_in_parts: ClassVar[bool] = False
+    """Whether a part of the ranks can be mixed without the others: then expert factors are cut as
+    the ranks are, or else every process has them whole."""
 
     def __init__(self, sizes: Sizes, output_scale: float = 1.0) -> None:
         super().__init__()
         self.sizes, self.output_scale = sizes, output_scale
+        self.exchange = LayerExchange()
+        self.adds_bias = sizes.bias
+        """Whether the bias is added here; another process may do it."""
         for name, shape in self.factor_shapes(sizes).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
@@ -95,7 +103,31 @@ class Factorized(nn.Module, ABC):
     def expert_initializer(self, level: int) -> Initializer:
         """Says how the expert factor of a level starts."""
 
+    @classmethod
     @abstractmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """Which axis of a factor is a rank that parts can share.
+
+        Args:
+            sizes: Of the factors.
+            parts: How many processes; one of the axes' sizes may not be a multiple of it.
+
+        Returns:
+            Axes of the input factor and the output factor, and of others that are cut with them.
+        """
+
+    @abstractmethod
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """Lets the coefficients choose among the experts. Linear in each of its arguments.
+
+        Args:
+            contracted: The input with the input factor, [M, ...], its other modes flattened.
+            coefficients: Of each level, [M, N].
+
+        Returns:
+            [M, ...], what the output factor is contracted with, flattened.
+        """
+
     def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """Mixes the experts' outputs.
 
@@ -106,6 +138,10 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, O].
         """
+        contracted = self.contract_input(self.exchange.enter(z_MI))
+        mixed = self.mix(self.exchange.before_mixing(contracted), coefficients)
+        output_factor = self.output_factor.flatten(0, -2)
+        return self.exchange.leave(self.exchange.after_mixing(mixed) @ output_factor)
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:
@@ -144,8 +180,8 @@ class Factorized(nn.Module, ABC):
         factor = self.input_factor.flatten(1)
         if not self.sizes.bias:
             return z_MI @ factor
-        weight, bias = factor.split_with_sizes([self.sizes.inputs, 1])
-        return torch.addmm(bias, z_MI, weight)
+        weight, bias = factor.split_with_sizes([z_MI.shape[1], 1])
+        return torch.addmm(bias, z_MI, weight) if self.adds_bias else z_MI @ weight
 
 
 def expert_factor(level: int) -> str:

@@ -123,13 +123,17 @@ class MuMoEConfig(Config):
         """The inner width F in a model of the given width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
-    def cut_sizes(self, width: int) -> dict[str, int]:
-        """What tensor parallelism divides, by key: nothing yet, it is refused.
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """What tensor parallelism divides: of each entry one of the sizes, by key.
 
         Args:
             width: D.
         """
-        return {}
+        rank = {f"{KEY}.rank": self.layer_sizes(width)[0].rank}
+        inner = {f"{KEY}.hidden_size": self.inner_size(width)}
+        if self.factorization == "tr":
+            return [inner, {f"{KEY}.expert_rank": self.expert_rank} | rank]
+        return [inner, rank]
 
     def layer_sizes(self, width: int) -> tuple[Sizes, Sizes]:
         """The sizes of both layers, once the rank is a number.

@@ -19,6 +19,8 @@ from model.mumoe.initialization import normal_around_one
 class CP(Factorized):
     """Factors [N, R] of every level, [I + 1, R] and [R, O]."""
 
+    mixes_in_parts = True
+
     @classmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `Factorized`."""
@@ -55,9 +57,14 @@ class CP(Factorized):
         """N(1, 1), so that experts begin alike with noise; of a further level all ones."""
         return normal_around_one() if level == 0 else ONES
 
-    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
-        """See `Factorized.forward`."""
-        h_MR = self.contract_input(z_MI)
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """R, of expert factors too: a term of the sum is a column of each."""
+        experts = {expert_factor(level): 1 for level in range(len(sizes.num_experts))}
+        return experts | {"input_factor": 1, "output_factor": 0}
+
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.mix`; [M, R] to [M, R]."""
         for a_MN, factor_NR in zip(coefficients, self.expert_factors(), strict=True):
-            h_MR = h_MR * (a_MN @ factor_NR)
-        return h_MR @ self.output_factor
+            contracted = contracted * (a_MN @ factor_NR)
+        return contracted

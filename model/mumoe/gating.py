@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer
+from model.mumoe.exchange import GateExchange
 
 EPSILON = 1e-5
 """Added to the variance of the scores."""
@@ -200,6 +201,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
         self.norm = NORMS[norm](num_experts)
         self.activation = ACTIVATIONS[activation]
+        self.exchange = GateExchange()
 
     def initializers(self) -> dict[str, Initializer]:
         """Zero, as the authors' code has it."""
@@ -211,7 +213,7 @@ class Gate(nn.Module):
         Args:
             u_MD: What the gate reads.
         """
-        scores_MS = linear(u_MD, self.weight)
+        scores_MS = linear(self.exchange.enter(u_MD), self.exchange.whole(self.weight))
         # The product in the model's precision, what follows in fp32 at least.
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
         levels, mean_S, square_S = self.norm(scores_MS)

@@ -55,7 +55,8 @@ class MuMoE(FeedForward):
         u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
         gated = self.gate(u_BTD.flatten(0, 1))
         z_MD = normalized_BTD.flatten(0, 1)
-        coefficients = [a_MN.to(z_MD.dtype) for a_MN in gated.coefficients]
+        leave = self.gate.exchange.leave
+        coefficients = [leave(a_MN.to(z_MD.dtype)) for a_MN in gated.coefficients]
         inner_MF = self.activation(self.up(z_MD, coefficients))
         y_MD = self.down(inner_MF, coefficients)
         return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(gated)

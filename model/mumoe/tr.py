@@ -73,18 +73,28 @@ class TensorRing(Factorized):
         """A diagonal slice of N(1, 1) for each expert; of a further level the identity."""
         return NORMAL_DIAGONAL if level == 0 else IDENTITY
 
-    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
-        """See `Factorized.forward`."""
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """Q of the input and P of the output factor if they have equal parts, or else R."""
+        first, ring = cls.first_rank(sizes), sizes.expert_rank
+        return {
+            "input_factor": 2 if ring % parts else 1,
+            "output_factor": 1 if first % parts else 0,
+        }
+
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.mix`; [M, Q R] to [M, P R]."""
+        factors = self.expert_factors()
         mixed = [
             (a_MN @ factor_NPQ.flatten(1)).view(-1, *factor_NPQ.shape[1:])
-            for a_MN, factor_NPQ in zip(coefficients, self.expert_factors(), strict=True)
+            for a_MN, factor_NPQ in zip(coefficients, factors, strict=True)
         ]
         ring_MPQ = mixed[0]
         for level_MQQ in mixed[1:]:
             ring_MPQ = ring_MPQ @ level_MQQ
-        input_MQR = self.contract_input(z_MI).view(-1, *self.input_factor.shape[1:])
-        joined_MR = (ring_MPQ @ input_MQR).flatten(1)  # P R numbers
-        return joined_MR @ self.output_factor.flatten(0, 1)
+        ring_MPQ = self.exchange.shared(ring_MPQ)
+        input_MQR = contracted.view(-1, self.sizes.expert_rank, self.sizes.rank)
+        return (ring_MPQ @ input_MQR).flatten(1)
 
 
 class TensorTrain(TensorRing):

@@ -71,13 +71,18 @@ class Tucker(Factorized):
         fan = math.prod(self.core.shape[:-1])
         return super().initializers() | {"core": uniform(1 / math.sqrt(fan))}
 
-    def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
-        """See `Factorized.forward`."""
-        h = self.contract_input(z_MI) @ self.core.flatten(1)  # [M, Q ... Q T]
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """S of the input and T of the output factor; the core lies cut by S."""
+        return {"input_factor": 1, "core": 0, "output_factor": 0}
+
+    def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
+        """See `Factorized.mix`; [M, S] to [M, T]."""
+        h = contracted @ self.exchange.whole(self.core).flatten(1)  # [M, Q ... Q T]
         for a_MN, factor_NQ in zip(coefficients, self.expert_factors(), strict=True):
-            a_M1Q = (a_MN @ factor_NQ).unsqueeze(1)
+            a_M1Q = self.exchange.shared(a_MN @ factor_NQ).unsqueeze(1)
             h = (a_M1Q @ h.view(h.shape[0], factor_NQ.shape[1], -1)).squeeze(1)  # one Q fewer
-        return h @ self.output_factor
+        return h
 
 
 def _contracted(sizes: Sizes) -> list[int]:

@@ -168,17 +168,17 @@ class SparseMoEConfig(Config):
         """The inner width F of one expert in a model of the given width D."""
         return 4 * width if self.expert_hidden_size is None else self.expert_hidden_size
 
-    def cut_sizes(self, width: int) -> dict[str, int]:
-        """What tensor parallelism divides, by key.
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """What tensor parallelism divides: of each entry one of the sizes, by key.
 
         Args:
             width: D.
         """
         key = "model.feed_forward"
-        sizes = {f"{key}.expert_hidden_size": self.inner_size(width)}
+        sizes = [{f"{key}.expert_hidden_size": self.inner_size(width)}]
         if self.placement != 1:
             dense = 4 * width if self.dense_hidden_size is None else self.dense_hidden_size
-            sizes[f"{key}.dense_hidden_size"] = dense
+            sizes.append({f"{key}.dense_hidden_size": dense})
         return sizes
 
     def score_size(self) -> int:

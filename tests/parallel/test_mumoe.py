@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from model.build import build_model
-from parallel.dims import LayoutError
-from parallel.tensor import parallelize_tensors
 from tests.helpers.training import Case, mumoe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -96,18 +93,3 @@ def test_recomputation_changes_nothing(workers, references):
     result = workers(2).run(train, case.but(stage=3, model=model))[0]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-
-
-def refused(case):
-    """The error of cutting the model, in a worker."""
-    from parallel import comm
-
-    world = comm.initialize(tensor_parallel_size=case.tensor)
-    with pytest.raises(LayoutError) as caught:
-        parallelize_tensors(build_model(case.model), world)
-    return str(caught.value)
-
-
-def test_tensor_parallelism_ends_with_a_line(workers):
-    lines = workers(2).run(refused, Case(tensor=2, model=MODELS[0]))
-    assert lines == ["parallel.tensor_parallel_size: 2 is not allowed: MuMoE cannot be cut"] * 2

@@ -70,21 +70,41 @@ def test_batch_norm_is_possible_where_nothing_is_predicted():
     MuMoEConfig(gate_norm="batch").check_model(num_layers=4, num_heads=4, causal=False)
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("tensor_parallel_size", "mumoe, whose factors are not cut yet; use 1, and parallel.zero"),
-        ("expert_parallel_size", "mumoe, which has no whole experts to spread"),
-    ],
-)
-def test_layouts_that_cut_factors_are_refused_in_one_line(key, expected):
-    validate(parse(), 2)
-    config = parse_config(RUN, [f"parallel.{key}=2"], origin="run.yaml")
+def test_there_are_no_whole_experts_to_spread():
+    config = parse_config(RUN, ["parallel.expert_parallel_size=2"], origin="run.yaml")
     with pytest.raises(ConfigError) as caught:
         validate(config, 2)
-    line = f"parallel.{key}: 2 is not allowed with {KEY}kind: {expected}"
-    assert str(caught.value).startswith(line)
-    assert "\n" not in str(caught.value)
+    line = "parallel.expert_parallel_size: 2 is not allowed with model.feed_forward.kind: mumoe, "
+    assert str(caught.value) == line + "which has no whole experts to spread"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rank=7"], f"{KEY}rank: 7"),
+        (["rank=8", "hidden_size=9"], f"{KEY}hidden_size: 9"),
+        (["factorization=tucker", "rank=7"], f"{KEY}rank: 7"),
+        (["factorization=tt", "rank=7"], f"{KEY}rank: 7"),
+        (
+            ["factorization=tr", "rank=7", "expert_rank=3"],
+            f"{KEY}expert_rank: 3 nor {KEY}rank: 7",
+        ),
+    ],
+)
+def test_tensor_parallelism_divides_inner_units_and_ranks(overrides, expected):
+    changes = ["parallel.tensor_parallel_size=2", *(f"{KEY}{o}" for o in overrides)]
+    with pytest.raises(ConfigError) as caught:
+        validate(parse_config(RUN, changes, origin="run.yaml"), 2)
+    assert str(caught.value) == f"parallel.tensor_parallel_size: 2 does not divide {expected}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["rank=8"], ["factorization=tr", "rank=7"], ["factorization=tr", "expert_rank=3", "rank=8"]],
+)
+def test_tensor_parallelism_takes_one_of_both_ranks_of_a_ring(overrides):
+    changes = ["parallel.tensor_parallel_size=2", *(f"{KEY}{o}" for o in overrides)]
+    assert validate(parse_config(RUN, changes, origin="run.yaml"), 2).tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,0 +1,233 @@
+"""Cut factors: n tensor-parallel processes compute what one computes, and exchange little."""
+
+import pytest
+import torch
+
+from model.build import num_parameters
+from model.gpt2 import GPT2Config
+from parallel.placement import split_rows_and_rest
+from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
+from tests.helpers.training import MODEL, Case, inspect_shards, mumoe_model, resave, tensors, train
+from tests.parallel.test_tensor import gathered
+
+pytestmark = pytest.mark.distributed
+
+SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5)
+CP = mumoe_model(factorization="cp", rank=8)
+TR = mumoe_model(factorization="tr", num_experts=[4, 3])
+# Every rule of what is cut and where gradients are summed.
+MODELS = {
+    "cp": CP,
+    "tr": TR,
+    "cp, more experts than the model is wide": mumoe_model(rank=8, num_experts=[40, 2]),
+    "cp, normalized input, no bias": mumoe_model(rank=8, gate_input="normalized", bias=False),
+    "tr, cut along the rank": mumoe_model(factorization="tr", expert_rank=3, rank=8),
+    "tt": mumoe_model(factorization="tt", rank=8, num_experts=[4, 3]),
+    "tt, cut along the rank": mumoe_model(factorization="tt", rank=8, expert_rank=3),
+    "tucker": mumoe_model(factorization="tucker", rank=8, num_experts=[4, 3]),
+    "softmax": mumoe_model(rank=8, gate="softmax"),
+}
+LAYOUTS = [  # (processes, tensor-parallel ones, stage); the slow ones are more of the same
+    *[(2, 2, stage) for stage in (0, 1, 2, 3)],
+    *[pytest.param(4, 2, s, marks=[pytest.mark.slow] if s % 2 else []) for s in (0, 1, 2, 3)],
+    (4, 4, 1),
+]
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
+
+
+@pytest.fixture(scope="module")
+def references(workers, tmp_path_factory):
+    """One process at stage 0, for every case that is compared."""
+    made = {}
+
+    def reference(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            result = workers(1).run(train, case.but(save_to=str(folder)))[0]
+            made[case] = result, folder / "step-00000004"
+        return made[case]
+
+    return reference
+
+
+def assert_equal_runs(workers, references, folder, case, processes, tensor, stage):
+    expected, weights_of = references(case)
+    there = case.but(tensor=tensor, stage=stage, save_to=str(folder))
+    results = workers(processes).run(train, there)
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    for name in ("losses", "norms"):
+        ours, theirs = (torch.tensor(result[name]) for result in (results[0], expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    ours, theirs = tensors(folder / "step-00000004"), tensors(weights_of)
+    assert ours.keys() == theirs.keys()
+    assert max(relative(ours[key], theirs[key]) for key in theirs) < 1e-5
+    for ours, theirs in zip(results[0]["routing"], expected["routing"], strict=True):
+        assert ours.keys() == theirs.keys()
+        load = "routing/blocks.1.feed_forward/load"
+        assert ours[load] == pytest.approx(theirs[load], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+@pytest.mark.parametrize(("processes", "tensor", "stage"), LAYOUTS)
+def test_sgd_gives_equal_losses_norms_weights_and_statistics(
+    workers, references, tmp_path, model, processes, tensor, stage
+):
+    case = SGD.but(model=model)
+    assert all(norm > 0.5 for norm in references(case)[0]["norms"])  # so that the clip is active
+    assert_equal_runs(workers, references, tmp_path, case, processes, tensor, stage)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
+    results = workers(parts).run(block_against_the_whole, model, parts, 9)
+    assert all(max(result.values()) < 1e-10 for result in results)
+
+
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+@pytest.mark.parametrize(("processes", "stage"), [(2, 0), (4, 2)])
+def test_adamw_gives_equal_losses(workers, references, model, processes, stage):
+    case = Case(learning_rate=1e-3, model=model)
+    expected, _ = references(case)
+    result = workers(processes).run(train, case.but(stage=stage, tensor=2))[0]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+def test_bf16_stays_near_fp32(workers, references, model):
+    case = Case(learning_rate=1e-3, model=model)
+    expected, _ = references(case)
+    result = workers(2).run(train, case.but(stage=1, tensor=2, precision="bf16"))[0]
+    assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"recompute": "block"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+def test_recomputation_and_compilation_change_nothing(workers, model, change):
+    case = SGD.but(tensor=2, stage=1, model=model)
+    expected = workers(2).run(train, case)[0]
+    actual = workers(2).run(train, case.but(model=model.model_copy(update=change)))[0]
+    for key in ("losses", "norms"):
+        assert actual[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+@pytest.mark.parametrize("experts", [[16], [16, 4]])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("factorization", ["cp", "tr", "tucker"])
+def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
+    wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}
+    section = {"kind": "mumoe", "factorization": factorization, "num_experts": experts}
+    model = GPT2Config.model_validate(wide | {"feed_forward": section | {"rank": 96}})
+    total = num_parameters(model)
+    for result in workers(size).run(inspect_shards, Case(tensor=size, model=model)):
+        assert result["elements"] <= total * (1 / size + 0.05)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_cp_block_exchanges_its_rank_and_its_width(workers, parts):
+    tokens, width, rank, experts = 10, 36, 8, 5
+    away = parts - 1  # a process sends this share of `parts` of what goes round once
+    gate = ("all_gather_into_tensor", experts * width * away // parts)
+    narrow = tokens * rank * away // parts
+    wide = ("allreduce", 2 * tokens * width * away // parts)
+    for forward, backward in workers(parts).run(traffic_of_a_block, CP, parts, tokens):
+        assert forward == [
+            gate,
+            ("all_gather_into_tensor", narrow),
+            ("reduce_scatter_tensor", narrow),
+            wide,
+        ]
+        coefficients = ("allreduce", 2 * tokens * experts * away // parts)
+        assert sorted(backward) == sorted(
+            [
+                ("all_gather_into_tensor", narrow),
+                ("reduce_scatter_tensor", narrow),
+                coefficients,
+                wide,
+            ]
+        )
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_ring_exchanges_its_rank_and_its_width(workers, parts):
+    tokens, width, rank, ring = 10, 36, 7, 4
+    away = parts - 1
+    gate = ("all_gather_into_tensor", (4 + 3) * width * away // parts)
+    narrow = tokens * ring * rank * away // parts
+    wide = ("allreduce", 2 * tokens * width * away // parts)
+    for forward, backward in workers(parts).run(traffic_of_a_block, TR, parts, tokens):
+        assert forward == [
+            gate,
+            ("all_gather_into_tensor", narrow),
+            ("reduce_scatter_tensor", narrow),
+            wide,
+        ]
+        matrix = ("allreduce", 2 * tokens * ring * ring * away // parts)
+        assert sorted(backward) == sorted(
+            [
+                ("all_gather_into_tensor", narrow),
+                ("reduce_scatter_tensor", narrow),
+                matrix,
+                matrix,
+                wide,
+            ]
+        )
+
+
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+def test_cut_factors_see_no_future(workers, model):
+    ids_BT = torch.randint(model.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))
+    whole = workers(1).run(logits, model, 1, ids_BT)[0]
+    parts = workers(2).run(logits, model, 2, ids_BT)
+    before = torch.cat(parts, dim=-1)[..., : model.vocab_size]
+    torch.testing.assert_close(before, whole, atol=1e-10, rtol=0)
+    for last in (0, 7, 14):
+        changed_BT = ids_BT.clone()
+        changed_BT[:, last + 1 :] = (changed_BT[:, last + 1 :] + 1) % model.vocab_size
+        after = torch.cat(workers(2).run(logits, model, 2, changed_BT), dim=-1)
+        after = after[..., : model.vocab_size]
+        seen = slice(None, last + 1)
+        torch.testing.assert_close(after[:, seen], before[:, seen], atol=1e-10, rtol=0)
+        assert not torch.allclose(after, before, atol=1e-10, rtol=0)
+
+
+SAVING = [(2, 2, 0), (2, 2, 3), (4, 2, 1), *[
+    pytest.param(*layout, marks=pytest.mark.slow)
+    for layout in [(2, 2, 1), (2, 2, 2), (4, 2, 0), (4, 2, 2), (4, 2, 3), (4, 4, 1)]
+]]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+@pytest.mark.parametrize(("processes", "tensor", "stage"), SAVING)
+def test_a_checkpoint_goes_into_a_layout_and_back_unchanged(
+    workers, references, tmp_path, model, processes, tensor, stage
+):
+    _, folder = references(Case(learning_rate=1e-3, model=model))
+    there, back = tmp_path / "there", tmp_path / "back"
+    case = Case(model=model, first_step=4)
+    cut = case.but(tensor=tensor, stage=stage, resume=str(folder), save_to=str(there))
+    workers(processes).run(resave, cut)
+    path = there / "step-00000004"
+    workers(1).run(resave, case.but(resume=str(path), save_to=str(back)))
+    before = tensors(folder)
+    for after in (tensors(path), tensors(back / "step-00000004")):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_rows_below_those_that_are_cut_go_to_the_last_part(parts):
+    whole = torch.arange(18).view(9, 2)  # 8 rows and a bias
+    places = [split_rows_and_rest((9, 2), 8, rank, parts) for rank in range(parts)]
+    assert [place.shape for place in places] == [(8 // parts + 1, 2)] * parts
+    padding = torch.full((1, 2), -7)
+    shards = [torch.cat([rows, padding]) for rows in whole[:8].split(8 // parts)]
+    shards[-1][-1] = whole[8]
+    assert torch.equal(gathered(places, shards), whole)
