@@ -51,6 +51,8 @@ class GPT2Config(Config):
     """Added to the variance in every LayerNorm."""
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 L) where a branch ends."""
+    tied_embeddings: bool = True
+    """Whether the output head is the token embedding; false: a matrix of its own, as large."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
     """The feed-forward of every block."""
     recompute: Literal["none", "block"] = "none"
@@ -119,8 +121,39 @@ class TiedHead(nn.Module):
         return linear(x_BTD, weight_VD)
 
 
+class UntiedHead(nn.Module):
+    """The output head with a matrix of its own.
+
+    Args:
+        vocab_size: V.
+        width: D.
+        initializer_std: Standard deviation of the initial weights.
+    """
+
+    def __init__(self, vocab_size: int, width: int, initializer_std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self._initializer_std = initializer_std
+
+    def initializers(self) -> dict[str, Initializer]:
+        """As the token embedding's; see `model/initialization.py`."""
+        return {"weight": normal(self._initializer_std)}
+
+    def forward(self, x_BTD: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
+        """Scores every token of the vocabulary.
+
+        Args:
+            x_BTD: The residual stream after the last LayerNorm.
+            embedding_VD: None; the tied head takes it.
+
+        Returns:
+            Logits [B, T, V].
+        """
+        return linear(x_BTD, self.weight)
+
+
 class GPT2(nn.Module):
-    """A decoder-only transformer with learned positions and tied embeddings.
+    """A decoder-only transformer with learned positions.
 
     Construct it with `build_model` and fill it with `materialize`: both in `model/build.py`. On its
     own the constructor leaves PyTorch's default initial values, which are not GPT-2's.
@@ -143,7 +176,11 @@ class GPT2(nn.Module):
             _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
         )
         self.final_norm = nn.LayerNorm(width, eps=config.layer_norm_epsilon, bias=config.bias)
-        self.head = TiedHead()
+        self.head = (
+            TiedHead()
+            if config.tied_embeddings
+            else UntiedHead(config.known_vocab_size(), width, config.initializer_range)
+        )
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
@@ -184,7 +221,9 @@ class GPT2(nn.Module):
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
-        logits_BTV = self.head(self.final_norm(x_BTD), self.token_embedding.weight)
+        # Not touched if it is not needed: ZeRO 3 would gather it.
+        embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
+        logits_BTV = self.head(self.final_norm(x_BTD), embedding_VD)
         return ModelOutput(logits_BTV, tuple(routing))
 
     def _run(

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from model.attention import CausalSelfAttention
 from model.dense import DenseFeedForward
-from model.gpt2 import GPT2
+from model.gpt2 import GPT2, UntiedHead
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
@@ -35,7 +35,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
     layers = _Layers(world)
     with torch.device("meta"):
         embedding = layers.embedding(model.token_embedding)
-        _swap(model, "head", layers.head(embedding))
+        _swap(model, "head", layers.head(model.head, embedding))
         _swap(model, "token_embedding", embedding)
         for block in model.blocks:
             attention, feed_forward = block.attention, block.feed_forward
@@ -152,12 +152,17 @@ class _Layers:
         cut(made.weight, split_padded(tuple(layer.weight.shape), self.rank, self.parts))
         return made
 
-    def head(self, embedding: nn.Module) -> nn.Module:
-        """The output head on the embedding's part."""
+    def head(self, layer: nn.Module, embedding: nn.Module) -> nn.Module:
+        """The output head, on the embedding's part or cut as the embedding is."""
         weight = embedding.weight
         assert isinstance(weight, nn.Parameter)
-        real = sum(piece.num_rows for piece in placement_of(weight).pieces)
-        return _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, real)
+        place = placement_of(weight)
+        real = sum(piece.num_rows for piece in place.pieces)
+        made = _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, real)
+        if isinstance(layer, UntiedHead):
+            made.weight = nn.Parameter(torch.empty(place.shape))
+            cut(made.weight, place)
+        return made
 
 
 def cut(parameter: nn.Parameter, placement: Placement) -> None:
@@ -184,18 +189,23 @@ def _without_bias_output(kind: type) -> type:
 
 
 class _ParallelHead(nn.Module):
-    """The tied output head: logits of this process's part of the vocabulary.
+    """The output head: logits of this process's part of the vocabulary.
 
     Args:
         copy: identity, whose gradient is summed over the tensor-parallel processes.
         real: rows of the part that are no padding.
     """
 
+    weight: nn.Parameter | None
+
     def __init__(self, copy: Callable[[Tensor], Tensor], real: int) -> None:
         super().__init__()
         self._copy, self._real = copy, real
+        self.register_parameter("weight", None)  # of its own, unless the embedding is the head
 
-    def forward(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:
+        weight_VD = self.weight if embedding_VD is None else embedding_VD
+        assert weight_VD is not None
         logits_BTV = linear(self._copy(x_BTD), weight_VD)
         if self._real == weight_VD.shape[0]:
             return logits_BTV

@@ -86,7 +86,7 @@ def describe(
             "active_parameters": parameters - experts + active,
             "experts": _experts(config),
             "factorized_experts": factorized_experts(config.model),
-            "embedding_parameters": _count(model, "token_embedding", "position_embedding"),
+            "embedding_parameters": _count(model, "token_embedding", "position_embedding", "head"),
             "block_parameters": [
                 count_parameters(block) for block in model.get_submodule("blocks").children()
             ],

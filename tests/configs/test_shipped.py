@@ -17,6 +17,8 @@ NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
 EXPECTED = {
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
+    "gpt2/124m-smoe-16.yaml": (8, 50257, 520_846_848),
+    "gpt2/124m-smoe-64.yaml": (8, 50257, 1_880_243_712),
     "gpt2/124m-wikitext103.yaml": (8, 50257, 124_337_664),
     "gpt2/124m.yaml": (8, 50257, 124_337_664),
     "gpt2/1558m.yaml": (32, 50257, 1_557_611_200),  # as OpenAI's, with biases
@@ -24,6 +26,18 @@ EXPECTED = {
     "gpt2/774m.yaml": (16, 50257, 774_030_080),
     "quickstart/gpt2-smoe.yaml": (2, 8192, 11_641_376),
     "quickstart/gpt2.yaml": (2, 8192, 5_322_240),
+    "wikitext103/glam-medium-attention.yaml": (8, 267735, 200_609_760),
+    "wikitext103/glam-medium-similarity.yaml": (8, 267735, 200_609_760),
+    "wikitext103/glam-medium.yaml": (8, 267735, 200_609_760),
+    "wikitext103/smoe-dropout-medium.yaml": (8, 267735, 215_514_112),
+    "wikitext103/smoe-large-attention.yaml": (8, 267735, 388_014_272),
+    "wikitext103/smoe-large-similarity.yaml": (8, 267735, 388_014_272),
+    "wikitext103/smoe-large.yaml": (8, 267735, 388_014_272),
+    "wikitext103/smoe-medium-attention.yaml": (8, 267735, 215_548_000),
+    "wikitext103/smoe-medium-similarity.yaml": (8, 267735, 215_548_000),
+    "wikitext103/smoe-medium.yaml": (8, 267735, 215_548_000),
+    "wikitext103/switch-medium.yaml": (8, 267735, 215_548_000),
+    "wikitext103/xmoe-medium.yaml": (8, 267735, 215_531_782),
 }
 
 
@@ -64,3 +78,24 @@ def test_a_shipped_config_says_how_it_is_run_and_what_it_takes(path: Path) -> No
     head = path.read_text().partition("\nseed:")[0]
     for word in ("# Command", "polyad ", "# Hardware", "# Time", "# Memory"):
         assert word in head, word
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("smoe-medium", 215), ("smoe-large", 388), ("glam-medium", 201), ("switch-medium", 215)],
+)
+def test_sizes_are_those_that_the_paper_reports(name: str, millions: int) -> None:
+    # Nguyen et al. 2025, table 5: with the vocabulary, twice.
+    assert EXPECTED[f"wikitext103/{name}.yaml"][2] / 1e6 == pytest.approx(millions, abs=0.6)
+
+
+@pytest.mark.parametrize("size", ["smoe-medium", "smoe-large", "glam-medium"])
+@pytest.mark.parametrize("graph", ["similarity", "attention"])
+def test_a_graph_is_all_that_differs(size: str, graph: str) -> None:
+    folder = ROOT / "configs" / "wikitext103"
+    plain, mixed = (
+        flatten(yaml.safe_load((folder / f"{name}.yaml").read_text()))
+        for name in (size, f"{size}-{graph}")
+    )
+    differing = {key for key in plain if plain[key] != mixed[key]}
+    assert differing == {"run.folder", "model.feed_forward.graph"}

@@ -34,12 +34,16 @@ def reference_of(model):
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            tie_word_embeddings=config.tied_embeddings,
         )
     )
     renamed = {}
     for name, parameter in model.named_parameters():
         parts = [REFERENCE_NAMES.get(part, part) for part in name.split(".")]
-        theirs = reference.transformer.get_parameter(".".join(parts))
+        if name == "head.weight":
+            theirs = reference.lm_head.weight
+        else:
+            theirs = reference.transformer.get_parameter(".".join(parts))
         # transformers stores linear layers as Conv1D: [in, out].
         transposed = parts[-2].startswith("c_") and parts[-1] == "weight"
         with torch.no_grad():

@@ -17,6 +17,7 @@ from tests.helpers.reference import reference_of
         ({"num_layers": 1, "num_heads": 1}, 1, 1),
         ({"hidden_size": 48, "num_heads": 3, "vocab_size": 130}, 3, 9),
         ({"feed_forward": {"kind": "dense", "hidden_size": 40}}, 2, 5),
+        ({"tied_embeddings": False}, 2, 7),
     ],
 )
 def test_logits_and_gradients_equal_transformers_on_the_same_weights(
@@ -65,6 +66,16 @@ def test_embedding_and_head_are_one_parameter(small_model):
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
     assert all(parameter.dim() >= 1 for parameter in model.parameters())
     assert not any("expert" in name for name, _ in model.named_parameters())
+
+
+def test_a_head_of_its_own_is_one_more_matrix_and_no_more_work(small_model):
+    tied, untied = small_model(), small_model(tied_embeddings=False)
+    names = {name for name, _ in untied.named_parameters()}
+    assert names - {name for name, _ in tied.named_parameters()} == {"head.weight"}
+    assert untied.head.weight.shape == untied.token_embedding.weight.shape
+    assert not torch.equal(untied.head.weight, untied.token_embedding.weight)
+    assert untied.head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert flops_per_token(tied.config) == flops_per_token(untied.config)
 
 
 def test_no_bias_anywhere_when_switched_off(small_model, random_ids):

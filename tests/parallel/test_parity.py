@@ -57,6 +57,25 @@ def test_sgd_gives_equal_losses_norms_and_weights(
     assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "stage"), [(2, 1, 3), (2, 2, 0), (2, 2, 3), (4, 2, 1)]
+)
+def test_a_head_of_its_own_is_cut_and_sharded(
+    workers, references, tmp_path, world_size, tensor, stage
+):
+    model = SGD.model.model_copy(update={"tied_embeddings": False})
+    case = SGD.but(clip=0.5, model=model)
+    expected, weights = references(case)
+    case = case.but(stage=stage, tensor=tensor, save_to=str(tmp_path))
+    result = workers(world_size).run(train, case)[0]
+    assert close(result["losses"], expected["losses"])
+    assert close(result["norms"], expected["norms"])
+    ours = tensors(tmp_path / "step-00000004")
+    assert ours.keys() == weights.keys()
+    assert ("head.weight", "master") in ours
+    assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
+
+
 def test_clipping_changes_the_weights(references):
     _, clipped = references(SGD.but(clip=0.5))
     _, free = references(SGD.but(clip=0.0))
