@@ -1,6 +1,8 @@
 """The parts of a report: history, top tokens, choice, contexts, charts."""
 
+import base64
 import json
+import re
 import struct
 import zlib
 
@@ -12,7 +14,7 @@ from train.errors import ConfigError
 from train.report.charts import Line, _indices, _png, line_chart, number, ticks
 from train.report.coefficients import RoutedLayer
 from train.report.history import read_history
-from train.report.page import _visible
+from train.report.layers import _load_figures, _visible
 from train.report.snippets import Documents, pieces
 from train.report.top_tokens import STRETCH, TopTokens, choose_experts
 
@@ -161,11 +163,26 @@ def test_a_place_stays_in_its_document_and_window(prepared):
     place = Documents(stream).place(first - 1, first - 9, first + 20)  # the end of the first
     assert (place.document, place.offset) == (0, first - 1)
     assert (place.first, place.stop) == (first - 9, first)
+    # A character that the window's edge cuts is read whole, but not beyond the document.
+    assert (place.read_first, place.read_stop) == (first - 12, first)
 
 
 def test_text_cannot_become_markup():
     assert _visible("<script>&\"'") == "&lt;script&gt;&amp;&quot;&#x27;"
     assert _visible("\x00\x1b") == "\u2400\u241b"
+
+
+def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):
+    lines = [{"step": s, "loss": 1.0, f"{LAYER}/load": [e / 500 for e in range(1000)]}
+             for s in (1, 2)]  # fmt: skip
+    history = read_history(write(tmp_path, lines)).layers["blocks.1.feed_forward"]
+    layer = RoutedLayer(name="blocks.1.feed_forward", levels=(1000,))
+    html = _load_figures([1, 2], layer, history)
+    image = base64.b64decode(re.search(r"base64,([^\"]+)", html)[1])
+    assert struct.unpack(">II", image[16:24]) == (2, 256)
+    assert "4 experts share a row" in html
+    # Busiest first: 999, 998, 997 and 996 of 500, of 1000 experts.
+    assert "experts 999, ...: newest load 1,995 times the mean" in html
 
 
 def test_numbers_and_ticks_are_round():

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 NARROW, WIDE, HEIGHT = 640, 1060, 220
 """Of a chart beside another, and of one as wide as the page: text is equally large in both."""
-LEFT, RIGHT, TOP, BOTTOM = 52, 20, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 62, 20, 10, 26
 RAMP = (
     *((228, 238, 234), (178, 210, 206), (116, 172, 181)),
     *((66, 125, 155), (38, 80, 120), (22, 34, 66)),
@@ -125,10 +125,11 @@ def _grid(
 ) -> list[str]:
     parts = []
     for value in values:
+        label = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
             f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 4:g}" text-anchor="end">'
-            f"{number(value)}</text>"
+            f"{label}</text>"
         )
     return parts + step_ticks(steps, x, HEIGHT)
 
@@ -219,7 +220,7 @@ def heat_map(
         f'preserveAspectRatio="none" href="data:image/png;base64,{data}"/>',
     ]
     each = plot / rows
-    shown = max(1, math.ceil(14 / each))
+    shown = max(1, math.ceil(18 / each))
     for row, name in enumerate(names):
         y = TOP + row * each
         if row % shown == 0:

@@ -78,7 +78,7 @@ def report(
     _check_experts(chosen, experts)
     text = None
     if chosen and tokens:
-        choice = Choice(top=top, experts=tuple(experts))
+        choice = Choice(top=top, experts=tuple(dict.fromkeys(experts)))
         text = _read(weights, chosen, choice, data=data, split=split, limit=tokens)
     held = expert_parameters(model)
     parameters = count_parameters(model)
@@ -95,9 +95,7 @@ def report(
         routed=routed,
         text=text,
     )
-    partial = target.with_name(f".{target.name}.partial")
-    partial.write_text(render(result), encoding="utf-8")
-    partial.replace(target)
+    _write(target, render(result))
     return {"output": str(target), **result.to_json()}
 
 
@@ -134,6 +132,16 @@ def _check_output(target: Path) -> None:
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
     if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"--output: {target} cannot be written to; --output names another place")
+
+
+def _write(target: Path, page: str) -> None:
+    """Puts the page there whole, or leaves what was there."""
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:

@@ -187,13 +187,14 @@ def _snippets(
     for numbers, input_BT, _ in text.batches(iter(sorted(wanted))):
         coefficients = {name: a_BTS.cpu() for name, a_BTS in read(input_BT.to(device)).items()}
         for row, window in enumerate(numbers):
-            begin, _ = text.bounds(window)
+            begin, end = text.bounds(window)
             for name, column, rank, a, place in wanted[window]:
-                span = slice(place.read_first - begin, place.read_stop - begin)
+                a_T = coefficients[name][row, :, column]
+                positions = range(place.read_first, place.read_stop)
                 shown = pieces(
                     place,
-                    input_BT[row, span].tolist(),
-                    coefficients[name][row, span, column].tolist(),
+                    text.stream.read(place.read_first, place.read_stop).tolist(),
+                    [float(a_T[p - begin]) if begin <= p < end else 0.0 for p in positions],
                     text.tokenizer.decode,
                     text.tokenizer.end_of_text_id,
                 )

@@ -57,7 +57,8 @@ class Documents:
         self._ends: npt.NDArray[np.int64] = np.cumsum(stream.document_lengths, dtype=np.int64)
 
     def place(self, position: int, window_first: int, window_stop: int) -> Place:
-        """What to show around a token: of its own document and window.
+        """What to show around a token: of its own document and window, for other windows' tokens
+        had another context. Only a character that the window's edge cuts is made whole.
 
         Args:
             position: of the token.
@@ -66,7 +67,8 @@ class Documents:
         """
         document = int(np.searchsorted(self._ends, position, side="right"))
         begin = int(self._ends[document - 1]) if document else 0
-        low, high = max(begin, window_first), min(int(self._ends[document]), window_stop)
+        end = int(self._ends[document])
+        low, high = max(begin, window_first), min(end, window_stop)
         first, stop = max(low, position - BEFORE), min(high, position + AFTER + 1)
         spare = _LONGEST_CHARACTER - 1
         return Place(
@@ -75,8 +77,8 @@ class Documents:
             position - begin,
             first,
             stop,
-            max(low, first - spare),
-            min(high, stop + spare),
+            max(begin, first - spare),
+            min(end, stop + spare),
         )
 
 

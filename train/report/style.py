@@ -95,7 +95,7 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .82rem; }
   main { padding: 1.2rem .7rem 3rem; }
   h1 { font-size: 1.35rem; }
   .facts { grid-template-columns: repeat(2, 1fr); }
-  svg .tick { font-size: 17px; }
+  svg .tick { font-size: 16px; }
   svg.wide { min-width: 640px; }
   figure { overflow-x: auto; }
 }
