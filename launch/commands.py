@@ -264,19 +264,19 @@ COMMANDS: dict[str, Command] = {
         arguments=evaluate_arguments,
         handler=_evaluate,
     ),
-    "report": Command(
-        summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
-        example="polyad report runs/quickstart/run\n"
-        "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
-        arguments=report_arguments,
-        handler=_report,
-    ),
     "validate": Command(
         summary="Checks a run without starting it, and says what it will do and cost.",
         example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
         "model.vocab_size=50257",
         arguments=validate_arguments,
         handler=_validate,
+    ),
+    "report": Command(
+        summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
+        example="polyad report runs/quickstart/run\n"
+        "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
+        arguments=report_arguments,
+        handler=_report,
     ),
     "bench data": Command(
         summary="Times encoding beside the tokenizers library, and the loader beside training.",
