@@ -90,7 +90,7 @@ def line_chart(
     bottom = min(known) if low is None else low
     top = max(known) if high is None else high
     if top - bottom < 1e-9 * max(1.0, abs(top)):
-        bottom, top = bottom - 0.5, top + 0.5
+        bottom, top = (low, low + 1) if low is not None else (bottom - 0.5, top + 0.5)
     margin = 0.05 * (top - bottom)
     bottom, top = bottom - (low is None) * margin, top + (high is None) * margin
     x = _axis(steps[0], steps[-1], LEFT, width - RIGHT)

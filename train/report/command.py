@@ -24,7 +24,7 @@ from train.errors import ConfigError
 from train.evaluate import Progress
 from train.report.coefficients import RoutedLayer, routed_layers
 from train.report.content import Report, TextPass
-from train.report.history import read_history
+from train.report.history import METRICS_FILE, History, read_history
 from train.report.page import render
 from train.report.reading import Choice, Text, read_text
 from train.resolve import need_tokenizer, open_data, tokenizer_of
@@ -32,6 +32,8 @@ from train.resolve import need_tokenizer, open_data, tokenizer_of
 TOKENS = 250_000
 """About how many tokens are read, unless the user says it."""
 OUTPUT_FILE = "report.html"
+LONG_FILE = 20_000_000
+"""Bytes of metrics.jsonl from which reading it takes seconds."""
 MOST_LAYERS = 3
 """Whose experts are read, unless they are named: the first, the middle and the last."""
 
@@ -71,7 +73,7 @@ def report(
     weights = Checkpoint(_checkpoint(run, checkpoint))
     target = run / OUTPUT_FILE if output is None else output
     _check_output(target)
-    history = read_history(run)
+    history = _history(run)
     model = build_model(weights.model_config())
     routed = routed_layers(model)
     chosen = _choose_layers(routed, layers)
@@ -123,6 +125,14 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         there = ", ".join(str(number) for number in found) or "none"
         raise ConfigError(f"--checkpoint: {step} is not allowed: {run} has {there}")
     return found[step]
+
+
+def _history(run: Path) -> History:
+    path = run / METRICS_FILE
+    size = path.stat().st_size if path.is_file() else 0
+    if size < LONG_FILE:
+        return read_history(run)
+    return read_history(run, progress=Progress(f"read {METRICS_FILE}", size / 1e6, "MB"))
 
 
 def _check_output(target: Path) -> None:

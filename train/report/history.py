@@ -10,7 +10,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,17 @@ def last(series: Series) -> float | None:
     return next((value for value in reversed(series) if value is not None), None)
 
 
-def read_history(folder: Path, max_points: int = MAX_POINTS) -> History:
+def read_history(
+    folder: Path,
+    max_points: int = MAX_POINTS,
+    progress: Callable[[float], None] = lambda share: None,
+) -> History:
     """Reads a run's metrics; memory grows with layers and experts, and 8 bytes a step.
 
     Args:
         folder: the run's.
         max_points: the most spans.
+        progress: is told the share done now and then.
 
     Raises:
         ConfigError: there is no such file, or no record in it.
@@ -92,6 +97,8 @@ def read_history(folder: Path, max_points: int = MAX_POINTS) -> History:
     losses: list[float] = []
     record: dict[str, Any] = {}
     for number, line in enumerate(_lines(path)):
+        if number % 100 == 99:
+            progress(number / len(keep))
         if number >= len(keep) or not keep[number]:  # a run in progress has added lines since
             continue
         try:
@@ -102,6 +109,7 @@ def read_history(folder: Path, max_points: int = MAX_POINTS) -> History:
         spans.add(record)
         if record.get("loss") is not None:
             losses = [*losses[-9:], record["loss"]]
+    progress(1.0)
     if not record:
         raise ConfigError(f"{path}: holds no record of a step yet")
     scalars, layers = spans.means()
