@@ -7,10 +7,18 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from train.report.charts import heat_legend, heat_map, number
+from train.report.charts import (
+    WIDE,
+    Line,
+    heat_legend,
+    heat_map,
+    legend,
+    line_chart,
+    number,
+)
 from train.report.coefficients import RoutedLayer
 from train.report.content import ExpertReport, Report, Snippet
-from train.report.history import LayerHistory
+from train.report.history import LayerHistory, Series
 from train.report.snippets import Piece
 from train.report.top_tokens import STRETCH
 
@@ -66,6 +74,7 @@ def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     history = report.history.layers.get(layer.name, LayerHistory())
     experts = report.text.layers.get(layer.name, []) if report.text else []
     body = _load_figures(report.history.steps, layer, history)
+    body += _entropy_figure(report.history.steps, layer, history)
     if experts:
         body += f'<div class="experts">{"".join(_expert(expert) for expert in experts)}</div>'
     elif report.text is not None:
@@ -92,6 +101,32 @@ def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
         f'<details class="layer"{" open" if is_open else ""}><summary><b>Block {layer.block}</b>'
         f'{facts}</summary><div class="inside">{body}</div></details>'
     )
+
+
+def _entropy_figure(steps: Sequence[int], layer: RoutedLayer, history: LayerHistory) -> str:
+    """Entropy over its maximum; with several levels that of each."""
+    lines = []
+    if "entropy" in history.scalars:
+        whole = history.scalars["entropy"]
+        label = "all levels" if len(layer.levels) > 1 else "entropy"
+        lines.append(_entropy_line(label, whole, maximum_entropy(layer), "var(--accent)"))
+    rows = history.lists.get("level_entropy", [])
+    for level, size in enumerate(layer.levels if rows else ()):
+        values = [None if row is None else float(row[level]) for row in rows]
+        share = round(100 * level / max(1, len(layer.levels) - 1))
+        colour = f"color-mix(in oklab, var(--ink) {share}%, var(--second))"
+        lines.append(_entropy_line(f"level {level}", values, math.log(max(2, size)), colour))
+    if not lines:
+        return ""
+    chart = line_chart(steps, lines, title="Entropy over time", low=0.0, high=1.0, width=WIDE)
+    named = legend(lines) if len(lines) > 1 else ""
+    return figure("Entropy over time", named + chart, "Over its maximum, ln of the experts.")
+
+
+def _entropy_line(label: str, values: Series, maximum: float, colour: str) -> Line:
+    scaled = [None if value is None else min(1.0, value / maximum) for value in values]
+    # Records of single levels may come with few of the steps: they are joined.
+    return Line(label=label, values=scaled, colour=colour, with_points=label.startswith("level"))
 
 
 def _load_figures(steps: Sequence[int], layer: RoutedLayer, history: LayerHistory) -> str:
