@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("kind", ["mumoe", "smoe", "dense"])
 def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_path, kind):
     for name in ("one", "two"):
-        report(runs[kind], output=tmp_path / name)
+        report(runs[kind], output=tmp_path / name, tokens=4000)
     text = (tmp_path / "one").read_text()
     assert text == (tmp_path / "two").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
@@ -79,7 +80,9 @@ def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_p
     assert ("This model has no experts" in text) == (kind == "dense")
     assert (page.peaks > 0) == (kind != "dense")
     assert ("Effective experts of a token" in text) == (kind == "mumoe")
-    assert ("Load over time" in text) == (kind != "dense")
+    for heading in ("Load over time", "Entropy over time"):
+        assert (heading in text) == (kind != "dense")
+    assert ("level 1" in text) == (kind == "mumoe")
 
 
 def test_the_page_tells_the_runs_numbers(runs, tmp_path):
@@ -267,6 +270,9 @@ def test_bad_input_is_one_line(runs, prepared_path, tmp_path, capfd):
     assert "at least 1" in refused(mumoe, "--top", 0)
     assert f"--output: {tmp_path} is a folder" in refused(mumoe, "--output", tmp_path)
     assert "there is no folder" in refused(mumoe, "--output", tmp_path / "a" / "b.html")
+    if Path("/proc/self").is_dir():  # where not even root can make a file
+        line = refused(mumoe, "--output", "/proc/report.html")
+        assert "--output: /proc/report.html cannot be written" in line
     line = refused(mumoe, "--data", tmp_path / "gone")
     assert "no such folder of prepared data" in line
     assert "--tokens 0 reads no text" in line

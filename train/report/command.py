@@ -1,6 +1,5 @@
 """`polyad report`: what a run has learned and what its experts do, as one HTML page."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -140,13 +139,22 @@ def _check_output(target: Path) -> None:
         raise ConfigError(f"--output: {target} is a folder, a file is needed")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"--output: {target} cannot be written to; --output names another place")
+    try:  # for real: reading the text may take long, and permissions do not say everything
+        _partial(target).touch()
+        _partial(target).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--output: {target} cannot be written: {error.strerror}; --output names another place"
+        ) from None
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
 
 
 def _write(target: Path, page: str) -> None:
     """Puts the page there whole, or leaves what was there."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = _partial(target)
     try:
         partial.write_text(page, encoding="utf-8")
         partial.replace(target)
