@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.parser import Parser, positive
+from launch.parser import Parser, names, non_negative, positive
 
 
 def prepare_arguments(parser: Parser) -> None:
@@ -61,6 +61,33 @@ def evaluate_arguments(parser: Parser) -> None:
     add("--split", choices=("validation", "test", "train"), default="validation")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
     override_arguments(parser)
+
+
+def report_arguments(parser: Parser) -> None:
+    """Those of `polyad report`."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a run, finished or not")
+    add("--output", type=Path, metavar="FILE", help="the page; default: report.html in the run")
+    add(
+        "--checkpoint", type=non_negative, metavar="STEP", help="weights to read text with; "
+        "default: the newest"
+    )  # fmt: skip
+    add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
+    add("--split", choices=("validation", "test", "train"), default="validation")
+    add(
+        "--layers", type=names, default=[], metavar="N,N,...", help="blocks whose experts are "
+        "shown; default: the first, the middle and the last that have some"
+    )  # fmt: skip
+    add(
+        "--experts", type=names, default=[], metavar="N,N,...", help="experts shown of each; with "
+        "levels LEVEL.N; default: six, picked by what they do"
+    )  # fmt: skip
+    add("--top", type=positive, default=8, metavar="K", help="tokens shown of each; default 8")
+    add(
+        "--tokens", type=non_negative, metavar="N", help="about how many are read, evenly over the "
+        "split; 0 reads none; default 250000"
+    )  # fmt: skip
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
 def convert_arguments(parser: Parser) -> None:

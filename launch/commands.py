@@ -20,6 +20,7 @@ from launch.arguments import (
     generate_arguments,
     launch_arguments,
     prepare_arguments,
+    report_arguments,
     validate_arguments,
 )
 from launch.machine import is_main
@@ -90,6 +91,28 @@ def _evaluate(options: Namespace) -> None:
         if is_main():
             show(result, result_table(result), options.json, stdout)
         comm.shutdown()
+
+
+def _report(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.report.command import TOKENS, report, report_line
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = report(
+            options.run,
+            output=options.output,
+            checkpoint=options.checkpoint,
+            data=options.data,
+            split=options.split,
+            layers=options.layers,
+            experts=options.experts,
+            top=options.top,
+            tokens=TOKENS if options.tokens is None else options.tokens,
+        )
+        show(result, report_line(result), options.json, stdout)
 
 
 def _convert(options: Namespace) -> None:
@@ -247,6 +270,13 @@ COMMANDS: dict[str, Command] = {
         "model.vocab_size=50257",
         arguments=validate_arguments,
         handler=_validate,
+    ),
+    "report": Command(
+        summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
+        example="polyad report runs/quickstart/run\n"
+        "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
+        arguments=report_arguments,
+        handler=_report,
     ),
     "bench data": Command(
         summary="Times encoding beside the tokenizers library, and the loader beside training.",

@@ -81,5 +81,13 @@ def positive(text: str) -> int:
     return number
 
 
+def names(text: str) -> list[str]:
+    """The type of a list on the command line: words between commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, as in 0,5")
+    return words
+
+
 def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())

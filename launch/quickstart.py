@@ -27,6 +27,7 @@ OURS = frozenset(
         "config.yaml",
         "metrics.jsonl",
         "environment.json",
+        "report.html",
         "tensorboard",
         "checkpoints",
         "profile",

@@ -4,7 +4,8 @@ Both types are NamedTuples, because those pass through the DeepSpeed engine, act
 recomputation and `torch.compile` unchanged. Statistics are returned and never stored on a module: a
 stored one counts twice when a block is recomputed.
 
-Shapes: B batch, T tokens in a sequence, V vocabulary, E experts, A heads, S experts of all levels.
+Shapes: B batch, T tokens in a sequence, V vocabulary, E experts (of a muMoE: of all levels, side by
+side), A heads, S experts of all levels, L levels.
 """
 
 from typing import NamedTuple
@@ -20,10 +21,11 @@ class RoutingStats(NamedTuple):
     it empty and the model fills it in: see `GPT2.forward`."""
     load_E: Tensor
     """Share of the assignments that each expert received; sums to 1. Of a muMoE: the mean over
-    tokens of the coefficients of the first level's experts."""
+    tokens of each coefficient; every level sums to 1."""
     entropy: Tensor
-    """Mean over tokens of the entropy of the scores that experts are chosen by (muMoE: of the first
-    level's coefficients), in nats; no dimensions, as all that follow but the last three."""
+    """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. Of a
+    muMoE: of the leaves' coefficients, products over levels, whose entropy is the levels' sum. No
+    dimensions, as all that follow unless a suffix says them."""
     balance_loss: Tensor | None = None
     """E sum_e f_e P_e, with its gradient: 1 at even load."""
     z_loss: Tensor | None = None
@@ -34,6 +36,16 @@ class RoutingStats(NamedTuple):
     """Mean of exp(entropy) of a token's weights in a graph; None without one."""
     head_entropy_A: Tensor | None = None
     """Mean entropy of each head's attention, in nats; None unless a graph asks for it."""
+    effective_experts: Tensor | None = None
+    """Of a muMoE: mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
+    dominated: Tensor | None = None
+    """Of a muMoE: share of the tokens of which one leaf has a coefficient of at least 0.5."""
+    dominant_E: Tensor | None = None
+    """Of a muMoE: load at a >= 0.5, the share of the tokens that give this expert at least 0.5."""
+    level_entropy_L: Tensor | None = None
+    """Of a muMoE with several levels: the part of each in `entropy`."""
+    levels: tuple[int, ...] = ()
+    """Of a muMoE: how many experts of each level stand side by side; of others nothing."""
     score_mean_S: Tensor | None = None
     """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless its
     gate has a BatchNorm."""

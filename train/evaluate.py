@@ -20,10 +20,17 @@ from train.scoring import perplexities, score_windows
 
 
 class Progress:
-    """A console line with share, rate and time left, for the main process."""
+    """A console line with share, rate and time left, for the main process.
 
-    def __init__(self, what: str, tokens: int) -> None:
-        self._what, self._tokens, self._start = what, tokens, time.monotonic()
+    Args:
+        what: is done.
+        amount: of it, in all.
+        unit: of the amount.
+    """
+
+    def __init__(self, what: str, amount: float, unit: str = "tok") -> None:
+        self._what, self._amount, self._unit = what, amount, unit
+        self._start = time.monotonic()
         self._console, self._last = Console(sys.stderr), 0.0
 
     def __call__(self, share: float) -> None:
@@ -34,7 +41,7 @@ class Progress:
         self._last, seconds = now, max(now - self._start, 1e-9)
         self._console.show(
             f"{self._what} {bar(share)} {100 * share:3.0f}%  "
-            f"{self._tokens * share / seconds:,.0f} tok/s  "
+            f"{self._amount * share / seconds:,.0f} {self._unit}/s  "
             f"{duration(seconds * (1 - share) / max(share, 1e-9))} left"
         )
         if share >= 1:

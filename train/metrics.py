@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -40,7 +41,8 @@ class LogConfig(Config):
     """What a run reports."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between console lines; metrics.jsonl and TensorBoard get every step."""
+    """Steps between console lines, and between records of every single expert; of all else
+    metrics.jsonl and TensorBoard get every step."""
     tensorboard: bool = True
     """Whether `tensorboard/` is written."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
@@ -123,9 +125,13 @@ class Metrics:
 
         Args:
             record: JSON values by name, `step` among them. Numbers that are not finite become null
-                in the file, since JSON has no way to write them.
+                in the file, since JSON has no way to write them. Lists, one number an expert, are
+                written with the console's lines alone: they are most of a record.
         """
         step = record["step"]
+        due = step % self._config.every == 0 or step == self._total or "validation_loss" in record
+        if not due:
+            record = {name: value for name, value in record.items() if not isinstance(value, list)}
         if self._startup is not None:
             start = self._startup.record(record["step_seconds"])
             self._startup = None
@@ -136,9 +142,12 @@ class Metrics:
         self._file.flush()
         if self._writer is not None:
             for name, value in record.items():
-                if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                if isinstance(value, list):
+                    if all(map(math.isfinite, value)):
+                        self._writer.add_histogram(name, np.asarray(value), step)
+                elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
                     self._writer.add_scalar(name, value, step)
-        if step % self._config.every == 0 or step == self._total or "validation_loss" in record:
+        if due:
             self._console.show(console_line(record, self._total, self._clock.left(step)))
 
     def close(self) -> None:
@@ -246,4 +255,6 @@ def duration(seconds: float) -> str:
 
 
 def _json_number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_json_number(number) for number in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -114,23 +114,33 @@ def routing_record(routing: Routing) -> dict[str, Any]:
 def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
     """One layer's statistics as numbers.
 
+    A mean over tokens of numbers that are never negative is 0 only if all of them are, and sums of
+    such numbers in floating point keep that: an expert counts as unused if no token of the step,
+    in any micro-batch of any process, gave it anything.
+
     Args:
         stats: Averaged over a step, or over one forward pass.
 
     Returns:
-        `load_max`: the load of the busiest expert over the mean load; `unused`: the share of the
-        experts that got nothing; `load`: the share of the assignments of each expert; the other
-        fields of `RoutingStats` that the layer has, by their names.
+        `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
+        share of the experts that got nothing; `load`: the share of the assignments of each expert;
+        the other fields of `RoutingStats` that the layer has, by their names.
     """
     load_E = stats.load_E
+    levels = load_E.split_with_sizes(list(stats.levels or load_E.shape))
     values: dict[str, float | list[float]] = {
-        "load_max": load_E.max().item() * load_E.numel(),
+        "load_max": max(load_N.max().item() * load_N.numel() for load_N in levels),
         "unused": (load_E == 0).float().mean().item(),
     }
     for name, value in _named_tensors(stats):
-        short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S")) else name
-        values[short] = value.item() if value.dim() == 0 else value.tolist()
+        short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
+        values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
     return values
+
+
+def _short(numbers: list[float]) -> list[float]:
+    """To six digits: thousands of experts in each layer would fill a disk. 0 stays exactly 0."""
+    return [float(f"{number:.6g}") for number in numbers]
 
 
 def console_summary(record: dict[str, Any]) -> list[str]:
@@ -144,6 +154,10 @@ def console_summary(record: dict[str, Any]) -> list[str]:
         parts.append(f"load {record['routing/load_max']:.2f}x")
         if record["routing/unused"]:
             parts.append(f"unused {100 * record['routing/unused']:.0f}%")
+    if "routing/effective_experts" in record:
+        parts.append(f"experts {record['routing/effective_experts']:.1f}")
+    if record.get("routing/dominated"):
+        parts.append(f"a>=.5 {100 * record['routing/dominated']:.0f}%")
     if record.get("routing/dropped"):
         parts.append(f"dropped {100 * record['routing/dropped']:.1f}%")
     if "routing/effective_neighbours" in record:

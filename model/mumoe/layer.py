@@ -4,8 +4,8 @@
 
 Source: Oldfield et al. 2024, section 4.3: one gate, whose coefficients both layers use.
 
-Shapes: B batch, T tokens in a sequence, M = B T tokens, D width, F inner width, N experts of the
-first level.
+Shapes: B batch, T tokens in a sequence, M = B T tokens, D width, F inner width, N experts of a
+level.
 """
 
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from model.cache import LayerCache
 from model.initialization import Initializer
 from model.interface import FeedForward, FeedForwardContext
 from model.mumoe.config import MuMoEConfig
-from model.mumoe.gating import Gate, Gated
+from model.mumoe.gating import Gate
+from model.mumoe.statistics import gate_statistics
 from model.output import RoutingStats
 
 
@@ -69,26 +70,3 @@ class MuMoE(FeedForward):
             progress: Share of the run's steps that are done.
         """
         self.gate.norm.update(stats.score_mean_S, stats.score_square_S)
-
-
-def gate_statistics(gated: Gated) -> RoutingStats:
-    """The statistics of a gate, without gradients.
-
-    Of several levels the first is told of: its experts are the groups that the others divide.
-
-    Args:
-        gated: What the gate decided.
-
-    Returns:
-        `load_E`: the mean coefficient of each expert; `entropy`: the mean over tokens of the
-        coefficients' entropy. What belongs to experts that are chosen is None.
-    """
-    a_MN = gated.coefficients[0].detach()
-    logarithm_MN = a_MN.clamp(min=1e-30).log()  # 0 log 0 is 0
-    return RoutingStats(
-        name="",
-        load_E=a_MN.mean(0),
-        entropy=-(a_MN * logarithm_MN).sum(-1).mean(),
-        score_mean_S=gated.mean_S,
-        score_square_S=gated.square_S,
-    )

@@ -75,6 +75,10 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["generate", "x"], ["--prompt"]),
         (["generate", "x", "--prompt", "y", "--top_p", "1"], ["--top_p", "nearest is --top-p"]),
         (["generate", "x", "--prompt", "y", "--max-tokens", "0"], ["'0'", "at least 1"]),
+        (["report"], ["report: ", "RUN"]),
+        (["report", "x", "--layer", "0"], ["--layer", "nearest is --layers"]),
+        (["report", "x", "--layers", "0,,1"], ["'0,,1'", "as in 0,5"]),
+        (["report", "x", "--tokens", "-1"], ["'-1'", "at least 0"]),
         (["evaluate", "x", "--split", "valid"], ["'valid'", "'validation', 'test', 'train'"]),
     ],
 )

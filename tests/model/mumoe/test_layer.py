@@ -11,8 +11,9 @@ from model.build import build_model, materialize, matrix_dimensions
 from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
 from model.interface import FeedForwardContext
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from model.mumoe.gating import NORMS, entmax15
+from model.mumoe.gating import NORMS, Gated, entmax15
 from model.mumoe.layer import MuMoE
+from model.mumoe.statistics import gate_statistics
 from tests.helpers.factorized import contract, full_tensor
 
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)
@@ -50,15 +51,47 @@ def test_a_block_is_the_papers_formula_with_whole_tensors(name, num_experts, gat
     inner = gelu(contract(full_tensor(name, block.up), z_BTD.flatten(0, 1), levels, True))
     expected = contract(full_tensor(name, block.down), inner, levels, True)
     torch.testing.assert_close(y_BTD.flatten(0, 1), expected, atol=1e-12, rtol=1e-12)
-    # Statistics are those of the first level.
-    p_MN = levels[0]
-    entropy_M = -torch.special.xlogy(p_MN, p_MN).sum(-1)
-    torch.testing.assert_close(stats.load_E, p_MN.mean(0))
+    # Statistics beside the leaves, written out.
+    leaves_MN = levels[0]
+    for p_MN in levels[1:]:
+        leaves_MN = (leaves_MN.unsqueeze(-1) * p_MN.unsqueeze(1)).flatten(1)
+    entropy_M = -torch.special.xlogy(leaves_MN, leaves_MN).sum(-1)
+    torch.testing.assert_close(stats.load_E, torch.cat([p_MN.mean(0) for p_MN in levels]))
     torch.testing.assert_close(stats.entropy, entropy_M.mean())
-    assert stats.load_E.sum().item() == pytest.approx(1)
-    assert not stats.load_E.requires_grad
-    others = set(stats._fields) - {"name", "load_E", "entropy"}
-    assert all(getattr(stats, field) is None for field in others)
+    torch.testing.assert_close(stats.effective_experts, entropy_M.exp().mean())
+    assert stats.levels == tuple(num_experts)
+    assert stats.load_E.sum().item() == pytest.approx(len(levels))
+    others = {"balance_loss", "z_loss", "dropped", "effective_neighbours", "head_entropy_A"}
+    others |= {"score_mean_S", "score_square_S"}
+    if len(levels) == 1:
+        others.add("level_entropy_L")
+    else:
+        assert stats.level_entropy_L.shape == (2,)
+        torch.testing.assert_close(stats.level_entropy_L.sum(), stats.entropy)
+    assert {field for field, value in stats._asdict().items() if value is None} == others
+    assert not any(value.requires_grad for value in stats if isinstance(value, torch.Tensor))
+
+
+def test_statistics_of_a_gate_by_hand():
+    # Four tokens, two levels. Level entropies: ln 2, 0, ln 4, 0 and 0, 0, 0, ln 2.
+    first_MN = torch.tensor([[0.5, 0.5, 0, 0], [1, 0, 0, 0], [0.25] * 4, [0, 1, 0, 0]])
+    second_MN = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.5, 0.5]])
+    stats = gate_statistics(Gated([first_MN, second_MN], None, None))
+    expected_E = [1.75 / 4, 1.75 / 4, 0.25 / 4, 0.25 / 4, 3.5 / 4, 0.5 / 4]
+    assert stats.load_E.tolist() == pytest.approx(expected_E)
+    assert stats.entropy.item() == pytest.approx(4 * math.log(2) / 4)
+    assert stats.level_entropy_L.tolist() == pytest.approx([3 * math.log(2) / 4, math.log(2) / 4])
+    assert stats.effective_experts.item() == pytest.approx((2 + 1 + 4 + 2) / 4)
+    # Leaves: 0.5 twice, 1, 0.25 four times, 0.5 twice: three of four tokens.
+    assert stats.dominated.item() == 0.75
+    # Of the first level 0.5 counts: tokens 0 and 1, and 0 and 3.
+    assert stats.dominant_E.tolist() == [0.5, 0.5, 0, 0, 1, 0.25]
+
+
+def test_a_coefficient_just_below_a_half_dominates_nothing():
+    below = torch.nextafter(torch.tensor(0.5), torch.tensor(0.0)).item()
+    stats = gate_statistics(Gated([torch.tensor([[below, 0.3, 0.2 + 0.5 - below]])], None, None))
+    assert (stats.dominated, stats.dominant_E.tolist()) == (0, [0, 0, 0])
 
 
 def test_an_expert_that_no_token_uses_has_a_load_of_exactly_zero():

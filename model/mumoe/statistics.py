@@ -1,0 +1,48 @@
+"""What a gate did with the tokens of a forward pass, without gradients.
+
+The leaves of a hierarchy are as many as the product of its levels, and none of this builds them: a
+leaf's coefficient is a product over levels, so entropies add up, exp(entropy) is a product, and the
+largest coefficient of a token is the product of its largest of each level.
+
+Shapes: M tokens, N experts of a level, E and S experts of all levels side by side, L levels.
+"""
+
+import torch
+
+from model.mumoe.gating import Gated
+from model.output import RoutingStats
+
+DOMINANT = 0.5
+"""A coefficient from which an expert has at least half of a token."""
+
+
+def gate_statistics(gated: Gated) -> RoutingStats:
+    """The statistics of a gate. All are means over tokens, so that means of them are too.
+
+    Args:
+        gated: What the gate decided.
+
+    Returns:
+        With an empty name; what belongs to experts that are chosen is None.
+    """
+    levels = [a_MN.detach() for a_MN in gated.coefficients]
+    entropies = [-torch.xlogy(a_MN, a_MN).sum(-1) for a_MN in levels]  # 0 log 0 is 0
+    entropy_M, largest_M = entropies[0], levels[0].amax(-1)
+    for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
+        entropy_M = entropy_M + level_M
+        largest_M = largest_M * a_MN.amax(-1)
+    dtype = entropy_M.dtype
+    return RoutingStats(
+        name="",
+        load_E=torch.cat([a_MN.mean(0) for a_MN in levels]),
+        entropy=entropy_M.mean(),
+        effective_experts=entropy_M.exp().mean(),
+        dominated=(largest_M >= DOMINANT).to(dtype).mean(),
+        dominant_E=torch.cat([(a_MN >= DOMINANT).to(dtype).mean(0) for a_MN in levels]),
+        level_entropy_L=(
+            torch.stack([level_M.mean() for level_M in entropies]) if len(levels) > 1 else None
+        ),
+        levels=tuple(a_MN.shape[-1] for a_MN in levels),
+        score_mean_S=gated.mean_S,
+        score_square_S=gated.square_S,
+    )
