@@ -149,7 +149,7 @@ class HuggingFaceWeights:
     def _head_is_tied(self) -> bool:
         if HEAD not in self._tensors.names():
             return True
-        head, embedding = self._tensors.slice(HEAD), self._tensors.slice("wte.weight")
+        head, embedding = self._tensors.mapped(HEAD), self._tensors.mapped("wte.weight")
         if head.get_shape() != embedding.get_shape():
             return False
         return all(

@@ -107,7 +107,7 @@ class PlainWeights:
         """A buffer of the model, whole."""
         if name not in self._tensors.names():
             raise PlainWeightsError(f"{self.folder}: has no buffer {name}")
-        shape = self._tensors.slice(name).get_shape()
+        shape = self._tensors.mapped(name).get_shape()
         return self._tensors.read(name, tuple(slice(0, n) for n in shape)).clone()
 
     def check_model(self, module: nn.Module) -> None:

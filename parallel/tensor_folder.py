@@ -57,7 +57,7 @@ class TensorFolder:
         """Of all tensors."""
         return self._stored.keys()
 
-    def slice(self, name: str) -> Any:
+    def mapped(self, name: str) -> Any:
         """A tensor as safetensors has it: shape, precision, and parts by index."""
         path, stored = self._stored[name]
         return self._file(path).get_slice(stored)
@@ -79,7 +79,7 @@ class TensorFolder:
         faults = [f"no tensor {name}" for name in wanted if name not in self._stored]
         for name, (shape, dtypes) in wanted.items():
             if name in self._stored:
-                found = self.slice(name)
+                found = self.mapped(name)
                 if found.get_shape() != list(shape):
                     is_, says = found.get_shape(), list(shape)
                     faults.append(f"{name} is {is_}, {config_file} says {says}")
