@@ -60,8 +60,9 @@ def test_routing_moves_to_the_expert_the_more_the_stronger(section, expert):
         for strength in (0.0, 1.0, 2.0, 4.0, 8.0)
     ]
     assert loads == sorted(loads), loads
+    assert loads[-1] > loads[0]
     # A sparse mixture gives it at most one of each token's two choices.
-    assert loads[-1] > max(loads[0] + 0.1, 0.45 if section["kind"] == "smoe" else 0.5), loads
+    assert loads[-1] > (0.49 if section["kind"] == "smoe" else 0.9), loads
     away = load_of(model, 1, expert, Steering(layer=1, expert=expert, strength=-4.0))
     assert away < loads[0]
 
@@ -133,9 +134,7 @@ def test_a_cache_changes_no_token_of_steered_text(section):
     steering = Steering(layer=1, expert=4, strength=3.0)
     with steered(model, [steering]):
         cached, plain = (
-            list(
-                generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN, use_cache=use_cache)
-            )
+            list(generate_ids(model, [5, 6, 7], max_tokens=40, sampling=DRAWN, use_cache=use_cache))
             for use_cache in (True, False)
         )
     assert cached == plain
