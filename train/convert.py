@@ -126,8 +126,11 @@ class _Checked:
         names = [name for name, _ in persistent_buffers(build_model(self.config))]
         return {name: self._weights.buffer(name) for name in names}
 
-    def check_model(self) -> None:
+    def check_model(self) -> dict[str, tuple[int, ...]]:
         """Refuses weights that are not those of their configuration.
+
+        Returns:
+            Names and shapes in the model's order, where a checkpoint has that of its shards.
 
         Raises:
             ConfigError: the first few differences.
@@ -136,6 +139,7 @@ class _Checked:
         ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if differing := differing_shapes(self.shapes, ours):
             raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
+        return ours
 
     def note_what_is_not_finite(self) -> None:
         """Says which weights cannot compute anything."""
@@ -175,10 +179,9 @@ def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None
 
 
 def _to_safetensors(weights: _Checked, staging: Path, destination: Path) -> None:
-    weights.check_model()
     entries = [
         Entry(name, torch.float32, shape, _reader(weights, name, shape, transposed=False))
-        for name, shape in weights.shapes.items()
+        for name, shape in weights.check_model().items()
     ]
     for name, value in weights.buffers().items():
         entries.append(Entry(name, value.dtype, tuple(value.shape), lambda value=value: value))
