@@ -184,7 +184,7 @@ def _to_safetensors(weights: _Checked, staging: Path, destination: Path) -> None
         for name, shape in weights.check_model().items()
     ]
     for name, value in weights.buffers().items():
-        entries.append(Entry(name, value.dtype, tuple(value.shape), lambda value=value: value))
+        entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
     section = {"model": weights.config.model_dump(mode="json")}
     text = yaml.safe_dump(section, sort_keys=False)
     (staging / OUR_CONFIG_FILE).write_text(text, encoding="utf-8")

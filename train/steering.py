@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.block import Block
 from model.gpt2 import GPT2
 from train.errors import ConfigError
 
@@ -198,9 +199,9 @@ def _adding(shift_D: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any
     return hook
 
 
-def _blocks(model: nn.Module) -> nn.ModuleList:
+def _blocks(model: nn.Module) -> list[Block]:
     assert isinstance(model, GPT2)
-    return model.blocks
+    return [block for block in model.blocks if isinstance(block, Block)]
 
 
 def _number(text: str, key: str, value: str) -> int:
