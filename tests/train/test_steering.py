@@ -245,8 +245,8 @@ def test_the_command_says_what_it_steered(trained, kind, capfd):
     layer = 1  # of the sparse one, the only block with experts
     command = ["generate", str(trained(kind)), "--prompt", "def ", "--max-tokens", "20"]
 
-    def said(*strengths):
-        flags = [f"--steer=layer={layer},expert=3,strength={strength}" for strength in strengths]
+    def said(*asked):
+        flags = [f"--steer=layer={layer},expert={e},strength={strength}" for e, strength in asked]
         assert polyad([*command, *flags, "--json", "-"]) == 0
         captured = capfd.readouterr()
         return json.loads(captured.out), captured.err
@@ -254,14 +254,17 @@ def test_the_command_says_what_it_steered(trained, kind, capfd):
     plain, quiet = said()
     assert plain["steering"] == []
     assert "steered" not in quiet
-    nothing, _ = said(0)
+    nothing, _ = said(*((expert, 0) for expert in range(4)))
     assert nothing["token_ids"] == plain["token_ids"]
-    strong, told = said(100, 300)
+    loads = [one["load_unsteered"] for one in nothing["steering"]]
+    assert [one["load"] for one in nothing["steering"]] == loads
+    idle = loads.index(min(loads))  # one that has room to gain
+    strong, told = said((idle, 100), (idle, 300))
     for one, strength in zip(strong["steering"], (100, 300), strict=True):
-        assert (one["layer"], one["level"], one["expert"]) == (layer, 0, 3)
+        assert (one["layer"], one["level"], one["expert"]) == (layer, 0, idle)
         assert one["strength"] == strength
         assert one["load"] > one["load_unsteered"]
-    assert told.count("steered: layer 1, expert 3: ") == 2
+    assert told.count(f"steered: layer 1, expert {idle}: ") == 2
     assert polyad([*command, "--steer", "layer=9,expert=3,strength=1"]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""  # not even the prompt
