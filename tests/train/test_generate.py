@@ -53,7 +53,7 @@ def test_a_cache_changes_no_token(dtype, section, prompt, sampling):
     tokens = ids_of(model, prompt, 60, sampling)
     assert tokens == ids_of(model, prompt, 60, sampling, use_cache=False)
     assert len(tokens) == 60
-    assert len(set(tokens)) > 5
+    assert len(set(tokens)) > 3
 
 
 def test_the_window_slides_by_half_and_keeps_the_end_of_a_long_prompt():
