@@ -93,16 +93,22 @@ def report_arguments(parser: Parser) -> None:
 def convert_arguments(parser: Parser) -> None:
     """Those of `polyad convert`."""
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="a checkpoint, a run, or a GPT-2 folder")
+    add("source", type=Path, metavar="SOURCE", help="a checkpoint, a run, or a folder of weights")
     add("destination", type=Path, metavar="DESTINATION", help="the folder to make")
-    add("--to", choices=("huggingface", "polyad"), required=True, help="the format to write")
+    add(
+        "--to",
+        choices=("huggingface", "polyad", "safetensors"),
+        required=True,
+        help="a Hugging Face folder (dense models), a checkpoint, or any model's weights under "
+        "Polyad's names",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
 def generate_arguments(parser: Parser) -> None:
     """Those of `polyad generate`."""
     add = parser.add_argument
-    add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a GPT-2 folder")
+    add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a folder of weights")
     add("--prompt", required=True, metavar="TEXT", help="what is continued")
     add("--max-tokens", type=positive, default=100, metavar="N", help="at most; default 100")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
@@ -115,6 +121,14 @@ def generate_arguments(parser: Parser) -> None:
     )
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default fp32")
     add("--no-cache", action="store_true", help="run the whole window for every token")
+    add(
+        "--steer",
+        action="append",
+        default=[],
+        metavar="layer=N,expert=N,strength=X",
+        help="add X times an expert's gate column to what enters a block, also level=N of a "
+        "hierarchy; may be given several times",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 

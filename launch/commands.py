@@ -132,8 +132,10 @@ def _generate(options: Namespace) -> None:
 
     prepare_environment()
     from train.generate import Sampling, generate
+    from train.steering import effect_lines, parse_steering
 
     check_json_path(options.json)
+    steerings = [parse_steering(text) for text in options.steer]
     with only_results_on_stdout() as stdout:
 
         def write(text: str) -> None:
@@ -151,10 +153,12 @@ def _generate(options: Namespace) -> None:
             ),
             use_cache=not options.no_cache,
             precision=options.precision,
+            steerings=steerings,
             write=write,
         )
         speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
         print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)
+        print(effect_lines(result["steering"]), end="", file=sys.stderr)
         show(result, "", options.json, stdout)
 
 
@@ -301,13 +305,14 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(
         summary="Continues a text with a checkpoint.",
         example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
-        "--top-p 0.95 --seed 1",
+        "--top-p 0.95 --seed 1\n"
+        "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
         arguments=generate_arguments,
         handler=_generate,
     ),
     "convert": Command(
-        summary="Weights to a Hugging Face folder, or from one to a checkpoint.",
-        example="polyad convert runs/quickstart/run exported --to huggingface\n"
+        summary="Weights to a Hugging Face folder or plain safetensors, or to a checkpoint.",
+        example="polyad convert runs/quickstart/run exported --to safetensors\n"
         "polyad convert gpt2 runs/gpt2-start --to polyad",
         arguments=convert_arguments,
         handler=_convert,

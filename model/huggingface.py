@@ -173,8 +173,9 @@ def config_to_huggingface(config: GPT2Config, end_of_text_id: int | None) -> dic
     """
     if not isinstance(config.feed_forward, DenseFeedForwardConfig):
         raise HuggingFaceError(
-            f"model.feed_forward.kind: {config.feed_forward.kind!r}: Hugging Face's GPT-2 has "
-            f"'dense' alone"
+            f"model.feed_forward.kind: {config.feed_forward.kind!r}: Hugging Face's transformers "
+            f"has no such architecture, its GPT-2 is 'dense' alone; `--to safetensors` writes the "
+            f"weights under our names"
         )
     return {
         "architectures": ["GPT2LMHeadModel"],

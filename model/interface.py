@@ -1,6 +1,6 @@
 """What a block asks of its feed-forward, whatever its kind.
 
-Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head.
+Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, N experts.
 """
 
 from abc import ABC, abstractmethod
@@ -60,6 +60,14 @@ class FeedForward(nn.Module, ABC):
             The output [B, T, D], before it is added to the residual stream, and the routing
             statistics with an empty name, or None from a feed-forward that does not route.
         """
+
+    def gate_columns(self) -> list[Tensor]:
+        """The directions of the gate's input that raise each expert's score.
+
+        Returns:
+            Of each level of experts [N, D], N experts; empty if it does not route.
+        """
+        return []
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each, if it routes.

@@ -20,7 +20,7 @@ import math
 import re
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -33,7 +33,9 @@ from model.config import Config
 from parallel import comm
 from parallel.fragments import MASTER, persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.plain_weights import PlainWeights, is_plain_folder
 from parallel.tensor_file import DTYPE_NAMES
+from parallel.tensor_folder import differing_shapes
 from parallel.zero import DTYPES, Precision
 
 FORMAT_VERSION = 1
@@ -151,18 +153,8 @@ class Checkpoint:
             CheckpointError: they differ; the first few differences are named.
         """
         ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        theirs = self.shapes()
-        differing = [
-            f"{name} {list(theirs.get(name, ())) or 'missing'} there, "
-            f"{list(ours.get(name, ())) or 'missing'} here"
-            for name in sorted(ours.keys() | theirs.keys())
-            if ours.get(name) != theirs.get(name)
-        ]
-        if differing:
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise CheckpointError(
-                f"{self.folder}: is of another model: {'; '.join(differing[:3])}{more}"
-            )
+        if differing := differing_shapes(self.shapes(), ours):
+            raise CheckpointError(f"{self.folder}: is of another model: {differing}")
 
     def buffer(self, name: str) -> torch.Tensor:
         """A persistent buffer of the model, whole."""
@@ -261,6 +253,10 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path}: damaged: {what}{advice}")
 
 
+Weights: TypeAlias = Checkpoint | HuggingFaceWeights | PlainWeights
+"""A model's weights, whoever wrote them: names, shapes and whole tensors, one at a time."""
+
+
 class WeightsOnly:
     """A checkpoint as the start of another run: its weights, but no moments and no steps."""
 
@@ -314,12 +310,27 @@ def find_checkpoint(path: Path) -> Path:
             return found[-1]
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
-    if is_huggingface_folder(path):
+    if is_huggingface_folder(path) or is_plain_folder(path):
+        kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
         raise CheckpointError(
-            f"{path}: is a Hugging Face folder; `polyad convert {path} DESTINATION --to polyad` "
-            f"makes a checkpoint of it"
+            f"{path}: is {kind}; `polyad convert {path} DESTINATION --to polyad` makes a "
+            f"checkpoint of it"
         )
     raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
+
+
+def open_weights(path: Path) -> Weights:
+    """The weights that a path means: a checkpoint, a run's newest one, a Hugging Face folder of
+    GPT-2, or a folder of safetensors under our names.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
+    """
+    if is_huggingface_folder(path):
+        return HuggingFaceWeights(path)
+    if is_plain_folder(path):
+        return PlainWeights(path)
+    return Checkpoint(find_checkpoint(path))
 
 
 def load_model(
@@ -327,30 +338,25 @@ def load_model(
     device: torch.device | str = "cpu",
     precision: Precision = "fp32",
 ) -> nn.Module:
-    """A model with the weights of a checkpoint, on one device, in evaluation mode.
+    """A model with the weights that a path means, on one device, in evaluation mode.
 
     Args:
-        path: a checkpoint, a run whose newest one is taken, or a Hugging Face folder of GPT-2.
+        path: as of `open_weights`.
         device: where it goes.
         precision: of its parameters.
 
     Returns:
         The model; no process group is needed.
     """
-    if is_huggingface_folder(Path(path)):
-        theirs = HuggingFaceWeights(Path(path))
-        model = build_model(theirs.config)
-        named = ((name, theirs.whole(name)) for name, _ in model.named_parameters())
-        place(model, named, device, DTYPES[precision])
-        return model.eval()
-    checkpoint = Checkpoint(find_checkpoint(Path(path)))
-    model = build_model(checkpoint.model_config())
-    checkpoint.check_model(model)
-    weights = ((name, checkpoint.whole(name)) for name, _ in model.named_parameters())
+    stored = open_weights(Path(path))
+    model = build_model(stored.model_config())
+    if isinstance(stored, Checkpoint):  # the others compared names and shapes when they were opened
+        stored.check_model(model)
+    weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
     buffers = [name for name, _ in persistent_buffers(model)]
     place(model, weights, device, DTYPES[precision])
     place(
         model, ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers()), device
     )
-    place(model, ((name, checkpoint.buffer(name)) for name in buffers), device)
+    place(model, ((name, stored.buffer(name)) for name in buffers), device)
     return model.eval()

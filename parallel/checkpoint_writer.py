@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,7 @@ def save_weights(
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], torch.Tensor],
     *,
+    buffers: Mapping[str, torch.Tensor],
     state: dict[str, Any],
     config_yaml: str,
     tokenizer: TokenizerCopy | None = None,
@@ -116,17 +117,19 @@ def save_weights(
         folder: the checkpoint's own, which exists and is empty.
         shapes: of the weights, by name.
         read: gives a whole weight, fp32; one is held at a time.
+        buffers: of the model, by name.
         state: JSON values for `state.json`.
         config_yaml: the configuration.
         tokenizer: the one whose ids the model knows.
     """
-    chunks = (
+    chunks = [
         Chunk(
             name, MASTER, shape, (0,) * len(shape), shape, 0.0, torch.empty(shape, device="meta"),
             partial(read, name),
         )
         for name, shape in shapes.items()
-    )  # fmt: skip
+    ]  # fmt: skip
+    chunks += [_buffer_chunk(name, buffer) for name, buffer in buffers.items()]
     shard = _write_shard(folder, 0, chunks)
     _write_rest(folder, 0, [shard], _small_files(state, config_yaml, tokenizer))
 
@@ -198,12 +201,16 @@ def _chunks(engine: Engine) -> Iterator[Chunk]:
                 yield Chunk(name, field, shape, offset, size, step, values)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
-            shape = tuple(buffer.shape)
-            yield Chunk(name, "buffer", shape, (0,) * len(shape), shape, 0.0, buffer)
+            yield _buffer_chunk(name, buffer)
     for name, random_state in random_states(engine.device).items():
         whole = (random_state.numel(),)
         full_name = f"rank-{comm.rank():05d}.{name}"
         yield Chunk(full_name, "random", whole, (0,), whole, 0.0, random_state)
+
+
+def _buffer_chunk(name: str, buffer: torch.Tensor) -> Chunk:
+    shape = tuple(buffer.shape)
+    return Chunk(name, "buffer", shape, (0,) * len(shape), shape, 0.0, buffer)
 
 
 def _replica(engine: Engine, fragment: Fragment) -> tuple[int, int]:

@@ -1,6 +1,7 @@
-"""`polyad convert`: weights from Polyad to Hugging Face and back, one tensor at a time."""
+"""`polyad convert`: weights from Polyad to other formats and back, one tensor at a time."""
 
 import json
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 
 from data.config import DataConfig
 from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from data.tokenizer import Tokenizer
-from model.build import ModelConfig, num_parameters
+from model.build import build_model, num_parameters
 from model.huggingface import (
     CONFIG_FILE,
     PREFIX,
@@ -21,28 +23,39 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint import Weights, find_checkpoint, open_weights
 from parallel.checkpoint_writer import TokenizerCopy, save_weights
-from parallel.huggingface import WEIGHTS_FILE, HuggingFaceWeights, is_huggingface_folder
+from parallel.fragments import persistent_buffers
+from parallel.huggingface import is_huggingface_folder
+from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
+from parallel.plain_weights import is_plain_folder
 from parallel.tensor_file import Entry, write_safetensors
+from parallel.tensor_folder import WEIGHTS_FILE, differing_shapes
 from train.config import RunConfig, RunFolderConfig, TrainConfig
 from train.errors import ConfigError
 from train.resolve import tokenizer_of
 from train.state import TrainState
 
-Format = Literal["huggingface", "polyad"]
+Format = Literal["huggingface", "polyad", "safetensors"]
+FORMATS: dict[Format, str] = {
+    "huggingface": "a Hugging Face folder",
+    "polyad": "of Polyad",
+    "safetensors": "a folder of safetensors under our names",
+}
 BATCH_SIZE = 8
 """Of a converted checkpoint's configuration: what `polyad evaluate` scores at once."""
 
 
 def convert(source: Path, destination: Path, to: Format) -> dict[str, Any]:
-    """Writes the weights of a model in the other format. Both ways are bitwise in fp32.
+    """Writes the weights of a model in another format. All ways are bitwise in fp32.
 
     Args:
-        source: a checkpoint or run of Polyad, or a Hugging Face folder of GPT-2.
+        source: a checkpoint or run of Polyad, a Hugging Face folder of GPT-2, or a folder of
+            safetensors under our names.
         destination: the folder to make; it may exist if it is empty.
-        to: `huggingface` for config.json, model.safetensors and the tokenizer; `polyad` for a
-            checkpoint at step 0 without optimizer state.
+        to: `huggingface` for config.json, model.safetensors and the tokenizer, of a dense model;
+            `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
+            a checkpoint at step 0 without optimizer state.
 
     Returns:
         What was written: JSON values.
@@ -52,94 +65,170 @@ def convert(source: Path, destination: Path, to: Format) -> dict[str, Any]:
     """
     if not destination.name:  # the current folder, which will be another one
         destination = destination.absolute()
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
-    is_theirs = is_huggingface_folder(source)
-    if is_theirs == (to == "huggingface"):
-        other = "polyad" if is_theirs else "huggingface"
-        kind = "a Hugging Face folder" if is_theirs else "of Polyad"
-        if not is_theirs:
-            find_checkpoint(source)  # says so if it is nothing at all
-        raise ConfigError(f"{source}: is {kind} already; --to {other} is the other way")
-    if is_theirs:
-        return _to_polyad(HuggingFaceWeights(source), destination)
-    return _to_huggingface(Checkpoint(find_checkpoint(source)), destination)
+    _refuse_what_is_there(destination)
+    is_of: Format = "polyad"
+    if is_huggingface_folder(source):
+        is_of = "huggingface"
+    elif is_plain_folder(source):
+        is_of = "safetensors"
+    else:
+        find_checkpoint(source)  # says so if it is nothing at all
+    if is_of == to:
+        others = " and ".join(f"--to {name}" for name in FORMATS if name != to)
+        raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
+    weights = _Checked(open_weights(source))
+    with _staging(destination) as staging:
+        _WRITERS[to](weights, staging, destination)
+    weights.note_what_is_not_finite()
+    config, tokenizer = weights.config, weights.tokenizer
+    files = sorted(destination.iterdir())
+    return {
+        "source": str(weights.folder),
+        "destination": str(destination),
+        "format": to,
+        "parameters": num_parameters(config),
+        "vocab_size": config.vocab_size,
+        "tokenizer": tokenizer is not None,
+        "files": {path.name: path.stat().st_size for path in files},
+        "notes": weights.notes,
+    }
 
 
-def _to_huggingface(checkpoint: Checkpoint, destination: Path) -> dict[str, Any]:
-    config, tokenizer = checkpoint.model_config(), tokenizer_of(checkpoint)
+class _Checked:
+    """Weights on their way: their tokenizer belongs to them, and what is strange is noted.
+
+    Args:
+        weights: of any format.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.folder, self.config = weights.folder, weights.model_config()
+        self.tokenizer: Tokenizer | None = tokenizer_of(weights)
+        self.shapes = weights.shapes()
+        self.notes: list[str] = []
+        self._weights = weights
+        self._not_finite: list[str] = []
+        if self.tokenizer and self.tokenizer.vocab_size > self.config.known_vocab_size():
+            raise ConfigError(
+                f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
+                f"{self.config.known_vocab_size()}"
+            )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight."""
+        value = self._weights.whole(name)
+        if not value.isfinite().all():
+            self._not_finite.append(name)
+        return value
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What belongs to the model's state beside the weights."""
+        names = [name for name, _ in persistent_buffers(build_model(self.config))]
+        return {name: self._weights.buffer(name) for name in names}
+
+    def check_model(self) -> dict[str, tuple[int, ...]]:
+        """Refuses weights that are not those of their configuration.
+
+        Returns:
+            Names and shapes in the model's order, where a checkpoint has that of its shards.
+
+        Raises:
+            ConfigError: the first few differences.
+        """
+        model = build_model(self.config)
+        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if differing := differing_shapes(self.shapes, ours):
+            raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
+        return ours
+
+    def note_what_is_not_finite(self) -> None:
+        """Says which weights cannot compute anything."""
+        if names := self._not_finite:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.notes.append(
+                f"NaN or infinity in {names[0]}{more}: written as they are, of no use to anyone"
+            )
+
+
+def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None:
+    config, tokenizer, held = weights.config, weights.tokenizer, weights.shapes
     tree = config_to_huggingface(config, tokenizer.end_of_text_id if tokenizer else None)
-    held = checkpoint.shapes()
     shapes = dict(parameter_shapes(config))
     if strange := held.keys() - shapes.keys():
-        raise HuggingFaceError(f"{checkpoint.folder}: {min(strange)} has no place in GPT-2")
+        raise HuggingFaceError(f"{weights.folder}: {min(strange)} has no place in GPT-2")
     if lacking := [n for n in shapes if n not in held and (config.bias or n.endswith("weight"))]:
-        raise HuggingFaceError(f"{checkpoint.folder}: has no weight {lacking[0]}")
+        raise HuggingFaceError(f"{weights.folder}: has no weight {lacking[0]}")
     entries = []
     for name, shape in shapes.items():
         theirs, transposed = their_tensor(name)
-        read = _reader(checkpoint, name, shape, transposed)
+        read = _reader(weights, name, shape, transposed)
         shape = shape[::-1] if transposed else shape
         entries.append(Entry(PREFIX + theirs, torch.float32, shape, read))
-    with _staging(destination) as staging:
-        _write_json(staging / CONFIG_FILE, tree)
-        write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
-        if tokenizer is not None:
-            tokenizer.save(staging / tokenizer.file_name)
-            about = _tokenizer_config(tokenizer, config.sequence_length)
-            _write_json(staging / "tokenizer_config.json", about)
-    notes = []
+    _write_json(staging / CONFIG_FILE, tree)
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    _write_tokenizer(weights, staging)
     if not config.bias:
-        notes.append(
+        weights.notes.append(
             "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
         )
     if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
-        notes.append(
+        weights.notes.append(
             f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
             "find a class for it by itself, and one that it is given may encode otherwise"
         )
-    if tokenizer is None:
-        notes.append("no tokenizer was found beside the checkpoint or its data: none was written")
-    return _result(checkpoint.folder, destination, "huggingface", config, tokenizer, notes)
+
+
+def _to_safetensors(weights: _Checked, staging: Path, destination: Path) -> None:
+    entries = [
+        Entry(name, torch.float32, shape, _reader(weights, name, shape, transposed=False))
+        for name, shape in weights.check_model().items()
+    ]
+    for name, value in weights.buffers().items():
+        entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
+    section = {"model": weights.config.model_dump(mode="json")}
+    text = yaml.safe_dump(section, sort_keys=False)
+    (staging / OUR_CONFIG_FILE).write_text(text, encoding="utf-8")
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    _write_tokenizer(weights, staging)
 
 
 def _reader(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], transposed: bool
+    weights: _Checked, name: str, shape: tuple[int, ...], transposed: bool
 ) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
-        if name not in checkpoint.shapes():
+        if name not in weights.shapes:
             return torch.zeros(shape)
-        value = checkpoint.whole(name)
+        value = weights.whole(name)
         return value.T if transposed else value
 
     return read
 
 
-def _tokenizer_config(tokenizer: Tokenizer, sequence_length: int) -> dict[str, Any]:
+def _write_tokenizer(weights: _Checked, staging: Path) -> None:
+    tokenizer = weights.tokenizer
+    if tokenizer is None:
+        weights.notes.append("no tokenizer was found beside the weights or data: none was written")
+        return
+    tokenizer.save(staging / tokenizer.file_name)
     # Which of transformers' classes reads a SentencePiece model depends on the model.
     is_json = tokenizer.file_name == TOKENIZER_FILE
-    return ({"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}) | {
-        "bos_token": tokenizer.end_of_text,
-        "eos_token": tokenizer.end_of_text,
-        "model_max_length": sequence_length,
-        "clean_up_tokenization_spaces": False,
-    }
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}
+    _write_json(
+        staging / "tokenizer_config.json",
+        about
+        | {
+            "bos_token": tokenizer.end_of_text,
+            "eos_token": tokenizer.end_of_text,
+            "model_max_length": weights.config.sequence_length,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
 
 
-def _copy(tokenizer: Tokenizer) -> TokenizerCopy:
-    return TokenizerCopy(tokenizer.file_name, tokenizer.file_bytes())
-
-
-def _to_polyad(weights: HuggingFaceWeights, destination: Path) -> dict[str, Any]:
-    tokenizer = tokenizer_of(weights)
-    config, notes = weights.config, []
+def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
+    tokenizer, config = weights.tokenizer, weights.config
     if tokenizer is None:
-        notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
-    elif tokenizer.vocab_size > config.known_vocab_size():
-        raise HuggingFaceError(
-            f"{weights.folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model "
-            f"{config.known_vocab_size()}"
-        )
+        weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
     run = RunConfig(
         run=RunFolderConfig(folder=f"runs/{destination.name}"),
         model=config,
@@ -151,56 +240,53 @@ def _to_polyad(weights: HuggingFaceWeights, destination: Path) -> dict[str, Any]
         end_of_text=tokenizer.end_of_text if tokenizer else None,
         vocab_size=tokenizer.vocab_size if tokenizer else config.known_vocab_size(),
     )
-    with _staging(destination) as staging:
-        save_weights(
-            staging,
-            weights.shapes(),
-            weights.whole,
-            state=state.to_json() | {"converted_from": str(weights.folder)},
-            config_yaml=run.to_yaml(),
-            tokenizer=_copy(tokenizer) if tokenizer else None,
-        )
-    return _result(weights.folder, destination, "polyad", config, tokenizer, notes)
+    copy = TokenizerCopy(tokenizer.file_name, tokenizer.file_bytes()) if tokenizer else None
+    save_weights(
+        staging,
+        weights.shapes,
+        weights.whole,
+        buffers=weights.buffers(),
+        state=state.to_json() | {"converted_from": str(weights.folder)},
+        config_yaml=run.to_yaml(),
+        tokenizer=copy,
+    )
+
+
+_WRITERS: dict[Format, Callable[[_Checked, Path, Path], None]] = {
+    "huggingface": _to_huggingface,
+    "polyad": _to_polyad,
+    "safetensors": _to_safetensors,
+}
 
 
 @contextmanager
 def _staging(destination: Path) -> Iterator[Path]:
-    """A folder that becomes `destination` when everything is in it, and else goes away."""
+    """A folder that becomes `destination` when everything is in it, and else goes away.
+
+    Of its own name: conversions side by side do not meet before the end, where one is the first.
+    """
     destination = destination.absolute()
-    staging = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
+    staging = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
     staging.mkdir(parents=True)
     try:
         yield staging
-        staging.rename(destination)
+        try:
+            staging.rename(destination)
+        except OSError:  # another one was quicker, or the disk has its reasons
+            _refuse_what_is_there(destination)
+            raise
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
+def _refuse_what_is_there(destination: Path) -> None:
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
+
+
 def _write_json(path: Path, tree: dict[str, Any]) -> None:
     path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _result(
-    source: Path,
-    destination: Path,
-    to: Format,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    notes: list[str],
-) -> dict[str, Any]:
-    files = sorted(destination.iterdir())
-    return {
-        "source": str(source),
-        "destination": str(destination),
-        "format": to,
-        "parameters": num_parameters(config),
-        "vocab_size": config.vocab_size,
-        "tokenizer": tokenizer is not None,
-        "files": {path.name: path.stat().st_size for path in files},
-        "notes": notes,
-    }
 
 
 def conversion_table(result: dict[str, Any]) -> str:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from data.tokenizer import Tokenizer
 from model.cache import KeyValueCache
 from model.gpt2 import GPT2Config
-from parallel.checkpoint import load_model
+from parallel.checkpoint import load_model, open_weights
 from parallel.zero import Precision
 from train.errors import ConfigError
-from train.resolve import need_tokenizer, open_weights
+from train.resolve import need_tokenizer
+from train.steering import Steering, effect, steered
 
 _UNFINISHED = "\ufffd"
 """What the bytes of half a character decode to."""
@@ -177,12 +178,13 @@ def generate(
     sampling: Sampling = Sampling(),  # frozen
     use_cache: bool = True,
     precision: Precision = "fp32",
+    steerings: Sequence[Steering] = (),
     write: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
     """Continues a text.
 
     Args:
-        path: a checkpoint, a run whose newest one is taken, or a Hugging Face folder of GPT-2.
+        path: as of `open_weights`: a checkpoint, a run, a folder of weights.
         prompt: the text; an empty one begins a document.
         tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
             checkpoint.
@@ -190,6 +192,7 @@ def generate(
         sampling: how a token is chosen.
         use_cache: keep keys and values of the tokens before.
         precision: of the weights and activations.
+        steerings: experts that the text is moved towards.
         write: is handed the prompt, and every piece of text as it comes.
 
     Returns:
@@ -208,25 +211,27 @@ def generate(
     model = load_model(
         weights.folder, "cuda" if torch.cuda.is_available() else "cpu", precision=precision
     )
-    write(prompt)
     stream, ids, pieces = TextStream(coder, prompt_ids), [], []
-    started = time.monotonic()
-    for token in generate_ids(
-        model,
-        prompt_ids,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop_ids=(coder.end_of_text_id,),
-        vocab_size=coder.vocab_size,
-        use_cache=use_cache,
-        name=str(weights.folder),
-    ):
-        ids.append(token)
-        pieces.append(stream.push(token))
-        write(pieces[-1])
+    with steered(model, steerings):
+        write(prompt)
+        started = time.monotonic()
+        for token in generate_ids(
+            model,
+            prompt_ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=(coder.end_of_text_id,),
+            vocab_size=coder.vocab_size,
+            use_cache=use_cache,
+            name="; ".join((str(weights.folder), *(f"--steer {one}" for one in steerings))),
+        ):
+            ids.append(token)
+            pieces.append(stream.push(token))
+            write(pieces[-1])
     pieces.append(stream.end())
     write(pieces[-1])
     seconds = time.monotonic() - started
+    length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
     return {
         "checkpoint": str(weights.folder),
         "prompt": prompt,
@@ -239,6 +244,7 @@ def generate(
         "seed": sampling.seed,
         "cache": use_cache,
         "precision": precision,
+        "steering": effect(model, steerings, (prompt_ids + ids)[-length:]) if steerings else [],
         "seconds": seconds,
         "tokens_per_second": len(ids) / max(seconds, 1e-9),
     }

@@ -14,11 +14,11 @@ import torch
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
-from parallel.checkpoint import load_model
+from parallel.checkpoint import load_model, open_weights
 from parallel.zero import DTYPES, Precision
 from train.errors import ConfigError
 from train.generate import Sampling, TextStream, generate_ids
-from train.resolve import need_tokenizer, open_weights
+from train.resolve import need_tokenizer
 
 Scored = tuple[list[int], int]
 """Token ids, and how many of the last ones are scored."""

@@ -17,7 +17,13 @@ from data.windows import EvaluationWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import Checkpoint, WeightsOnly, complete_checkpoints
+from parallel.checkpoint import (
+    Checkpoint,
+    Weights,
+    WeightsOnly,
+    complete_checkpoints,
+    open_weights,
+)
 from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
 from parallel.dims import Dims
 from parallel.fragments import Source
@@ -34,7 +40,7 @@ from train.loss import token_losses
 from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import check_tokenizer, data_named, open_weights, resolve, tokenizer_of
+from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
 from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.startup import Startup
@@ -54,7 +60,7 @@ class Plan:
     data: TrainingData
     resume: Checkpoint | None
     """What the run goes on from."""
-    init: Checkpoint | HuggingFaceWeights | None
+    init: Weights | None
     """What a new run takes its weights from."""
 
 
@@ -114,16 +120,18 @@ def _plan(inputs: Inputs) -> Plan:
     return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
 
 
-def _open_init(config: RunConfig, data: TrainingData) -> Checkpoint | HuggingFaceWeights:
+def _open_init(config: RunConfig, data: TrainingData) -> Weights:
     """What a new run takes its weights from, if it is of this model and knows these token ids."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
     if isinstance(weights, HuggingFaceWeights):
         weights.check_config(config.model)
-        tokenizer = tokenizer_of(weights)
-        fingerprint = tokenizer.fingerprint if tokenizer else None
     else:
         weights.check_model(build_model(config.model))
+    if isinstance(weights, Checkpoint):
         fingerprint = weights.state["tokenizer_fingerprint"]
+    else:
+        tokenizer = tokenizer_of(weights)
+        fingerprint = tokenizer.fingerprint if tokenizer else None
     check_tokenizer(
         data_named(config.data),
         data.parts[0].data,

@@ -9,8 +9,7 @@ from data.dataset import PreparedData
 from data.errors import DataError
 from data.manifest import TOKENIZER_FILES
 from data.tokenizer import Tokenizer
-from parallel.checkpoint import Checkpoint, find_checkpoint
-from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.checkpoint import Checkpoint, Weights
 from train.config import RunConfig, parse_config
 from train.errors import ConfigError
 
@@ -81,30 +80,19 @@ def data_named(config: DataConfig) -> str:
     return f"data.mixture: {', '.join(source.path for source in config.mixture)}"
 
 
-def open_weights(path: Path) -> Checkpoint | HuggingFaceWeights:
-    """The weights that a path means: a checkpoint, a run's newest one, or a Hugging Face folder.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
-    """
-    if is_huggingface_folder(path):
-        return HuggingFaceWeights(path)
-    return Checkpoint(find_checkpoint(path))
-
-
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether token ids mean the same in two tokenizers; they may cut text differently."""
     return one.end_of_text == other.end_of_text and one.vocabulary() == other.vocabulary()
 
 
-def tokenizer_of(weights: Checkpoint | HuggingFaceWeights) -> Tokenizer | None:
+def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """The tokenizer whose ids a model knows: the one beside its weights, or that of its data.
 
     Raises:
         ValueError: with an `exit_status` of 2: there is one, and it is damaged or cannot be read.
     """
-    if isinstance(weights, HuggingFaceWeights):
-        return _their_tokenizer(weights.folder)
+    if not isinstance(weights, Checkpoint):
+        return _folder_tokenizer(weights.folder)
     known = weights.state.get("tokenizer_fingerprint")
     own = [weights.small_file(name) for name in TOKENIZER_FILES]
     beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
@@ -123,7 +111,7 @@ def _data_folders(checkpoint: Checkpoint) -> list[Path]:
     return [Path(path).expanduser() for path in paths if path is not None]
 
 
-def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) -> Tokenizer:
+def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
     """The tokenizer that a user names, or that of the weights; its ids are all in the model.
 
     Args:
@@ -160,7 +148,7 @@ def need_tokenizer(weights: Checkpoint | HuggingFaceWeights, given: str | None) 
     return tokenizer
 
 
-def _their_tokenizer(folder: Path) -> Tokenizer | None:
+def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     names = {path.name for path in folder.iterdir()}
     if not names & set(TOKENIZER_FILES) and not {"vocab.json", "merges.txt"} <= names:
         return None

@@ -62,6 +62,10 @@ class MuMoE(FeedForward):
         y_MD = self.down(inner_MF, coefficients)
         return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(gated)
 
+    def gate_columns(self) -> list[Tensor]:
+        """The gate's columns, of each level [N, D]: rows of the weight as it is stored."""
+        return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
+
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.
 

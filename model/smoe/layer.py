@@ -69,6 +69,10 @@ class SparseMoE(FeedForward):
             y_ND = y_ND + weights_NE.to(y_ND.dtype) @ self.output_bias
         return self.dropout(y_ND.view_as(normalized_BTD)), stats
 
+    def gate_columns(self) -> list[Tensor]:
+        """The score's, [E, D], of the one level that there is."""
+        return [self.router.score.columns()]
+
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.
 

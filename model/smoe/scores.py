@@ -42,6 +42,10 @@ class Score(nn.Module, ABC):
         """Says how each parameter starts; see `model/initialization.py`."""
 
     @abstractmethod
+    def columns(self) -> Tensor:
+        """The directions of a token that raise each expert's logit, [E, D]."""
+
+    @abstractmethod
     def forward(self, u_ND: Tensor) -> Tensor:
         """Scores the experts.
 
@@ -65,6 +69,10 @@ class LinearScore(Score):
         """Normal weight, zero bias."""
         entries = {"weight": normal(self.std)}
         return entries | ({"bias": ZEROS} if self.bias is not None else {})
+
+    def columns(self) -> Tensor:
+        """The weight."""
+        return self.weight
 
     def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
@@ -94,6 +102,14 @@ class CosineScore(Score):
             "temperature": constant(INITIAL_TEMPERATURE),
         }
 
+    def columns(self) -> Tensor:
+        """Each expert's direction, taken back through the projection: the weight that gives the
+        cosine before it is divided by the token's length.
+        """
+        dtype = wide(self.embedding.dtype)
+        directions_ES = normalize(self.embedding.to(dtype), dim=-1)
+        return directions_ES @ self.projection.to(dtype)
+
     def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
         dtype = wide(u_ND.dtype)
@@ -121,6 +137,10 @@ class RandomScore(Score):
     def initializers(self) -> dict[str, Initializer]:
         """Uniform, as PyTorch starts a linear layer."""
         return {"weight": uniform(self.bound)}
+
+    def columns(self) -> Tensor:
+        """The weight."""
+        return self.weight
 
     def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""

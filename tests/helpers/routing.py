@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from model.attention import AttentionTrace
 from model.build import materialize
 from model.interface import FeedForwardContext
+from model.mumoe.gating import Gate
 from model.smoe.config import SparseMoEConfig
 from model.smoe.selection import TopK
 
@@ -129,13 +130,17 @@ class Watch(TorchDispatchMode):
 
 
 def logits_and_experts(model, ids_BT):
-    """The logits, and the experts [B, T, K] of every routed block, in their order."""
+    """The logits, and of every routed block, in their order, the experts [B, T, K]; of a muMoE the
+    coefficients [B, T, N] of each level.
+    """
     chosen = []
 
-    def keep(module, inputs, selected):
-        chosen.append(selected.expert_ids_NK.unflatten(0, ids_BT.shape))
+    def keep(module, inputs, decided):
+        many = decided.coefficients if isinstance(module, Gate) else [decided.expert_ids_NK]
+        chosen.extend(each.unflatten(0, ids_BT.shape) for each in many)
 
-    hooks = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, TopK)]
+    deciding = [m for m in model.modules() if isinstance(m, TopK | Gate)]
+    hooks = [module.register_forward_hook(keep) for module in deciding]
     try:
         with torch.no_grad():
             return model(ids_BT).logits, chosen
@@ -148,7 +153,7 @@ def assert_causal(model, ids_BT, last):
     """The gate: nothing up to a token depends on those after it.
 
     Changes the tokens after `last`, and then cuts them off: both times the experts of the tokens up
-    to it are identical and their logits agree.
+    to it are identical, and coefficients and logits agree.
 
     Args:
         model: A language model, in float64; experts by the loop.
@@ -162,5 +167,9 @@ def assert_causal(model, ids_BT, last):
     for other_BT in (changed_BT, ids_BT[:, :kept]):
         other_logits, other_experts = logits_and_experts(model, other_BT)
         for block, (ours, theirs) in enumerate(zip(experts, other_experts, strict=True)):
-            assert torch.equal(ours[:, :kept], theirs[:, :kept]), f"experts of routed block {block}"
+            if ours.is_floating_point():
+                torch.testing.assert_close(ours[:, :kept], theirs[:, :kept], atol=1e-10, rtol=0)
+            else:
+                same = torch.equal(ours[:, :kept], theirs[:, :kept])
+                assert same, f"experts of routed block {block}"
         torch.testing.assert_close(other_logits[:, :kept], logits[:, :kept], atol=1e-10, rtol=0)

@@ -80,3 +80,16 @@ def ballast_statistics(rank: int, size: int) -> dict[str, Any]:
     statistics = memory_statistics(world)
     del ballast
     return {"statistics": statistics, "peak": peak}
+
+
+FEED_FORWARDS: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "dense"},
+    "smoe": {
+        "kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "attention",
+        "balancing_rate": 0.01, "placement": [1],
+    },
+    "cp": {"kind": "mumoe", "factorization": "cp", "num_experts": [16]},
+    "tr": {"kind": "mumoe", "factorization": "tr", "num_experts": [16, 2]},
+}  # fmt: skip
+"""One of each kind of feed-forward, for what has to work alike with all of them. The sparse one
+has state in buffers."""

@@ -4,10 +4,16 @@ import pytest
 import torch
 
 from model.cache import KeyValueCache
+from model.mumoe.config import FACTORIZATIONS
+
+OVERRIDES = {"dense": {}, "dense, one head": {"bias": False, "num_heads": 1}} | {
+    name: {"feed_forward": {"kind": "mumoe", "factorization": name, "num_experts": [4, 3]}}
+    for name in FACTORIZATIONS
+}
 
 
 @pytest.mark.parametrize("pieces", [[16], [1] * 16, [5, 1, 1, 9], [1, 15], [8, 8], [3, 2, 4, 1, 6]])
-@pytest.mark.parametrize("overrides", [{}, {"bias": False, "num_heads": 1}])
+@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
 def test_logits_in_pieces_equal_those_of_the_whole(small_model, random_ids, pieces, overrides):
     model = small_model(dtype=torch.float64, **overrides).eval()
     with torch.no_grad():

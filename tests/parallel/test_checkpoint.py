@@ -16,7 +16,7 @@ from parallel.checkpoint import (
     find_checkpoint,
     load_model,
 )
-from tests.helpers.training import MODEL, Case, global_batch, resave, tensors, train
+from tests.helpers.training import MODEL, Case, global_batch, mumoe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -34,6 +34,13 @@ PAIRS = [
 ]
 
 
+MODELS = {
+    "dense": MODEL,
+    "cp": mumoe_model(factorization="cp"),
+    "tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
+}
+
+
 def name(layout):
     world_size, tensor, stage = layout
     return f"TP {tensor} x DP {world_size // tensor} x ZeRO {stage}"
@@ -47,35 +54,52 @@ def saved(workers, tmp_path_factory):
     """A checkpoint of three AdamW steps, and the losses of the next three, by layout."""
     made = {}
 
-    def save(layout, precision="fp32"):
-        if (layout, precision) not in made:
+    def save(layout, precision="fp32", kind="dense"):
+        if (layout, precision, kind) not in made:
             folder = tmp_path_factory.mktemp("saved")
             world_size, tensor, stage = layout
             case = Case(
-                stage=stage, tensor=tensor, precision=precision, save_to=str(folder), last_step=3
-            )
+                stage=stage, tensor=tensor, precision=precision, save_to=str(folder), last_step=3,
+                model=MODELS[kind],
+            )  # fmt: skip
             workers(world_size).run(train, case)
-            made[layout, precision] = folder / "step-00000003"
-        return made[layout, precision]
+            made[layout, precision, kind] = folder / "step-00000003"
+        return made[layout, precision, kind]
 
     return save
 
 
+# Of factorized experts, in the everyday suite.
+EVERYDAY = {("cp", (2, 1, 3), "bf16"), ("tr", (2, 1, 2), "fp32")}
 # Each layout in the everyday suite in one precision, every stage and degree in both.
 IN_TURN = [
     pytest.param(
-        layout, precision, marks=[] if number % 2 == turn else [pytest.mark.slow],
+        "dense", layout, precision, marks=[] if number % 2 == turn else [pytest.mark.slow],
         id=f"{name(layout)}-{precision}",
     )
     for number, layout in enumerate(LAYOUTS)
     for turn, precision in enumerate(("fp32", "bf16"))
+] + [
+    pytest.param(
+        kind, layout, precision,
+        marks=[] if (kind, layout, precision) in EVERYDAY else [pytest.mark.slow],
+        id=f"{kind} {name(layout)}-{precision}",
+    )
+    for kind in ("cp", "tr")
+    for layout in DATA_PARALLEL
+    for precision in ("fp32", "bf16")
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "precision"), IN_TURN)
-def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layout, precision):
+@pytest.mark.parametrize(("kind", "layout", "precision"), IN_TURN)
+def test_twelve_steps_equal_six_and_six_in_new_processes(
+    workers, tmp_path, kind, layout, precision
+):
     world_size, tensor, stage = layout
-    case = Case(stage=stage, tensor=tensor, precision=precision, dropout=0.1, learning_rate=1e-3)
+    case = Case(
+        stage=stage, tensor=tensor, precision=precision, dropout=0.1, learning_rate=1e-3,
+        model=MODELS[kind],
+    )  # fmt: skip
     pool = workers(world_size)
     whole = pool.run(train, case.but(last_step=12, save_to=str(tmp_path / "whole")))[0]
     first = pool.run(train, case.but(last_step=6, save_to=str(tmp_path / "half")))[0]
@@ -90,15 +114,32 @@ def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layo
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
+SOME = {(ONE, (2, 1, 3)), ((2, 1, 3), TWO), (TWO, ONE), ((2, 1, 0), (2, 1, 2))}
+
+
 @pytest.mark.parametrize(
-    ("origin", "target"),
-    PAIRS,
-    ids=[f"{name(a)} to {name(b)}" for a, b in PAIRS],
-)
-def test_any_layout_saves_again_what_any_other_wrote(workers, saved, tmp_path, origin, target):
-    path = saved(origin)
+    ("kind", "origin", "target"),
+    [
+        *(pytest.param("dense", a, b, id=f"{name(a)} to {name(b)}") for a, b in PAIRS),
+        *(
+            pytest.param(
+                kind, a, b, id=f"{kind} {name(a)} to {name(b)}",
+                marks=[] if (a, b) in SOME else [pytest.mark.slow],
+            )
+            for kind in ("cp", "tr")
+            for a, b in itertools.product(DATA_PARALLEL, DATA_PARALLEL)
+        ),
+    ],
+)  # fmt: skip
+def test_any_layout_saves_again_what_any_other_wrote(
+    workers, saved, tmp_path, kind, origin, target
+):
+    path = saved(origin, kind=kind)
     world_size, tensor, stage = target
-    case = Case(stage=stage, tensor=tensor, resume=str(path), first_step=3, save_to=str(tmp_path))
+    case = Case(
+        stage=stage, tensor=tensor, resume=str(path), first_step=3, save_to=str(tmp_path),
+        model=MODELS[kind],
+    )  # fmt: skip
     workers(world_size).run(resave, case)
     before, after = tensors(path), tensors(tmp_path / "step-00000003")
     assert before.keys() == after.keys()
@@ -183,11 +224,12 @@ def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
     assert torch.equal(box, checkpoint.whole("token_embedding.weight")[1:3, 2:5])
 
 
-def test_load_model_gives_the_weights_on_one_device(workers, saved):
-    path = saved((2, 1, 3))
+@pytest.mark.parametrize("kind", MODELS)
+def test_load_model_gives_the_weights_on_one_device(workers, saved, kind):
+    path = saved((2, 1, 3), kind=kind)
     model = load_model(path)
     assert not model.training
-    case = Case(resume=str(path), first_step=3, last_step=4)
+    case = Case(resume=str(path), first_step=3, last_step=4, model=MODELS[kind])
     expected = workers(1).run(train, case)[0]["losses"][0]
     batch = global_batch(3, MODEL)
     with torch.no_grad():

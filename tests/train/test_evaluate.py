@@ -28,9 +28,13 @@ def finished(workers, tmp_path_factory, prepared_path):
 
 
 def reference_loss(run_folder, data, split, stride):
-    """Sum of nats by transformers, one window at a time, from the raw file; and how many tokens."""
-    reference, _ = reference_of(load_model(run_folder))
-    reference.eval()
+    """Sum of nats by transformers, one window at a time, from the raw file; and how many tokens.
+
+    What transformers does not have runs through our model, without a cache or a batch.
+    """
+    model = load_model(run_folder)
+    dense = model.config.feed_forward.kind == "dense"
+    reference = reference_of(model)[0].eval() if dense else model
     manifest = json.loads((data / "manifest.json").read_text())
     tokens = np.fromfile(data / f"{split}.bin", manifest["dtype"]).astype(np.int64)
     stream = torch.cat([torch.tensor([manifest["tokenizer"]["end_of_text_id"]]),
@@ -50,9 +54,17 @@ def reference_loss(run_folder, data, split, stride):
     return total, scored
 
 
-@pytest.mark.parametrize("split", ["validation", "test"])
-@pytest.mark.parametrize("stride", [32, 8, 5])
-def test_perplexity_equals_transformers(workers, finished, prepared_path, split, stride):
+CASES = [
+    *(("dense", split, stride) for split in ("validation", "test") for stride in (32, 8, 5)),
+    *((kind, "validation", 8) for kind in ("smoe", "cp", "tr")),
+]
+
+
+@pytest.mark.parametrize(("kind", "split", "stride"), CASES)
+def test_perplexity_equals_an_independent_computation(
+    workers, finished, trained, prepared_path, kind, split, stride
+):
+    finished = finished if kind == "dense" else trained(kind)
     overrides = (f"evaluation.stride={stride}",)
     result = workers(1).run(evaluation, finished, split=split, overrides=overrides)[0]
     nats, tokens = reference_loss(finished, prepared_path, split, stride)
@@ -64,8 +76,12 @@ def test_perplexity_equals_transformers(workers, finished, prepared_path, split,
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / info.bytes, rel=1e-4)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_two_processes_score_what_one_scores(workers, finished, batch_size):
+@pytest.mark.parametrize(
+    ("kind", "batch_size"),
+    [("dense", 1), ("dense", 3), ("dense", 64), ("smoe", 3), ("cp", 3), ("tr", 64)],
+)
+def test_two_processes_score_what_one_scores(workers, finished, trained, kind, batch_size):
+    finished = finished if kind == "dense" else trained(kind)
     # Windows that neither the batch size nor the processes divide, and more room than windows.
     overrides = (f"evaluation.batch_size={batch_size}", "evaluation.stride=7")
     one = workers(1).run(evaluation, finished, overrides=overrides)[0]

@@ -93,14 +93,6 @@ def test_the_result_is_evaluated_and_generates(workers, finished):
     assert load_model(path).blocks[1].feed_forward.experts.up.shape == (4, 32, 32)
 
 
-def test_experts_have_no_place_in_a_hugging_face_folder(finished, tmp_path, capfd):
-    destination = tmp_path / "theirs"
-    assert polyad(["convert", str(finished / "run"), str(destination), "--to", "huggingface"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "smoe" in line
-    assert not destination.exists()
-
-
 def test_another_number_of_experts_is_another_run(workers, finished):
     config = finished / "config.yaml"
     changed = "model.feed_forward.num_experts=8"

@@ -94,14 +94,6 @@ def test_the_result_is_evaluated_and_generates(workers, finished):
     assert cached["token_ids"] == plain["token_ids"]
 
 
-def test_factorized_experts_have_no_place_in_a_hugging_face_folder(finished, tmp_path, capfd):
-    destination = tmp_path / "theirs"
-    assert polyad(["convert", str(finished / "run"), str(destination), "--to", "huggingface"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "mumoe" in line
-    assert not destination.exists()
-
-
 def test_another_gate_is_another_run(workers, finished):
     changed = "model.feed_forward.gate=softmax"
     _, text, status = workers(1).run(run_expecting_error, finished / "config.yaml", changed)[0]

@@ -14,7 +14,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel.checkpoint import complete_checkpoints
-from tests.helpers.runs import records, run, run_expecting_error, write_config
+from tests.helpers.runs import FEED_FORWARDS, records, run, run_expecting_error, write_config
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
@@ -74,18 +74,22 @@ def test_tensor_parallel_processes_train_and_validate_alike(
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [("dense", 2, 1), ("dense", 1, 2), ("smoe", 2, 1), ("cp", 2, 1), ("tr", 1, 2)],
+)
 def test_a_run_goes_on_by_itself_on_another_layout(
-    workers, finished, tmp_path, prepared_path, first, second
+    workers, trained, tmp_path, prepared_path, kind, first, second
 ):
-    config = write_config(tmp_path / "config.yaml", prepared_path)
+    section = {"model__feed_forward": FEED_FORWARDS[kind]}
+    config = write_config(tmp_path / "config.yaml", prepared_path, **section)
     workers(first).run(run, config, "train.steps=4", "checkpoint.every=3")
     folder = tmp_path / "run"
     shutil.rmtree(folder / "checkpoints" / "step-00000004")  # as if killed after step 4
     time.sleep(1.1)  # TensorBoard orders files by the second in their names
     (folder / "metrics.jsonl").open("a").write('{"step": 5, "lo')
     assert workers(second).run(run, config, "parallel.zero_stage=2")[0] == 6
-    lines, expected = records(folder), records(finished / "run")
+    lines, expected = records(folder), records(trained(kind))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # none twice, none lost
     losses = torch.tensor([[a["loss"], b["loss"]] for a, b in zip(lines, expected, strict=True)])
     assert torch.allclose(losses[:, 0], losses[:, 1], rtol=1e-5, atol=0)

@@ -111,23 +111,6 @@ def test_evaluation_drops_nothing_and_training_drops_outputs():
     assert not block.eval()(z_BTD, z_BTD)[0].eq(0).any()
 
 
-@every_factorization
-@pytest.mark.parametrize("gate_input", ["residual", "normalized"])
-@pytest.mark.parametrize("last", [0, 7, 14])
-def test_a_gate_that_has_learned_sees_no_later_token(
-    small_model, random_ids, name, gate_input, last
-):
-    section = {"kind": "mumoe", "factorization": name, "gate_input": gate_input, "num_experts": [8]}
-    model = small_model(dtype=torch.float64, feed_forward=section)
-    for block in model.blocks:
-        torch.nn.init.normal_(block.feed_forward.gate.weight)
-    ids = random_ids(2, 16)
-    changed = ids.clone()
-    changed[:, last + 1 :] = (changed[:, last + 1 :] + 1) % 61
-    before, after = model(ids).logits, model(changed).logits
-    torch.testing.assert_close(after[:, : last + 1], before[:, : last + 1], atol=1e-10, rtol=0)
-
-
 def test_batch_norm_is_the_leak_that_it_is_refused_for():
     block = make_block(gate_norm="batch")
     z_BTD = torch.randn(1, 16, 8, dtype=torch.float64)

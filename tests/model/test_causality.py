@@ -1,27 +1,40 @@
-"""The gate against leaks, over every registry; and that it stops what leaks."""
+"""The gate against leaks, over every kind and registry; and that it stops what leaks."""
 
 import pytest
 import torch
 
 from model.build import build_model, materialize
+from model.mumoe.config import FACTORIZATIONS
+from model.mumoe.gating import ACTIVATIONS
 from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from model.smoe.scores import SCORES
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 
 
-def gated_model(small_config, update=None, **options):
-    """A float64 model with the reference experts, away from its initial state.
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
 
-    `update` sets keys of the feed-forward behind the back of the checks.
-    """
-    feed_forward = {
-        "kind": "smoe",
+
+SECTIONS = {
+    "dense": {},
+    "smoe": {
         "num_experts": 8,
         "expert_hidden_size": 16,
         "experts": "loop",
         "sigma": 8.0,
         "tau": 3.0,
-    }
+    },
+    "mumoe": {"num_experts": [8]},
+}
+
+
+def gated_model(small_config, update=None, kind="smoe", **options):
+    """A float64 model with the reference experts, away from its initial state.
+
+    `update` sets keys of the feed-forward behind the back of the checks.
+    """
+    feed_forward = {"kind": kind} | SECTIONS[kind]
     # Without biases, which make all tokens alike, block by block.
     config = small_config(bias=False, feed_forward=feed_forward | options)
     routed = config.feed_forward.model_copy(update=update or {})
@@ -50,9 +63,20 @@ OPTIONS = {
     "growing k": {"score": "random", "top_k": 1, "final_top_k": 8},
     "every second block": {"graph": "similarity", "placement": 2},
 }
+FACTORIZED = {
+    f"{name}, {gate}, {gate_input}, {len(levels)} levels": {
+        "kind": "mumoe", "factorization": name, "gate": gate, "gate_input": gate_input,
+        "num_experts": levels,
+    }
+    for name in FACTORIZATIONS
+    for gate in ACTIVATIONS
+    for gate_input in ("residual", "normalized")
+    for levels in ([8], [4, 2, 2])
+}  # fmt: skip
+EVERYTHING = {"dense": {"kind": "dense"}} | OPTIONS | FACTORIZED
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", EVERYTHING.values(), ids=EVERYTHING)
 @pytest.mark.parametrize("last", [0, 7, 14])
 def test_nothing_depends_on_later_tokens(small_config, random_ids, options, last):
     model = gated_model(small_config, **options)
@@ -70,6 +94,16 @@ def test_experts_do_depend_on_tokens(small_config, random_ids, options):
     for ours, theirs in zip(experts, others, strict=True):
         assert len(ours[..., 0].unique()) > 2
         assert (ours[..., 0] != theirs[..., 0]).double().mean() > 0.1
+
+
+@pytest.mark.parametrize("options", FACTORIZED.values(), ids=FACTORIZED)
+def test_coefficients_do_depend_on_tokens(small_config, random_ids, options):
+    # As above: gates that have left their zero, whose coefficients differ from token to token.
+    model = gated_model(small_config, **options)
+    _, gates = logits_and_experts(model, random_ids(2, 16))
+    assert len(gates) == 3 * len(options["num_experts"])
+    for coefficients in gates:
+        assert coefficients.std((0, 1)).max() > 0.05
 
 
 def test_lower_entropy_across_blocks_of_rows_is_causal(small_config, random_ids):
@@ -130,3 +164,11 @@ def test_the_gate_stops_a_capacity(small_config, random_ids):
     model = gated_model(small_config, capacity_factor=0.5, allow_leak=True)
     with pytest.raises(AssertionError):
         assert_causal(model, random_ids(2, 16), 7)
+
+
+def test_the_gate_stops_a_norm_over_the_batch(small_config, random_ids):
+    model = gated_model(small_config, {"gate_norm": "batch"}, kind="mumoe")
+    with pytest.raises(AssertionError):
+        assert_causal(model, random_ids(2, 16), 7)
+    # In evaluation it reads what training left.
+    assert_causal(model.eval(), random_ids(2, 16), 7)

@@ -1,0 +1,163 @@
+"""A folder of weights under Polyad's own names, for any model: what `--to safetensors` writes.
+
+    model.safetensors       every weight in fp32 and every buffer, by its name in the model
+    config.yaml             the section `model` of the configuration, complete
+    tokenizer files         tokenizer.json or tokenizer.model, and tokenizer_config.json
+
+No moments, no steps, no paths of the machine that trained it.
+"""
+
+from pathlib import Path
+
+import torch
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from model.build import ModelConfig, build_model
+from parallel.fragments import MASTER, persistent_buffers
+from parallel.tensor_file import DTYPE_NAMES
+from parallel.tensor_folder import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    TensorFolder,
+    Wanted,
+    differing_shapes,
+)
+
+CONFIG_FILE = "config.yaml"
+
+
+class PlainWeightsError(ValueError):
+    """A folder of plain weights that cannot be used: one line that says why."""
+
+    exit_status = 2
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Whether a path is such a folder: neither transformers' nor a checkpoint."""
+    others = ("config.json", "manifest.json")
+    return any((path / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)) and not any(
+        (path / name).exists() for name in others
+    )
+
+
+class PlainWeights:
+    """The weights of such a folder: a `Source` without moments.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        PlainWeightsError: it is incomplete or damaged, or its tensors are not those of its
+            configuration.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._config = _read_config(folder / CONFIG_FILE)
+        self._tensors = TensorFolder(folder, PlainWeightsError)
+        model = self._built()
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        wanted = {name: Wanted(shape) for name, shape in self._shapes.items()}
+        for name, buffer in persistent_buffers(model):
+            wanted[name] = Wanted(tuple(buffer.shape), (DTYPE_NAMES[buffer.dtype],))
+        faults = self._tensors.faults(wanted, CONFIG_FILE)
+        faults += [f"unknown tensor {n}" for n in sorted(self._tensors.names() - wanted.keys())]
+        self._tensors.refuse(faults)
+
+    def model_config(self) -> ModelConfig:
+        """The configuration of its model, complete."""
+        return self._config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights by name."""
+        return self._shapes
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a weight, fp32; zeros for optimizer state."""
+        if field != MASTER:
+            return torch.zeros(size)
+        if self._shapes.get(name) != tuple(global_shape):
+            raise PlainWeightsError(
+                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
+                f"there, {list(global_shape)} in this model"
+            )
+        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        # A copy always: the slice is of the mapped file.
+        return self._tensors.read(name, box).to(torch.float32, copy=True)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32."""
+        shape = self._shapes[name]
+        return self.read(name, MASTER, shape, (0,) * len(shape), shape)
+
+    def step(self, name: str) -> float:
+        """None taken."""
+        return 0.0
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer of the model, whole."""
+        if name not in self._tensors.names():
+            raise PlainWeightsError(f"{self.folder}: has no buffer {name}")
+        shape = self._tensors.mapped(name).get_shape()
+        return self._tensors.read(name, tuple(slice(0, n) for n in shape)).clone()
+
+    def check_model(self, module: nn.Module) -> None:
+        """Compares names and shapes of weights with a model's.
+
+        Raises:
+            PlainWeightsError: they differ; the first few differences are named.
+        """
+        ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        if differing := differing_shapes(self._shapes, ours):
+            raise PlainWeightsError(f"{self.folder}: is of another model: {differing}")
+
+    def _built(self) -> nn.Module:
+        """The model that config.yaml describes: sizes without bounds, so the files come first."""
+        last = f"blocks.{self._config.num_layers - 1}.attention_norm.weight"
+        if last not in self._tensors.names():
+            raise PlainWeightsError(
+                f"{self.folder}: no tensor {last}, though {CONFIG_FILE} says model.num_layers "
+                f"{self._config.num_layers}"
+            )
+        try:
+            return build_model(self._config)
+        except (RuntimeError, TypeError):  # torch's, of several lines, for what overflows 64 bits
+            raise PlainWeightsError(
+                f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
+            ) from None
+        except ValueError as error:
+            raise PlainWeightsError(f"{self.folder / CONFIG_FILE}: {error}") from None
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlainWeightsError(
+            f"{path}: there is no such file; beside {WEIGHTS_FILE} it says in its section `model` "
+            f"which model the weights are of"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise PlainWeightsError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    section = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(section, dict):
+        raise PlainWeightsError(f"{path}: has no section `model`")
+    try:
+        config = TypeAdapter[ModelConfig](ModelConfig).validate_python(section)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(("model", *map(str, first["loc"])))
+        message = first["msg"].removeprefix("Value error, ")
+        raise PlainWeightsError(f"{path}: {key}: {message}") from None
+    if config.vocab_size is None:
+        raise PlainWeightsError(f"{path}: model.vocab_size: is missing")
+    return config

@@ -1,0 +1,164 @@
+"""The tensors of a folder with model.safetensors, or with shards and an index: mapped, not read."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_DTYPES = ("F32", "F16", "BF16")
+"""Of stored weights; each is exact in fp32."""
+
+
+class Wanted(NamedTuple):
+    """What a tensor should be."""
+
+    shape: tuple[int, ...]
+    dtypes: Collection[str] = WEIGHT_DTYPES
+    """Those allowed, as safetensors names them."""
+
+
+class TensorFolder:
+    """Finds tensors by name and gives slices of them.
+
+    Args:
+        folder: with the files.
+        error: the class of what is raised.
+        shorten: from the name in a file to the one to ask for.
+
+    Raises:
+        ValueError: of that class: a file is missing or damaged, or a tensor is there twice.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        error: type[ValueError],
+        shorten: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self.folder, self._error = folder, error
+        self._open: dict[Path, Any] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}
+        for path in self._files():
+            for name in self._file(path).keys():  # noqa: SIM118  # not a dict
+                short = shorten(name)
+                if short in self._stored:
+                    before, other = self._stored[short]
+                    raise error(
+                        f"{folder}: {short} is there twice: {other} in {before.name}, {name} "
+                        f"in {path.name}"
+                    )
+                self._stored[short] = (path, name)
+
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._stored.keys()
+
+    def mapped(self, name: str) -> Any:
+        """A tensor as safetensors has it: shape, precision, and parts by index."""
+        path, stored = self._stored[name]
+        return self._file(path).get_slice(stored)
+
+    def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, perhaps of the mapped file; `box` is () of one without dimensions."""
+        path, stored = self._stored[name]
+        file = self._file(path)
+        value: torch.Tensor = file.get_slice(stored)[box] if box else file.get_tensor(stored)
+        return value
+
+    def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
+        """What is missing or other than a configuration says; unknown tensors are not looked for.
+
+        Args:
+            wanted: by name.
+            config_file: the name of the configuration.
+        """
+        faults = [f"no tensor {name}" for name in wanted if name not in self._stored]
+        for name, (shape, dtypes) in wanted.items():
+            if name in self._stored:
+                found = self.mapped(name)
+                if found.get_shape() != list(shape):
+                    is_, says = found.get_shape(), list(shape)
+                    faults.append(f"{name} is {is_}, {config_file} says {says}")
+                elif found.get_dtype() not in dtypes:
+                    allowed = ", ".join(dtypes)
+                    faults.append(f"{name} is {found.get_dtype()}, allowed: {allowed}")
+        return faults
+
+    def refuse(self, faults: list[str]) -> None:
+        """Raises one line with the first few faults, if there are any."""
+        if faults:
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise self._error(f"{self.folder}: {'; '.join(faults[:3])}{more}")
+
+    def _files(self) -> list[Path]:
+        index, single = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
+        if index.is_file():
+            listed = read_json(index, self._error).get("weight_map")
+            if not isinstance(listed, dict):
+                raise self._error(f"{index}: has no weight_map")
+            files = {str(file) for file in listed.values()}
+            if strange := sorted(f for f in files if Path(f).name != f or f in {"", ".."}):
+                raise self._error(f"{index}: {strange[0]!r} is not a file of this folder")
+            return [self.folder / file for file in sorted(files)]
+        if single.is_file():
+            return [single]
+        raise self._error(_no_weights(self.folder))
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise self._error(f"{path}: missing, though {INDEX_FILE} lists it") from None
+            except (SafetensorError, OSError, UnicodeError) as error:
+                raise self._error(f"{path}: is damaged or no safetensors: {error}") from None
+        return self._open[path]
+
+
+def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
+    """An object of a JSON file.
+
+    Raises:
+        ValueError: of the given class: it cannot be read, or is none.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise error_class(f"{path}: cannot be read: {error}") from None
+    if not isinstance(tree, dict):
+        raise error_class(f"{path}: holds {type(tree).__name__}, an object is needed")
+    return tree
+
+
+def differing_shapes(
+    theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]
+) -> str | None:
+    """The first few names whose shapes differ, with both; None if all are the same.
+
+    Args:
+        theirs: of stored weights.
+        ours: of the model.
+    """
+    differing = [
+        f"{name} {list(theirs.get(name, ())) or 'missing'} there, "
+        f"{list(ours.get(name, ())) or 'missing'} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return f"{'; '.join(differing[:3])}{more}" if differing else None
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles:
+        return (
+            f"{folder}: holds {pickles[0]}, a pickle, which can run code when it is read; "
+            f"{WEIGHTS_FILE} is needed: save the model again with safetensors "
+            f"(transformers: model.save_pretrained)"
+        )
+    return f"{folder}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}"

@@ -1,0 +1,28 @@
+"""Finished runs that several files read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import FEED_FORWARDS, run, write_config
+
+
+@pytest.fixture(scope="session")
+def trained(workers, tmp_path_factory, prepared_path) -> Callable[[str], Path]:
+    """Gives the folder of a finished run of 6 steps by 2 processes, by kind of feed-forward.
+
+    For reading alone: other tests get the same one.
+    """
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            changes = {"model__feed_forward": FEED_FORWARDS[kind]}
+            config = write_config(folder / "config.yaml", prepared_path, **changes)
+            assert workers(2).run(run, config) == [6, 6]
+            made[kind] = folder / "run"
+        return made[kind]
+
+    return make
