@@ -1,8 +1,8 @@
 """GPT-2 as Hugging Face's `transformers` has it: names, shapes and config.json, both ways.
 
 Their linear layers are `Conv1D`s, [in, out]: the transpose of ours. Their fused q, k, v has our
-order. Their output head is the token embedding too, and a buffer with the causal mask, which older
-files hold (`attn.bias`), is no parameter. Nothing here reads tensors or imports `transformers`.
+order. A buffer with the causal mask, which older files hold (`attn.bias`), is no parameter. Nothing
+here reads tensors or imports `transformers`.
 """
 
 import re
@@ -20,7 +20,7 @@ PREFIX = "transformer."
 """Before every name in a file that `GPT2LMHeadModel` saved; `GPT2Model` and the hub's first files
 have none."""
 HEAD = "lm_head.weight"
-"""The output head: in a file at most a copy of `wte.weight`."""
+"""The output head, never with the prefix; of a tied one at most a copy of `wte.weight`."""
 IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 """Buffers of older versions."""
 
@@ -37,7 +37,7 @@ _INSIDE = {
 # What transformers takes where config.json says nothing. Keys of the second column are its aliases.
 _DEFAULTS = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
-    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
 }  # fmt: skip
 _ALIASES = {
     "n_positions": "max_position_embeddings", "n_embd": "hidden_size",
@@ -46,7 +46,7 @@ _ALIASES = {
 _OURS = {
     "vocab_size": "vocab_size", "n_positions": "sequence_length", "n_embd": "hidden_size",
     "n_layer": "num_layers", "n_head": "num_heads", "layer_norm_epsilon": "layer_norm_epsilon",
-    "initializer_range": "initializer_range",
+    "initializer_range": "initializer_range", "tie_word_embeddings": "tied_embeddings",
 }  # fmt: skip
 _ONLY = {
     "activation_function": "gelu_new",
@@ -55,7 +55,6 @@ _ONLY = {
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
     "is_encoder_decoder": False,
-    "tie_word_embeddings": True,
 }
 """Options of theirs, and the one value of each that is GPT-2 as it is built here."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -92,6 +91,8 @@ def their_tensor(name: str) -> TheirTensor:
     Raises:
         HuggingFaceError: GPT-2 as they have it has no such parameter.
     """
+    if name == "head.weight":
+        return TheirTensor(HEAD, False)
     owner, _, kind = name.rpartition(".")
     if owner in _OUTSIDE:
         return TheirTensor(f"{_OUTSIDE[owner]}.{kind}", False)

@@ -21,7 +21,7 @@ from parallel.tensor_folder import TensorFolder, Wanted, read_json
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
 _ARCHITECTURE = (
     "kind", "num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size", "bias",
-    "layer_norm_epsilon",
+    "layer_norm_epsilon", "tied_embeddings",
 )  # fmt: skip
 _ROWS = 4096
 
@@ -142,8 +142,8 @@ class HuggingFaceWeights:
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         strange = sorted(names - wanted.keys() - {HEAD})
         faults += [f"unknown tensor {name}" for name in strange if not IGNORED.fullmatch(name)]
-        if not faults and not self._head_is_tied():
-            faults = [f"{HEAD} is not wte.weight: only a tied output head is supported"]
+        if not faults and self.config.tied_embeddings and not self._head_is_tied():
+            faults = [f"{HEAD} is not wte.weight, though {CONFIG_FILE} says that they are tied"]
         self._tensors.refuse(faults)
 
     def _head_is_tied(self) -> bool:

@@ -17,6 +17,7 @@ from data.tokenizer import Tokenizer
 from model.build import build_model, num_parameters
 from model.huggingface import (
     CONFIG_FILE,
+    HEAD,
     PREFIX,
     HuggingFaceError,
     config_to_huggingface,
@@ -163,7 +164,8 @@ def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None
         theirs, transposed = their_tensor(name)
         read = _reader(weights, name, shape, transposed)
         shape = shape[::-1] if transposed else shape
-        entries.append(Entry(PREFIX + theirs, torch.float32, shape, read))
+        stored = theirs if theirs == HEAD else PREFIX + theirs
+        entries.append(Entry(stored, torch.float32, shape, read))
     _write_json(staging / CONFIG_FILE, tree)
     write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)

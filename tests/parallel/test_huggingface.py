@@ -36,10 +36,13 @@ def without_prefix(tensors):
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("form", ["saved", "sharded", "no prefix", "head", "buffers"])
+@pytest.mark.parametrize("form", ["saved", "sharded", "untied", "no prefix", "head", "buffers"])
 def test_logits_equal_transformers_in_every_form_of_file(folder, tmp_path, form):
     if form == "saved":
         reference, path = save_reference(tmp_path), tmp_path
+    elif form == "untied":
+        reference, path = save_reference(tmp_path, tie_word_embeddings=False), tmp_path
+        assert not torch.equal(reference.lm_head.weight, reference.transformer.wte.weight)
     elif form == "sharded":
         reference, path = save_reference(tmp_path, shard_size="20KB"), tmp_path
         assert len(list(path.glob("*.safetensors"))) > 2
@@ -230,6 +233,7 @@ def test_a_configuration_of_another_model_is_refused_by_key(folder):
         ({"num_heads": 2}, "model.num_heads 4 there, 2 here"),
         ({"layer_norm_epsilon": 1e-6}, "model.layer_norm_epsilon"),
         ({"bias": False}, "model.bias True there, False here"),
+        ({"tied_embeddings": False}, "model.tied_embeddings True there, False here"),
         ({"vocab_size": 401}, "model.vocab_size 400 there, 401 here"),
     ]:
         with pytest.raises(HuggingFaceError, match=word):

@@ -93,9 +93,10 @@ def test_polyad_to_huggingface_to_polyad_is_bitwise(finished, exported, tmp_path
     assert {field for _, field in tensors(tmp_path / "back")} == {MASTER}
 
 
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
-def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size):
-    reference = save_reference(tmp_path / "theirs", shard_size=shard_size)
+@pytest.mark.parametrize(("shard_size", "tied"), [("5GB", True), ("20KB", True), ("5GB", False)])
+def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size, tied):
+    options = {"shard_size": shard_size, "tie_word_embeddings": tied}
+    reference = save_reference(tmp_path / "theirs", **options)
     first = convert(tmp_path / "theirs", tmp_path / "ours", "polyad")
     assert "no tokenizer" in conversion_table(first)
     second = convert(tmp_path / "ours", tmp_path / "again", "huggingface")
