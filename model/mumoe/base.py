@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from model.initialization import Initializer, uniform
+from model.mumoe.products import affine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +56,15 @@ class Factorized(nn.Module, ABC):
     Args:
         sizes: Of the factors.
         output_scale: Times the output factor's initial values.
+        activated: Whether it takes GELU of its input.
     """
 
     input_factor: Tensor
     output_factor: Tensor
 
-    def __init__(self, sizes: Sizes, output_scale: float = 1.0) -> None:
+    def __init__(self, sizes: Sizes, output_scale: float = 1.0, activated: bool = False) -> None:
         super().__init__()
-        self.sizes, self.output_scale = sizes, output_scale
+        self.sizes, self.output_scale, self.activated = sizes, output_scale, activated
         for name, shape in self.factor_shapes(sizes).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
@@ -133,7 +135,7 @@ class Factorized(nn.Module, ABC):
         return [self.get_parameter(expert_factor(level)) for level in levels]
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
-        """The input with the input factor's first mode, and the bias row added.
+        """The input, or GELU of it, with the input factor's first mode, and the bias row added.
 
         Args:
             z_MI: Tokens.
@@ -141,11 +143,7 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, ...], the other modes of the input factor flattened.
         """
-        factor = self.input_factor.flatten(1)
-        if not self.sizes.bias:
-            return z_MI @ factor
-        weight, bias = factor.split_with_sizes([self.sizes.inputs, 1])
-        return torch.addmm(bias, z_MI, weight)
+        return affine(z_MI, self.input_factor, bias=self.sizes.bias, activated=self.activated)
 
 
 def expert_factor(level: int) -> str:
