@@ -26,30 +26,29 @@ MOMENTUM = 0.1
 
 
 class _Entmax15(torch.autograd.Function):
-    """Exact, by Newton's method; the backward pass needs the result alone."""
+    """Exact, by Newton's method; the backward pass needs the results' roots alone."""
 
     @staticmethod
     def forward(ctx: Any, scores_MN: Tensor) -> Tensor:
-        # p = max(x - tau, 0)^2 with x = scores / 2, and tau such that p sums to 1. Adding a number
-        # to all x changes nothing; with 0 as the highest, tau is between -1 and 0.
+        # p = s^2 with s = max(x - tau, 0), x = scores / 2, and tau such that p sums to 1. Adding a
+        # number to all x changes nothing; with 0 as the highest, tau is between -1 and 0.
         x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2)
-        p_MN = (x_MN - _threshold(x_MN)).clamp_(min=0).square_()
-        ctx.save_for_backward(p_MN)
-        return p_MN
+        s_MN = _above_threshold(x_MN)
+        ctx.save_for_backward(s_MN)  # a root of p would take longer than what it would save
+        return s_MN.square()
 
     @staticmethod
     def backward(ctx: Any, gradient_MN: Tensor) -> Tensor:
-        # dp/dscores = diag(s) - s s^T / sum(s) with s = sqrt(p).
-        (p_MN,) = ctx.saved_tensors
-        s_MN = p_MN.sqrt()
+        # dp/dscores = diag(s) - s s^T / sum(s).
+        (s_MN,) = ctx.saved_tensors
         scaled_MN = gradient_MN * s_MN
         mean_M1 = scaled_MN.sum(-1, keepdim=True) / s_MN.sum(-1, keepdim=True)
         result: Tensor = scaled_MN.addcmul_(s_MN, mean_M1, value=-1)
         return result
 
 
-def _threshold(x_MN: Tensor) -> Tensor:
-    """Tau [M, 1], at which the norm of s = max(x - tau, 0) is 1. The highest x is 0.
+def _above_threshold(x_MN: Tensor) -> Tensor:
+    """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
 
     The norm is convex in tau and falls, so Newton's steps from -1 never pass the root. Each divides
     the product of the norm's excess and its slope by 4 at least; that is below N at first, and the
@@ -62,14 +61,15 @@ def _threshold(x_MN: Tensor) -> Tensor:
     counted = x_MN.device.type != "cpu" or torch.compiler.is_compiling()
     small = math.sqrt(2 * epsilon / size)
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
+    s_MN = (x_MN - tau_M1).clamp_(min=0)
     for _ in range(most):
-        s_MN = (x_MN - tau_M1).clamp_(min=0)
         norm_M1 = torch.linalg.vector_norm(s_MN, dim=-1, keepdim=True)
         step_M1 = (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
         tau_M1 = tau_M1 + step_M1
+        torch.sub(x_MN, tau_M1, out=s_MN).clamp_(min=0)
         if not counted and not (step_M1 > small).any():  # NaN is not, and stays
             break
-    return tau_M1
+    return s_MN
 
 
 def entmax15(scores_MN: Tensor) -> Tensor:

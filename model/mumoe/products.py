@@ -17,7 +17,7 @@ def affine(z_MI: Tensor, factor: Tensor, *, bias: bool, activated: bool) -> Tens
         z_MI: Tokens.
         factor: [I, ...], or [I + 1, ...] with a bias row last: a parameter as it stands in its
             module, for what is saved of it is what ZeRO 3 gathers again.
-        bias: Whether there is such a row.
+        bias: Whether such a row is added; if not, it may be there.
         activated: Whether GELU is applied first. Its output is not kept but computed again: it is
             as large as all else that a block keeps, and costs a hundredth of the products.
 
@@ -36,10 +36,10 @@ class _Affine(torch.autograd.Function):
         ctx.save_for_backward(z_MI, factor)
         ctx.bias, ctx.activated = bias, activated
         active_MI = gelu(z_MI) if activated else z_MI
-        weight_IC = factor.flatten(1)
+        flat, inputs = factor.flatten(1), z_MI.shape[1]
         if not bias:
-            return active_MI @ weight_IC
-        return torch.addmm(weight_IC[-1], active_MI, weight_IC[:-1])
+            return active_MI @ flat[:inputs]
+        return torch.addmm(flat[inputs], active_MI, flat[:inputs])
 
     @staticmethod
     def backward(ctx: Any, gradient_MC: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -57,4 +57,6 @@ class _Affine(torch.autograd.Function):
             torch.mm(active_MI.t(), gradient_MC, out=flat[:inputs])
             if ctx.bias:
                 torch.sum(gradient_MC, 0, out=flat[inputs])
+            else:
+                flat[inputs:] = 0
         return for_z_MI, for_factor, None, None
