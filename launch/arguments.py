@@ -135,6 +135,11 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--sequence-length", type=positive, metavar="T", help="default 256, on a GPU 1024")
     add("--repeats", type=positive, metavar="N", help="timed steps; default 5, on a GPU 20")
     add("--compile", action="store_true", help="the blocks of both through torch.compile")
+    add(
+        "--feed-forward",
+        choices=("mumoe-cp", "mumoe-tr"),
+        help="of 256 experts, beside our dense step; default: dense beside transformers'",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 

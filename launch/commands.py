@@ -190,6 +190,7 @@ def _bench_step(options: Namespace) -> None:
             sequence_length=options.sequence_length,
             repeats=options.repeats,
             compiled=options.compile,
+            feed_forward=options.feed_forward,
         )
         show(result, step_table(result), options.json, stdout)
 
@@ -279,9 +280,10 @@ COMMANDS: dict[str, Command] = {
         handler=_bench_data,
     ),
     "bench step": Command(
-        summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
+        summary="Times a training step of GPT-2 124M beside transformers', or of a muMoE's.",
         example="polyad bench step --precision bf16 --json step.json\n"
-        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile",
+        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile\n"
+        "polyad bench step --feed-forward mumoe-cp",
         arguments=bench_step_arguments,
         handler=_bench_step,
     ),

@@ -183,8 +183,8 @@ def saved_bytes(layer: nn.Module, tokens_ND: Tensor) -> int:
 
 
 def _compile(layer: nn.Module) -> nn.Module:
-    compiled: nn.Module = torch.compile(layer, fullgraph=True)
-    return compiled
+    layer.compile(fullgraph=True)
+    return layer
 
 
 def _interleaved(

@@ -31,7 +31,7 @@ def package_entmax() -> Callable[[Tensor], Tensor] | None:
     """Entmax-1.5 of the `entmax` package over the last dimension; None where it is not."""
     if importlib.util.find_spec("entmax") is None:
         return None
-    from entmax import entmax15 as theirs  # type: ignore[import-untyped]
+    from entmax import entmax15 as theirs
 
     return lambda scores: theirs(scores, dim=-1)
 
@@ -108,6 +108,7 @@ class Einsum(nn.Module):
 def _factors(layer: Factorized) -> nn.ParameterList:
     """The factors of experts, input and output with their modes in the paper's order."""
     factors = (layer.expert_factors()[0], layer.input_factor, layer.output_factor)
+    modes: tuple[tuple[int, ...], ...]
     if layer.input_factor.dim() == 2:  # CP: [R, E], [R, I + 1], [R, O]
         modes = ((1, 0), (1, 0), (0, 1))
     else:  # ring: [P, E, Q], [Q, I + 1, R], [R, O, P]
@@ -170,8 +171,9 @@ class DenseMoE(nn.Module):
     def forward(self, tokens_ND: Tensor) -> Tensor:
         """[N, D] to [N, D]."""
         a_NE = self.coefficients(tokens_ND).to(tokens_ND.dtype)
-        inner_NEF = gelu(linear(tokens_ND, self.up, self.up_bias)).unflatten(1, self.shape)
-        return (inner_NEF * a_NE.unsqueeze(2)).flatten(1) @ self.down + a_NE @ self.down_bias
+        inner_NEF = gelu(linear(tokens_ND, self.up, self.up_bias)).view(-1, *self.shape)
+        weighted_NU = (inner_NEF * a_NE.unsqueeze(2)).flatten(1)  # all experts' inner units
+        return weighted_NU @ self.down + a_NE @ self.down_bias
 
     @torch.no_grad()
     def one_by_one(self, tokens_ND: Tensor) -> Tensor:
