@@ -48,6 +48,23 @@ class _Entmax15(torch.autograd.Function):
 
 
 def _above_threshold(x_MN: Tensor) -> Tensor:
+    """As many steps as are needed; all of them on a device that would have to be waited for."""
+    s_MN: Tensor = _above_threshold_on_host(x_MN) if x_MN.device.type == "cpu" else _newton(x_MN)
+    return s_MN
+
+
+# An operation of its own: a compiler would write out all steps.
+@torch.library.custom_op("polyad::above_threshold", mutates_args=())
+def _above_threshold_on_host(x_MN: Tensor) -> Tensor:
+    return _newton(x_MN, ends_early=True)
+
+
+@_above_threshold_on_host.register_fake
+def _like_above_threshold(x_MN: Tensor) -> Tensor:
+    return torch.empty_like(x_MN)
+
+
+def _newton(x_MN: Tensor, *, ends_early: bool = False) -> Tensor:
     """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
 
     The norm is convex in tau and falls, so Newton's steps from -1 never pass the root. Each divides
@@ -57,8 +74,6 @@ def _above_threshold(x_MN: Tensor) -> Tensor:
     """
     size, epsilon = x_MN.shape[-1], torch.finfo(x_MN.dtype).eps
     most = math.ceil(math.log(size / epsilon, 4))
-    # A compiler takes all steps, and so does a device that would have to be waited for.
-    counted = x_MN.device.type != "cpu" or torch.compiler.is_compiling()
     small = math.sqrt(2 * epsilon / size)
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
     s_MN = (x_MN - tau_M1).clamp_(min=0)
@@ -67,7 +82,7 @@ def _above_threshold(x_MN: Tensor) -> Tensor:
         step_M1 = (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
         tau_M1 = tau_M1 + step_M1
         torch.sub(x_MN, tau_M1, out=s_MN).clamp_(min=0)
-        if not counted and not (step_M1 > small).any():  # NaN is not, and stays
+        if ends_early and not (step_M1 > small).any():  # NaN is not, and stays
             break
     return s_MN
 
