@@ -183,7 +183,7 @@ def saved_bytes(layer: nn.Module, tokens_ND: Tensor) -> int:
 
 
 def _compile(layer: nn.Module) -> nn.Module:
-    layer.compile(fullgraph=True)
+    layer.compile()
     return layer
 
 

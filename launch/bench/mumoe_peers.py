@@ -33,7 +33,12 @@ def package_entmax() -> Callable[[Tensor], Tensor] | None:
         return None
     from entmax import entmax15 as theirs
 
-    return lambda scores: theirs(scores, dim=-1)
+    @torch.compiler.disable  # torch.compile cannot follow it
+    def activation(scores: Tensor) -> Tensor:
+        result: Tensor = theirs(scores, dim=-1)
+        return result
+
+    return activation
 
 
 def config_of(factorization: FactorizationName, experts: int, shape: dict[str, int]) -> MuMoEConfig:
