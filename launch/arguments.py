@@ -176,20 +176,43 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--sequence-length", type=positive, metavar="T", help="default 256, on a GPU 1024")
     add("--repeats", type=positive, metavar="N", help="timed steps; default 5, on a GPU 20")
     add("--compile", action="store_true", help="the blocks of both through torch.compile")
+    add(
+        "--feed-forward",
+        choices=("mumoe-cp", "mumoe-tr"),
+        help="of 256 experts, beside our dense step; default: dense beside transformers'",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
 def bench_layer_arguments(parser: Parser) -> None:
     """Those of `polyad bench layer`."""
     add = parser.add_argument
-    add("--tokens", type=positive, default=4096, metavar="N", help="default 4096")
-    add("--experts", type=positive, default=16, metavar="E", help="default 16")
-    add("--top-k", type=positive, default=2, metavar="K", help="experts of a token; default 2")
-    add("--width", type=positive, default=256, metavar="D", help="of a token; default 256")
-    add("--hidden", type=positive, default=1024, metavar="F", help="of one expert; default 1024")
+    add("--kind", choices=("smoe", "mumoe"), default="smoe", help="of layer; default smoe")
+    add("--tokens", type=positive, metavar="N", help="default 4096; mumoe 1024")
+    add(
+        "--experts",
+        type=positive,
+        nargs="+",
+        metavar="E",
+        help="default 16; mumoe one after the other, default 64 256 2048",
+    )
+    add("--top-k", type=positive, metavar="K", help="smoe: experts of a token; default 2")
+    add("--width", type=positive, metavar="D", help="of a token; default 256; mumoe 768")
+    add(
+        "--hidden",
+        type=positive,
+        metavar="F",
+        help="of one expert; default 1024; mumoe, and its dense MLP, 3072",
+    )
     add("--precision", choices=("fp32", "bf16"), help="default: both")
-    add("--load", choices=("uniform", "skewed"), help="skewed: half to one expert; default: both")
-    add("--repeats", type=positive, default=7, metavar="N", help="timed runs of each; default 7")
+    add("--load", choices=("uniform", "skewed"), help="smoe: half to one expert; default: both")
+    add("--repeats", type=positive, metavar="N", help="timed runs of each; default 7")
     add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("cpu", "cuda"), help="default cpu")
+    add(
+        "--compile",
+        action="store_true",
+        default=None,
+        help="mumoe: every variant through torch.compile",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -217,22 +217,46 @@ def _bench_step(options: Namespace) -> None:
             sequence_length=options.sequence_length,
             repeats=options.repeats,
             compiled=options.compile,
+            feed_forward=options.feed_forward,
         )
         show(result, step_table(result), options.json, stdout)
 
 
 def _bench_layer(options: Namespace) -> None:
-    from launch.bench.layer import LOADS, bench_layer, layer_table
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.mumoe import bench_mumoe, mumoe_table
+    from launch.bench.smoe import bench_smoe, smoe_table
 
     check_json_path(options.json)
-    shape = ("tokens", "experts", "top_k", "width", "hidden")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    only = {"smoe": ("top_k", "load"), "mumoe": ("compile",)}
+    for kind, names in only.items():
+        for name in names:
+            if kind != options.kind and name in given:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option}: is of --kind {kind}, this is {options.kind}")
+    shape = ("tokens", "top_k", "width", "hidden", "repeats", "threads", "device")
+    arguments = {name: given[name] for name in shape if name in given}
+    for name, argument in (("precision", "precisions"), ("load", "loads")):
+        if name in given:
+            arguments[argument] = (given[name],)
     with only_results_on_stdout() as stdout:
-        result = bench_layer(
-            **{name: getattr(options, name) for name in (*shape, "repeats", "threads", "device")},
-            precisions=(options.precision,) if options.precision else ("fp32", "bf16"),
-            loads=(options.load,) if options.load else LOADS,
-        )
-        show(result, layer_table(result), options.json, stdout)
+        if options.kind == "mumoe":
+            if "experts" in given:
+                arguments["experts"] = tuple(dict.fromkeys(given["experts"]))
+            result = bench_mumoe(**arguments, compiled=bool(options.compile))
+            table = mumoe_table(result)
+        else:
+            if "experts" in given:
+                if len(given["experts"]) > 1:
+                    numbers = " ".join(map(str, given["experts"]))
+                    raise UsageError(f"--experts: {numbers}: --kind smoe takes one number")
+                arguments["experts"] = given["experts"][0]
+            result = bench_smoe(**arguments)
+            table = smoe_table(result)
+        show(result, table, options.json, stdout)
 
 
 COMMANDS: dict[str, Command] = {
@@ -290,15 +314,17 @@ COMMANDS: dict[str, Command] = {
         handler=_bench_data,
     ),
     "bench step": Command(
-        summary="Times a training step of GPT-2 124M beside transformers' GPT-2.",
+        summary="Times a training step of GPT-2 124M beside transformers', or of a muMoE's.",
         example="polyad bench step --precision bf16 --json step.json\n"
-        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile",
+        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile\n"
+        "polyad bench step --feed-forward mumoe-cp",
         arguments=bench_step_arguments,
         handler=_bench_step,
     ),
     "bench layer": Command(
-        summary="Times a sparse mixture of experts beside a dense MLP, DeepSpeed's and the loop.",
-        example="polyad bench layer --precision bf16 --json layer.json",
+        summary="Times a layer of experts, sparse or factorized, beside a dense MLP and peers.",
+        example="polyad bench layer --precision bf16 --json layer.json\n"
+        "polyad bench layer --kind mumoe --experts 256 --threads 1",
         arguments=bench_layer_arguments,
         handler=_bench_layer,
     ),

@@ -28,7 +28,7 @@ from data.sampler import TrainingSamples, micro_batches
 from data.text import open_source
 from data.tokenizer import Tokenizer, all_cores
 from data.writer import DatasetWriter
-from launch.bench.step import make_step
+from launch.bench.step_variants import make_step
 from model.gpt2 import GPT2Config
 from parallel.zero import Precision
 from train.config import load_config

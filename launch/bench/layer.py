@@ -1,165 +1,162 @@
-"""`polyad bench layer`: a sparse mixture of experts beside its peers, forward and backward.
+"""`polyad bench layer`: what every kind of layer is timed with, beside a dense MLP.
 
-The peers: a dense MLP of the same active width (K F), DeepSpeed's MoE layer with a capacity of 1.25
-and without dropping, and the loop over experts that is our reference. All have the same weights and
-see the same tokens with the same threads, one after the other in turn; what counts is the ratio of
-medians to the dense MLP's.
+All variants see the same tokens with the same threads, one after the other in turn; what counts is
+the ratio of medians to the dense MLP's. Peers: `smoe.py` and `mumoe.py`.
 
-Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one expert.
+Shapes: N tokens, D width.
 """
 
+import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from launch.bench.peers import (
-    REFERENCE,
-    TimedLayer,
-    make_layers,
-    make_tokens,
-    orthogonal_router,
-    rows_of_experts,
-)
 from launch.machine import processor_name
-from launch.output import align
+from model.build import materialize
+from model.interface import FeedForward, FeedForwardContext
 from model.smoe.host import has_bf16_products
-from parallel.zero import DTYPES, import_deepspeed
-from train.errors import ConfigError, RunError
+from train.errors import ConfigError
 
-LOADS = ("uniform", "skewed")
-GOAL_SHAPE = {"tokens": 4096, "experts": 16, "top_k": 2, "width": 256, "hidden": 1024}
-GOALS = {"uniform": 1.25, "skewed": 1.5}
-"""Of that shape in bf16: times the dense MLP."""
+SLOW = 10
+"""Times the dense MLP: what takes longer is timed once, for its ratio hangs on no third digit."""
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
-"""Of the norm of the difference to the reference's output, as a share of the output's norm."""
+"""Of the norm of the difference to a reference, as a share of the reference's norm."""
+HEAD = ("variant", "forward ms", "backward ms", "both ms", "x dense", "saved MiB", "x dense")
 
 
-def bench_layer(
-    *,
-    tokens: int = 4096,
-    experts: int = 16,
-    top_k: int = 2,
-    width: int = 256,
-    hidden: int = 1024,
-    precisions: tuple[str, ...] = ("fp32", "bf16"),
-    loads: tuple[str, ...] = LOADS,
-    repeats: int = 7,
-    threads: int | None = None,
-    device: str = "cpu",
-) -> dict[str, Any]:
-    """Times one layer.
+class TimedLayer(nn.Module):
+    """One variant: [N, D] to [N, D].
 
     Args:
-        tokens: N.
-        experts: E.
-        top_k: K.
+        module: What computes.
+        call: How it is called.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, tokens_ND: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.call(tokens_ND)
+
+
+def of_ours(module: FeedForward) -> TimedLayer:
+    """A feed-forward of a block as a variant.
+
+    Args:
+        module: Which gets the tokens as normalized input and as residual stream.
+    """
+
+    def call(tokens_ND: Tensor) -> Tensor:
+        tokens_BTD = tokens_ND.unsqueeze(0)
+        output: Tensor = module(tokens_BTD, tokens_BTD)[0]
+        return output.squeeze(0)
+
+    return TimedLayer(module, call)
+
+
+def start(part: Any, config: Any, context: FeedForwardContext, like: Tensor) -> Any:
+    """A part with small random weights, biases too: the same whenever names and shapes are.
+
+    Args:
+        part: A kind of feed-forward.
+        config: Its own.
+        context: What a model would say.
+        like: Of the weights' device and dtype.
+    """
+    with torch.device("meta"):
+        module = part(config, context)
+    materialize(module, seed=0, device=like.device, dtype=like.dtype)
+    with torch.no_grad():
+        for number, (name, parameter) in enumerate(module.named_parameters()):
+            if name.endswith("bias") and "router" not in name:
+                generator = torch.Generator().manual_seed(number)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return module
+
+
+def context_of(width: int) -> FeedForwardContext:
+    """What a model of this width says, with biases.
+
+    Args:
         width: D.
-        hidden: F; the dense MLP has K F.
-        precisions: of weights and activations.
-        loads: `uniform`: random tokens; `skewed`: one expert is the first choice of half of them.
-        repeats: how often each is timed; once more goes before.
-        threads: of each; None: as many as PyTorch takes.
+    """
+    return FeedForwardContext(
+        hidden_size=width, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
+    )
+
+
+def check_device(device: str) -> None:
+    """Checks that the device is there.
+
+    Args:
         device: `cpu` or `cuda`.
 
-    Returns:
-        JSON values: for each precision and load the rows of each expert, and for each variant the
-        median seconds, the bytes kept for backward, and both as a multiple of the dense MLP's.
-
     Raises:
-        ConfigError: shapes that do not agree, or a device that is not there.
-        RunError: a peer does not compute what the reference computes.
+        ConfigError: It is not.
     """
-    if top_k > experts:
-        raise ConfigError(f"--top-k: {top_k} is more than --experts: {experts}")
-    if experts < 2:
-        raise ConfigError(f"--experts: {experts} is less than 2")
-    if tokens < 2:
-        raise ConfigError(f"--tokens: {tokens} is less than 2, of which a half can be skewed")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: cuda: there is no CUDA device here; cpu is allowed")
-    shape = {
-        "tokens": tokens,
-        "experts": experts,
-        "top_k": top_k,
-        "width": width,
-        "hidden": hidden,
-    }
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
+
+
+@contextlib.contextmanager
+def threads_of(threads: int | None) -> Iterator[None]:
+    """Computes with so many threads; None: as many as PyTorch takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
     try:
-        results = {
-            precision: {
-                load: _compare(shape, precision, load, repeats, torch.device(device))
-                for load in loads
-            }
-            for precision in precisions
-        }
-        return shape | {
-            "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
-            "bf16_instructions": device == "cuda" or has_bf16_products(),
-            "threads": torch.get_num_threads(),
-            "repeats": repeats,
-            "torch": torch.__version__,
-            "deepspeed": import_deepspeed().__version__,
-            "precisions": results,
-        }
+        yield
     finally:
-        torch.set_num_threads(threads_before)
+        torch.set_num_threads(before)
 
 
-def _compare(
-    shape: dict[str, int], precision: str, load: str, repeats: int, device: torch.device
+def surroundings(device: str, repeats: int) -> dict[str, Any]:
+    """What figures depend on beside the shape, as JSON values."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
+        "bf16_instructions": device == "cuda" or has_bf16_products(),
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+        "torch": torch.__version__,
+    }
+
+
+def measure(
+    layers: Mapping[str, nn.Module], tokens_ND: Tensor, repeats: int, *, compiled: bool = False
 ) -> dict[str, Any]:
-    dtype = DTYPES[precision]
-    router_ED = orthogonal_router(shape["experts"], shape["width"])
-    tokens_ND = make_tokens(shape["tokens"], router_ED, load).to(device, dtype).requires_grad_()
-    layers = make_layers(shape, router_ED, tokens_ND)
-    differences = _check(layers, tokens_ND, precision)
-    _say(f"{precision}, {load}")
-    seconds = _interleaved(layers, tokens_ND, repeats)
-    rows: dict[str, Any] = {}
-    for name, layer in layers.items():
-        rows[name] = seconds[name] | {
-            "saved_bytes": saved_bytes(layer, tokens_ND),
-            "difference": differences.get(name),
-        }
+    """Times every variant, one of which is called dense, and counts what it keeps.
+
+    Args:
+        layers: The variants by name.
+        tokens_ND: What all of them see.
+        repeats: How often each is timed; once more goes before.
+        compiled: Whether each runs through torch.compile.
+
+    Returns:
+        For each its median seconds, the bytes kept for backward, and both as a multiple of the
+        dense MLP's.
+    """
+    if compiled:
+        torch.compiler.reset()  # programs of another precision would be tried first
+        layers = {name: _compile(layer) for name, layer in layers.items()}
+    # All variants are instances of one class: dynamo counts them as recompilations of its forward.
+    with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
+        rows = _interleaved(layers, tokens_ND, repeats)
+        for name, layer in layers.items():
+            rows[name]["saved_bytes"] = saved_bytes(layer, tokens_ND)
     for row in rows.values():
         for key in ("seconds", "saved_bytes"):
             row[f"{key}_ratio"] = row[key] / rows["dense"][key]
-    result: dict[str, Any] = {
-        "rows_of_experts": rows_of_experts(layers, tokens_ND),
-        "variants": rows,
-    }
-    if precision == "bf16" and shape == GOAL_SHAPE:
-        goal = GOALS[load]
-        result |= {"goal": goal, "reached": rows["polyad"]["seconds_ratio"] <= goal}
-    return result
+    return rows
 
 
-def _check(layers: dict[str, TimedLayer], tokens_ND: Tensor, precision: str) -> dict[str, float]:
-    """How far each output is from the reference's; only those that drop nothing have to be near."""
-    with torch.no_grad():
-        outputs = {name: layer(tokens_ND).float() for name, layer in layers.items()}
-    expected = outputs[REFERENCE]
-    differences = {
-        name: ((output - expected).norm() / expected.norm()).item()
-        for name, output in outputs.items()
-        if name not in ("dense", REFERENCE)
-    }
-    for name in ("polyad", "deepspeed no drop"):
-        if not differences[name] <= TOLERANCES[precision]:
-            raise RunError(
-                f"{name} in {precision} is {differences[name]:.1e} away from the loop over experts,"
-                f" {TOLERANCES[precision]:.0e} is allowed"
-            )
-    return differences
-
-
-def saved_bytes(layer: TimedLayer, tokens_ND: Tensor) -> int:
+def saved_bytes(layer: nn.Module, tokens_ND: Tensor) -> int:
     """What the layer keeps for its backward pass: each storage once, parameters not.
 
     Args:
@@ -185,30 +182,41 @@ def saved_bytes(layer: TimedLayer, tokens_ND: Tensor) -> int:
     return total
 
 
+def _compile(layer: nn.Module) -> nn.Module:
+    layer.compile()
+    return layer
+
+
 def _interleaved(
-    layers: dict[str, TimedLayer], tokens_ND: Tensor, repeats: int
-) -> dict[str, dict[str, float]]:
+    layers: Mapping[str, nn.Module], tokens_ND: Tensor, repeats: int
+) -> dict[str, dict[str, Any]]:
     """Medians of forward, backward and both, taken in turn."""
     gradient_ND = torch.randn(
         tokens_ND.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32
     ).to(tokens_ND)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
+    slow: set[str] = set()
     for number in range(repeats + 1):
         for name, layer in layers.items():
-            layer.zero_grad(set_to_none=True)
-            tokens_ND.grad = None
+            if number > 1 and name in slow:
+                continue
             started = _now(tokens_ND.device)
             output_ND = layer(tokens_ND)
             half = _now(tokens_ND.device)
             output_ND.backward(gradient_ND)
             ended = _now(tokens_ND.device)
             times[name].append((half - started, ended - half))
-        _say(f"  {number} of {repeats}" if number else "  once before the clock counts")
+            layer.zero_grad(set_to_none=True)
+            tokens_ND.grad = None
+        if number == 1:
+            slow = {name for name in layers if sum(times[name][1]) > SLOW * sum(times["dense"][1])}
+        say(f"  {number} of {repeats}" if number else "  once before the clock counts")
     return {
         name: {
             "forward_seconds": statistics.median(forward for forward, _ in taken[1:]),
             "backward_seconds": statistics.median(backward for _, backward in taken[1:]),
             "seconds": statistics.median(forward + backward for forward, backward in taken[1:]),
+            "timed": len(taken) - 1,
         }
         for name, taken in times.items()
     }
@@ -220,37 +228,24 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Tells a person how far it is."""
     print(line, file=sys.stderr, flush=True)
 
 
-def layer_table(result: dict[str, Any]) -> str:
-    """The result for a person."""
+def setting(result: dict[str, Any]) -> str:
+    """Where a result is from, for the first line of a table."""
     bf16 = "" if result["bf16_instructions"] else " without bf16 instructions"
-    lines = [
-        f"{result['tokens']} tokens, {result['experts']} experts of which {result['top_k']}, "
-        f"{result['width']}-{result['hidden']}; {result['device']}{bf16}, {result['threads']} "
-        f"threads; torch {result['torch']}, deepspeed {result['deepspeed']}"
-    ]
-    head = ("variant", "forward ms", "backward ms", "both ms", "x dense", "saved MiB", "x dense")
-    for precision, loads in result["precisions"].items():
-        for load, compared in loads.items():
-            most = max(compared["rows_of_experts"]) / sum(compared["rows_of_experts"])
-            cells: list[tuple[str, ...]] = [head]
-            for name, row in compared["variants"].items():
-                seconds = (row["forward_seconds"], row["backward_seconds"], row["seconds"])
-                cells.append(
-                    (
-                        name,
-                        *(f"{1e3 * value:.1f}" for value in seconds),
-                        f"{row['seconds_ratio']:.2f}",
-                        f"{row['saved_bytes'] / 2**20:.1f}",
-                        f"{row['saved_bytes_ratio']:.2f}",
-                    )
-                )
-            lines += ["", f"{precision}, {load}: the busiest expert has {100 * most:.0f}% of rows"]
-            lines += [align(cells)]
-            if "goal" in compared:
-                ratio = compared["variants"]["polyad"]["seconds_ratio"]
-                lines += [f"ratio {ratio:.2f}, the goal is at most {compared['goal']}"]
-    return "\n".join(lines)
+    return f"{result['device']}{bf16}, {result['threads']} threads; torch {result['torch']}"
+
+
+def cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    """A variant's line of a table, below `HEAD`."""
+    seconds = (row["forward_seconds"], row["backward_seconds"], row["seconds"])
+    return (
+        name,
+        *(f"{1e3 * value:.1f}" for value in seconds),
+        f"{row['seconds_ratio']:.2f}",
+        f"{row['saved_bytes'] / 2**20:.1f}",
+        f"{row['saved_bytes_ratio']:.2f}",
+    )

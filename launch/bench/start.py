@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from launch.bench.step import OUT_OF_MEMORY, make_step, synchronize
+from launch.bench.step import OUT_OF_MEMORY
+from launch.bench.step_variants import make_step, synchronize
 from model.gpt2 import GPT2Config
 from train.memory import is_out_of_memory
 from train.metrics import peak_memory_bytes

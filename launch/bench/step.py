@@ -1,5 +1,7 @@
 """`polyad bench step`: a whole training step beside the same step of Hugging Face's GPT-2.
 
+Or a step with factorized experts beside our own with dense MLPs: `--feed-forward`.
+
 Forward, loss, backward and AdamW on the same tokens, with the same threads, one after the other in
 turn; what counts is the ratio of the medians. Starts and peak memory are those of processes of
 their own: cold with an empty cache of compiled code, warm with what the cold one left there.
@@ -14,24 +16,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from model.build import build_model, materialize
-from model.gpt2 import GPT2, GPT2Config, compile_blocks, flops_per_token
-from parallel.zero import DTYPES
+from launch.bench.step_variants import make_step, model_of, synchronize
+from model.gpt2 import GPT2Config, flops_per_token
 from train.errors import ConfigError, RunError
-from train.loss import token_losses
 from train.memory import is_out_of_memory
 from train.metrics import LogConfig, peak_flops
-from train.optimizer import OptimizerConfig, build_optimizer
 
-Step = Callable[[], None]
 VARIANTS = ("polyad", "transformers")
+GOAL = 1.10
+"""Times our dense step, of a muMoE's."""
 OUT_OF_MEMORY = "out of memory"
 SIZES = ("batch_size", "sequence_length")
 # (samples, tokens of each, timed steps, steps before them): what fills the device, in a minute.
@@ -46,6 +45,7 @@ def bench_step(
     sequence_length: int | None = None,
     repeats: int | None = None,
     compiled: bool = False,
+    feed_forward: str | None = None,
     model: GPT2Config | None = None,
 ) -> dict[str, Any]:
     """Times a training step of GPT-2 124M.
@@ -57,11 +57,13 @@ def bench_step(
         sequence_length: T.
         repeats: steps of each that are timed; others go before.
         compiled: whether every block, of both, runs through torch.compile.
+        feed_forward: a name of `FEED_FORWARDS`; its step is then timed beside our dense one, and
+            transformers' is not.
         model: another size than 124M.
 
     Returns:
         JSON values: for each precision, each variant's median seconds, tokens/s, MFU (where the
-        device's peak is known), starts and peak memory; and the ratio of medians.
+        device's peak is known), starts and peak memory; and the ratio of medians, with its goal.
 
     Raises:
         ConfigError: there is no such device.
@@ -86,16 +88,21 @@ def bench_step(
     repeats = repeats or default_repeats
     result = {"model": config.model_dump(mode="json"), **shape, **_surroundings(device)}
     result |= {"repeats": repeats, "steps_before": warmup, "precisions": {}}
+    pair = (feed_forward, "dense") if feed_forward else VARIANTS
+    models = {name: model_of(name, config) for name in pair}
+    result["variants"] = list(pair)
     for precision in precisions:
         with tempfile.TemporaryDirectory() as cache, _compiled_code_in(Path(cache)):
-            starts = {name: _starts(name, config, precision, shape) for name in VARIANTS}
-            medians = _medians(config, precision, shape, repeats, warmup)
+            starts = {name: _starts(name, models[name], precision, shape) for name in pair}
+            medians = _medians(models, precision, shape, repeats, warmup)
         rows: dict[str, Any] = {
-            name: _rates(medians[name], config, precision, shape) | starts[name]
-            for name in VARIANTS
+            name: _rates(medians[name], models[name], precision, shape) | starts[name]
+            for name in pair
         }
-        ratio = medians["polyad"] / medians["transformers"]
+        ratio = medians[pair[0]] / medians[pair[1]]
         result["precisions"][precision] = rows | {"ratio": ratio}
+        if feed_forward:
+            result["precisions"][precision] |= {"goal": GOAL, "reached": ratio <= GOAL}
     return result
 
 
@@ -126,87 +133,20 @@ def _rates(
     }
 
 
-def make_step(
-    name: str,
-    config: GPT2Config,
-    precision: str,
-    *,
-    device: str,
-    batch_size: int,
-    sequence_length: int,
-    compiled: bool,
-) -> Step:
-    """A training step of one variant; both have random weights and see the same tokens."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch_size, sequence_length + 1)
-    tokens = torch.randint(config.vocab_size or 0, shape, generator=generator).to(device)
-    make = {"polyad": _ours, "transformers": _theirs}[name]
-    module, logits_of = make(config, device, precision)
-    if compiled:
-        _compile(module)
-    named = [(n, p, p.dim()) for n, p in module.named_parameters()]
-    optimizer = build_optimizer(OptimizerConfig(), named)
-
-    def step() -> None:
-        losses = token_losses(logits_of(tokens[:, :-1]), tokens[:, 1:].contiguous())
-        losses.mean().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def _compile(module: nn.Module) -> None:
-    """Compiles every block: ours by the trainer's own function, theirs alike."""
-    if isinstance(module, GPT2):
-        compile_blocks(module)
-        return
-    for block in module.get_submodule("transformer.h").children():
-        block.compile()
-
-
-def _ours(
-    config: GPT2Config, device: str, precision: str
-) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    module = build_model(config)
-    materialize(module, seed=0, device=device, dtype=DTYPES[precision])
-    return module, lambda ids: module(ids).logits
-
-
-def _theirs(
-    config: GPT2Config, device: str, precision: str
-) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    import transformers
-
-    dropout = {name: config.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    reference = transformers.GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=config.sequence_length,
-        n_embd=config.hidden_size,
-        n_layer=config.num_layers,
-        n_head=config.num_heads,
-        use_cache=False,
-        attn_implementation="sdpa",
-        **dropout,
-    )
-    module: nn.Module = transformers.GPT2LMHeadModel(reference).to(device, DTYPES[precision])
-    return module.train(), lambda ids: module(ids).logits
-
-
-def synchronize(device: str) -> None:
-    """Waits until the device has done what it was told."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _medians(
-    config: GPT2Config, precision: str, shape: dict[str, Any], repeats: int, warmup: int
+    models: dict[str, GPT2Config],
+    precision: str,
+    shape: dict[str, Any],
+    repeats: int,
+    warmup: int,
 ) -> dict[str, float]:
     """Median seconds of each variant's steps, taken in turn; the first ones do not count."""
     torch.compiler.reset()  # programs of another precision would be tried first
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in models}
     try:
-        steps = {name: make_step(name, config, precision, **shape) for name in VARIANTS}
+        steps = {
+            name: make_step(name, config, precision, **shape) for name, config in models.items()
+        }
         for _ in range(warmup + repeats):
             for name, step in steps.items():
                 synchronize(shape["device"])
@@ -285,7 +225,7 @@ def step_table(result: dict[str, Any]) -> str:
         "  MFU"
     ]
     for precision, rows in result["precisions"].items():
-        for name in VARIANTS:
+        for name in result["variants"]:
             row = rows[name]
             mfu = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%"
             lines.append(
@@ -295,7 +235,9 @@ def step_table(result: dict[str, Any]) -> str:
                 f"  {_seconds(row['warm_start'], 'first_step_seconds'):>10}"
                 f"  {row['peak_memory_bytes'] / 2**30:7.2f} GiB  {mfu}"
             )
-        lines.append(f"{precision:9}  ratio of medians, polyad / transformers: {rows['ratio']:.3f}")
+        goal = f", the goal is at most {rows['goal']:.2f}" if "goal" in rows else ""
+        pair = " / ".join(result["variants"])
+        lines.append(f"{precision:9}  ratio of medians, {pair}: {rows['ratio']:.3f}{goal}")
     return "\n".join(lines)
 
 

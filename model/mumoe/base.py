@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from model.initialization import Initializer, uniform
 from model.mumoe.exchange import LayerExchange
+from model.mumoe.products import affine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,7 @@ class Factorized(nn.Module, ABC):
     Args:
         sizes: Of the factors.
         output_scale: Times the output factor's initial values.
+        activated: Whether it takes GELU of its input.
     """
 
     input_factor: Tensor
@@ -65,9 +67,9 @@ class Factorized(nn.Module, ABC):
     """Whether a part of the ranks can be mixed without the others: then expert factors are cut as
     the ranks are, or else every process has them whole."""
 
-    def __init__(self, sizes: Sizes, output_scale: float = 1.0) -> None:
+    def __init__(self, sizes: Sizes, output_scale: float = 1.0, activated: bool = False) -> None:
         super().__init__()
-        self.sizes, self.output_scale = sizes, output_scale
+        self.sizes, self.output_scale, self.activated = sizes, output_scale, activated
         self.exchange = LayerExchange()
         self.adds_bias = sizes.bias
         """Whether the bias is added here; another process may do it."""
@@ -169,7 +171,7 @@ class Factorized(nn.Module, ABC):
         return [self.get_parameter(expert_factor(level)) for level in levels]
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
-        """The input with the input factor's first mode, and the bias row added.
+        """The input, or GELU of it, with the input factor's first mode, and the bias row added.
 
         Args:
             z_MI: Tokens.
@@ -177,11 +179,7 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, ...], the other modes of the input factor flattened.
         """
-        factor = self.input_factor.flatten(1)
-        if not self.sizes.bias:
-            return z_MI @ factor
-        weight, bias = factor.split_with_sizes([z_MI.shape[1], 1])
-        return torch.addmm(bias, z_MI, weight) if self.adds_bias else z_MI @ weight
+        return affine(z_MI, self.input_factor, bias=self.adds_bias, activated=self.activated)
 
 
 def expert_factor(level: int) -> str:

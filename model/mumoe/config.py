@@ -176,14 +176,14 @@ class MuMoEConfig(Config):
         return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
-        """What one token leaves for the backward pass: scores and coefficients, inner units before
-        and after the activation, and what the factors make of it.
+        """What one token leaves for the backward pass: scores, coefficients and their roots, inner
+        units before the activation, and what the factors make of it.
 
         Args:
             width: D.
         """
         layers = sum(self.factorized.saved_numbers(sizes) for sizes in self.layer_sizes(width))
-        return 2 * sum(self.num_experts) + 2 * self.inner_size(width) + layers
+        return 3 * sum(self.num_experts) + self.inner_size(width) + layers
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts multiply-adds of one token: every weight once, and products of a token's own

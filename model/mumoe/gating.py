@@ -3,11 +3,12 @@
     a = phi(norm(G z))
 
 Source: Oldfield et al. 2024, equation 1 and section 3.3; entmax-1.5: Peters et al. 2019, "Sparse
-sequence-to-sequence models", algorithm 2.
+sequence-to-sequence models"; its threshold here without sorting.
 
 Shapes: M tokens, D width, N experts of a level, S experts of all levels together.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,36 +27,65 @@ MOMENTUM = 0.1
 
 
 class _Entmax15(torch.autograd.Function):
-    """Exact, by sorting; the backward pass needs the result alone."""
+    """Exact, by Newton's method; the backward pass needs the results' roots alone."""
 
     @staticmethod
     def forward(ctx: Any, scores_MN: Tensor) -> Tensor:
-        # p = max(x - tau, 0)^2 with x = scores / 2, and tau such that p sums to 1. Adding a number
-        # to all x changes nothing, and tau is at least max(x) - 1: what lies lower gets 0 and may
-        # as well be -2, so that no square is large. (At -1 it could be taken for support.)
-        x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2).clamp_(min=-2)
-        sorted_MN = x_MN.sort(-1, descending=True).values
-        count_N = torch.arange(1, x_MN.shape[-1] + 1, device=x_MN.device, dtype=x_MN.dtype)
-        mean_MN = sorted_MN.cumsum(-1) / count_N
-        spread_MN = sorted_MN.square().cumsum(-1) - count_N * mean_MN.square()
-        # With the k highest as support, tau is the smaller root of a quadratic; the support is
-        # the most that lie above their own tau.
-        tau_MN = mean_MN - ((1 - spread_MN) / count_N).clamp_(min=0).sqrt_()
-        tau_MN.clamp_(min=-1)  # as it is but for rounding
-        support_M1 = (tau_MN <= sorted_MN).sum(-1, keepdim=True).clamp_(min=1)  # 0: all are NaN
-        p_MN = (x_MN - tau_MN.gather(-1, support_M1 - 1)).clamp_(min=0).square_()
-        ctx.save_for_backward(p_MN)
-        return p_MN
+        # p = s^2 with s = max(x - tau, 0), x = scores / 2, and tau such that p sums to 1. Adding a
+        # number to all x changes nothing; with 0 as the highest, tau is between -1 and 0.
+        x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2)
+        s_MN = _above_threshold(x_MN)
+        ctx.save_for_backward(s_MN)  # a root of p would take longer than what it would save
+        return s_MN.square()
 
     @staticmethod
     def backward(ctx: Any, gradient_MN: Tensor) -> Tensor:
-        # dp/dscores = diag(s) - s s^T / sum(s) with s = sqrt(p).
-        (p_MN,) = ctx.saved_tensors
-        s_MN = p_MN.sqrt()
+        # dp/dscores = diag(s) - s s^T / sum(s).
+        (s_MN,) = ctx.saved_tensors
         scaled_MN = gradient_MN * s_MN
         mean_M1 = scaled_MN.sum(-1, keepdim=True) / s_MN.sum(-1, keepdim=True)
-        result: Tensor = scaled_MN - s_MN * mean_M1
+        result: Tensor = scaled_MN.addcmul_(s_MN, mean_M1, value=-1)
         return result
+
+
+def _above_threshold(x_MN: Tensor) -> Tensor:
+    """As many steps as are needed; all of them on a device that would have to be waited for."""
+    s_MN: Tensor = _above_threshold_on_host(x_MN) if x_MN.device.type == "cpu" else _newton(x_MN)
+    return s_MN
+
+
+# An operation of its own: a compiler would write out all steps.
+@torch.library.custom_op("polyad::above_threshold", mutates_args=())
+def _above_threshold_on_host(x_MN: Tensor) -> Tensor:
+    return _newton(x_MN, ends_early=True)
+
+
+@_above_threshold_on_host.register_fake
+def _like_above_threshold(x_MN: Tensor) -> Tensor:
+    return torch.empty_like(x_MN)
+
+
+def _newton(x_MN: Tensor, *, ends_early: bool = False) -> Tensor:
+    """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
+
+    The norm is convex in tau and falls, so Newton's steps from -1 never pass the root. Each divides
+    the product of the norm's excess and its slope by 4 at least; that is below N at first, and the
+    slope never below 1: so many steps are enough that 4 to their number is N / epsilon. Near the
+    root they are few, as the error after a step is at most N / 2 times its square.
+    """
+    size, epsilon = x_MN.shape[-1], torch.finfo(x_MN.dtype).eps
+    most = math.ceil(math.log(size / epsilon, 4))
+    small = math.sqrt(2 * epsilon / size)
+    tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
+    s_MN = (x_MN - tau_M1).clamp_(min=0)
+    for _ in range(most):
+        norm_M1 = torch.linalg.vector_norm(s_MN, dim=-1, keepdim=True)
+        step_M1 = (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
+        tau_M1 = tau_M1 + step_M1
+        torch.sub(x_MN, tau_M1, out=s_MN).clamp_(min=0)
+        if ends_early and not (step_M1 > small).any():  # NaN is not, and stays
+            break
+    return s_MN
 
 
 def entmax15(scores_MN: Tensor) -> Tensor:

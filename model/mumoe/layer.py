@@ -37,8 +37,8 @@ class MuMoE(FeedForward):
         # What GPT-2 scales the weights by whose outputs are added to the residual stream.
         scale = context.residual_std / context.initializer_std
         self.up = config.factorized(up)
-        self.activation = nn.GELU()
-        self.down = config.factorized(down, scale if config.scale_residual_init else 1.0)
+        scale = scale if config.scale_residual_init else 1.0
+        self.down = config.factorized(down, scale, activated=True)
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
@@ -58,8 +58,7 @@ class MuMoE(FeedForward):
         z_MD = normalized_BTD.flatten(0, 1)
         leave = self.gate.exchange.leave
         coefficients = [leave(a_MN.to(z_MD.dtype)) for a_MN in gated.coefficients]
-        inner_MF = self.activation(self.up(z_MD, coefficients))
-        y_MD = self.down(inner_MF, coefficients)
+        y_MD = self.down(self.up(z_MD, coefficients), coefficients)
         return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(gated)
 
     def gate_columns(self) -> list[Tensor]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from launch.bench.layer import bench_layer, layer_table, saved_bytes
-from launch.bench.peers import (
-    TimedLayer,
+from launch.bench.layer import TimedLayer, saved_bytes
+from launch.bench.smoe import bench_smoe, smoe_table
+from launch.bench.smoe_peers import (
     make_layers,
     make_tokens,
     orthogonal_router,
@@ -63,7 +63,7 @@ def test_saved_bytes_count_each_storage_once_and_no_parameter():
 
 
 def test_result_has_every_variant_and_its_ratios():
-    result = bench_layer(**SHAPE, precisions=("fp32",), loads=("uniform",), repeats=1)
+    result = bench_smoe(**SHAPE, precisions=("fp32",), loads=("uniform",), repeats=1)
     compared = result["precisions"]["fp32"]["uniform"]
     assert sum(compared["rows_of_experts"]) == 128
     assert list(compared["variants"]) == VARIANTS
@@ -74,7 +74,7 @@ def test_result_has_every_variant_and_its_ratios():
     # x [64, 16], and the 48 inner units before and after the activation, in 4 bytes each.
     assert dense["saved_bytes"] == 4 * 64 * (16 + 2 * 48)
     assert "goal" not in compared  # which is of another shape
-    table = layer_table(result)
+    table = smoe_table(result)
     assert all(f"\n{name} " in table for name in VARIANTS)
 
 

@@ -5,7 +5,8 @@ import resource
 import pytest
 import torch
 
-from launch.bench.step import bench_step, make_step, step_table
+from launch.bench.step import bench_step, step_table
+from launch.bench.step_variants import FEED_FORWARDS, make_step, model_of
 from launch.cli import run
 from model.gpt2 import GPT2Config
 
@@ -42,6 +43,45 @@ def test_the_result_has_both_variants_their_ratio_and_memory() -> None:
         assert row["warm_start"] is None  # nothing was compiled, so nothing was left for it
         assert row["mfu"] is None  # no peak is known of a CPU
     assert "ratio of medians" in step_table(result)
+
+
+@pytest.mark.parametrize("name", FEED_FORWARDS)
+def test_variants_differ_in_the_feed_forward_alone(name: str) -> None:
+    config = GPT2Config(vocab_size=50257)
+    varied = model_of(name, config)
+    assert varied.feed_forward == FEED_FORWARDS[name]
+    assert varied.model_copy(update={"feed_forward": config.feed_forward}) == config
+    # As many parameters as the dense one, or nearly: what makes the comparison fair.
+    (parameters,) = {
+        f.parameters(768, True) if f.kind == "dense" else f.parameters(768)
+        for f in varied.block_feed_forwards()
+    }
+    assert parameters == pytest.approx(4_722_432, rel=0.01)
+
+
+def test_factorized_experts_are_compared_with_our_dense_step() -> None:
+    model = TINY.model_copy(update={"hidden_size": 64})  # 256 experts do not fit into 32's
+    result = bench_step(
+        **{"precisions": ("fp32",), "batch_size": 1, "sequence_length": 8, "repeats": 1},
+        feed_forward="mumoe-cp",
+        model=model,
+    )
+    assert result["variants"] == ["mumoe-cp", "dense"]
+    rows = result["precisions"]["fp32"]
+    assert rows["ratio"] == rows["mumoe-cp"]["seconds"] / rows["dense"]["seconds"]
+    assert rows["goal"] == 1.10
+    assert rows["reached"] == (rows["ratio"] <= 1.10)
+    table = step_table(result)
+    assert "ratio of medians, mumoe-cp / dense: " in table
+    assert "the goal is at most 1.10" in table
+
+
+def test_a_feed_forward_that_is_not_known_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "step", "--feed-forward", "mumoe-tucker"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("polyad: error: ")
+    assert "--feed-forward" in line
+    assert "mumoe-tr" in line
 
 
 @pytest.mark.slow

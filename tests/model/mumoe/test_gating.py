@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from model.build import materialize
-from model.mumoe.gating import ACTIVATIONS, EPSILON, BatchNorm, Gate, LayerNorm, entmax15
+from model.mumoe.gating import (
+    ACTIVATIONS,
+    EPSILON,
+    BatchNorm,
+    Gate,
+    LayerNorm,
+    _newton,
+    entmax15,
+)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +181,29 @@ def test_coefficients_are_computed_in_fp32_at_least():
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         gated = gate.to(dtype)(torch.randn(4, 5).to(dtype))
         assert [a_MN.dtype for a_MN in gated.coefficients] == [wide, wide]
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+def test_entmax_finds_thresholds_among_scores_of_many_scales(dtype, atol):
+    # Clusters, each far smaller and more numerous than the one above: where Newton's steps are
+    # shortest. Rows of their own and all at once, as rows end together.
+    scale_N = torch.cat([torch.full((2**k,), -(2.0**-k)) for k in range(11)]).double()
+    x_MN = torch.stack([factor * scale_N for factor in (1e-3, 0.1, 1.0, 2.0, 8.0, 1e3)]).to(dtype)
+    expected_MN = entmax.entmax15(x_MN.double()).to(dtype)
+    torch.testing.assert_close(entmax15(x_MN), expected_MN, atol=atol, rtol=0)
+    for row_N, expected_N in zip(x_MN, expected_MN, strict=True):
+        torch.testing.assert_close(entmax15(row_N[None])[0], expected_N, atol=atol, rtol=0)
+
+
+def test_as_many_newton_steps_as_a_gpu_takes_change_nothing():
+    x_MN = torch.randn(64, 256, dtype=torch.float64)
+    x_MN = (x_MN - x_MN.amax(-1, keepdim=True)) / 2
+    torch.testing.assert_close(_newton(x_MN), _newton(x_MN, ends_early=True), atol=1e-15, rtol=0)
+
+
+def test_minus_infinity_is_no_expert():
+    x_MN = torch.tensor([[1.0, -torch.inf, 1.0]], requires_grad=True)
+    p_MN = entmax15(x_MN)
+    assert p_MN.tolist() == [[pytest.approx(0.5), 0, pytest.approx(0.5)]]
+    (gradient_MN,) = torch.autograd.grad(p_MN[0, 0], x_MN)
+    assert gradient_MN.tolist() == [[pytest.approx(0.3535534), 0, pytest.approx(-0.3535534)]]

@@ -1,17 +1,13 @@
-"""What `polyad bench layer` compares: the same sparse layer in several makes, and a dense one.
+"""What `polyad bench layer` compares of kind smoe: one sparse layer in several makes, a dense one.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one expert.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from model.build import materialize
+from launch.bench.layer import TimedLayer, context_of, of_ours, start
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.interface import FeedForward, FeedForwardContext
 from model.smoe.config import SparseMoEConfig
 from model.smoe.layer import SparseMoE
 from model.smoe.scores import LinearScore
@@ -41,7 +37,7 @@ def make_tokens(num_tokens: int, router_ED: Tensor, load: str) -> Tensor:
 
 def make_layers(
     shape: dict[str, int], router_ED: Tensor, tokens_ND: Tensor
-) -> dict[str, "TimedLayer"]:
+) -> dict[str, TimedLayer]:
     """The variants by name, on the tokens' device and of their dtype; the sparse ones are one.
 
     Args:
@@ -49,29 +45,27 @@ def make_layers(
         router_ED: The router's weight.
         tokens_ND: What they are going to see.
     """
-    context = FeedForwardContext(
-        hidden_size=shape["width"], bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
-    )
+    context = context_of(shape["width"])
     dense = DenseFeedForwardConfig(hidden_size=shape["top_k"] * shape["hidden"])
     sparse = SparseMoEConfig(
         num_experts=shape["experts"], top_k=shape["top_k"], expert_hidden_size=shape["hidden"]
     )
     looping = sparse.model_copy(update={"experts": "loop"})
-    ours: SparseMoE = _start(SparseMoE, sparse, context, tokens_ND)
-    loop: SparseMoE = _start(SparseMoE, looping, context, tokens_ND)
+    ours: SparseMoE = start(SparseMoE, sparse, context, tokens_ND)
+    loop: SparseMoE = start(SparseMoE, looping, context, tokens_ND)
     with torch.no_grad():
         _linear_score(ours).weight.copy_(router_ED)
         _linear_score(loop).weight.copy_(router_ED)
     return {
-        "dense": _of_ours(_start(DenseFeedForward, dense, context, tokens_ND)),
-        "polyad": _of_ours(ours),
-        REFERENCE: _of_ours(loop),
+        "dense": of_ours(start(DenseFeedForward, dense, context, tokens_ND)),
+        "polyad": of_ours(ours),
+        REFERENCE: of_ours(loop),
         "deepspeed 1.25": _of_deepspeed(loop, 1.25),
         "deepspeed no drop": _of_deepspeed(loop, None),
     }
 
 
-def rows_of_experts(layers: dict[str, "TimedLayer"], tokens_ND: Tensor) -> list[int]:
+def rows_of_experts(layers: dict[str, TimedLayer], tokens_ND: Tensor) -> list[int]:
     """How many tokens use each expert."""
     module = layers["polyad"].module
     assert isinstance(module, SparseMoE)
@@ -84,45 +78,6 @@ def rows_of_experts(layers: dict[str, "TimedLayer"], tokens_ND: Tensor) -> list[
 def _linear_score(layer: SparseMoE) -> LinearScore:
     assert isinstance(layer.router.score, LinearScore)
     return layer.router.score
-
-
-def _start(part: Any, config: Any, context: FeedForwardContext, like: Tensor) -> Any:
-    """A part with small random weights, biases too: the same whenever names and shapes are."""
-    with torch.device("meta"):
-        module = part(config, context)
-    materialize(module, seed=0, device=like.device, dtype=like.dtype)
-    with torch.no_grad():
-        for number, (name, parameter) in enumerate(module.named_parameters()):
-            if name.endswith("bias") and "router" not in name:
-                generator = torch.Generator().manual_seed(number)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    return module
-
-
-class TimedLayer(nn.Module):
-    """One variant: [N, D] to [N, D].
-
-    Args:
-        module: What computes.
-        call: How it is called.
-    """
-
-    def __init__(self, module: nn.Module, call: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.module, self.call = module, call
-
-    def forward(self, tokens_ND: Tensor) -> Tensor:
-        """The layer's output."""
-        return self.call(tokens_ND)
-
-
-def _of_ours(module: FeedForward) -> TimedLayer:
-    def call(tokens_ND: Tensor) -> Tensor:
-        tokens_BTD = tokens_ND.unsqueeze(0)
-        output: Tensor = module(tokens_BTD, tokens_BTD)[0]
-        return output.squeeze(0)
-
-    return TimedLayer(module, call)
 
 
 def _of_deepspeed(reference: SparseMoE, capacity_factor: float | None) -> TimedLayer:
