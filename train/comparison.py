@@ -48,6 +48,7 @@ def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
         "rank": feed_forward.rank,
         "expert_rank": None if feed_forward.factorization == "cp" else feed_forward.expert_rank,
         "gate": feed_forward.gate,
+        "level_std": feed_forward.level_std,
         "compared": rows,
     }
 
@@ -91,6 +92,7 @@ def comparison_rows(experts: dict[str, Any]) -> list[tuple[str, str]]:
             f"{levels} in each block, {experts['factorization']} of rank {experts['rank']}{ring}; "
             f"{experts['gate']} gate",
         ),
+        *_levels_that_stay_alike(experts),
         ("parameters of", head),
     ]
     for name, cost in experts["compared"].items():
@@ -103,3 +105,10 @@ def comparison_rows(experts: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _levels_that_stay_alike(experts: dict[str, Any]) -> list[tuple[str, str]]:
+    if len(experts["num_experts"]) == 1 or experts["level_std"]:
+        return []
+    text = "level_std is 0: experts of a level after the first begin alike and can only stay so"
+    return [("  note", f"model.feed_forward.{text}")]

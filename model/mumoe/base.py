@@ -41,6 +41,8 @@ class Sizes:
     """R1 = R2 of a ring, R2 of a train, R_N of Tucker; CP has none."""
     bias: bool
     """Whether every expert has one."""
+    level_std: float = 0.0
+    """Standard deviation of the initial expert factors of levels after the first."""
 
     @property
     def input_rows(self) -> int:

@@ -57,6 +57,10 @@ class MuMoEConfig(Config):
     gate_norm: Literal["layer", "batch"] = "layer"
     """Of the scores: over the experts of a token, or over the tokens of a batch (vision models
     alone: it shows a token what comes after)."""
+    level_std: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation around one, or the identity, of the expert factors of levels after the
+    first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
+    gradients for ever and such a level learns nothing; 0.1 sets them apart."""
     scale_residual_init: bool = True
     """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
     projections onto the residual stream do. Ours: the authors' do not."""
@@ -211,6 +215,7 @@ class MuMoEConfig(Config):
             rank=rank,
             expert_rank=self.expert_rank,
             bias=self.bias,
+            level_std=self.level_std,
         )
 
     def _nearest_rank(self, width: int, bias: bool) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from model.initialization import ONES, Initializer
+from model.initialization import Initializer
 from model.mumoe.base import Factorized, Sizes, expert_factor
-from model.mumoe.initialization import normal_around_one
+from model.mumoe.initialization import around_one
 
 
 class CP(Factorized):
@@ -54,8 +54,8 @@ class CP(Factorized):
         return sizes.rank
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1), so that experts begin alike with noise; of a further level all ones."""
-        return normal_around_one() if level == 0 else ONES
+        """N(1, 1), so that experts begin alike with noise; of a further level with less or none."""
+        return around_one(self.sizes.level_std if level else 1.0)
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:

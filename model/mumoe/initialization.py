@@ -1,4 +1,4 @@
-"""How the factors of experts start.
+"""How the factors of experts start: around one, those of a further level nearer to it.
 
 Shapes: N experts of a level, P and Q ring ranks before and after it.
 """
@@ -9,23 +9,29 @@ from torch import Generator, Tensor
 from model.initialization import Initializer
 
 
-def normal_around_one(scale: float = 1.0) -> Initializer:
-    """N(1, 1), times a scale.
+def around_one(std: float = 1.0, scale: float = 1.0) -> Initializer:
+    """Every entry N(1, std^2), times a scale.
 
     Args:
+        std: Standard deviation, before scaling.
         scale: Of mean and standard deviation.
     """
-    return Initializer(lambda value, generator: value.normal_(scale, scale, generator=generator))
-
-
-def _diagonal(value_NPQ: Tensor, generator: Generator) -> None:
-    diagonal = torch.empty(value_NPQ.shape[0], min(value_NPQ.shape[1:]))
-    value_NPQ.zero_().diagonal(dim1=1, dim2=2).copy_(
-        diagonal.normal_(1.0, 1.0, generator=generator)
+    return Initializer(
+        lambda value, generator: value.normal_(scale, scale * std, generator=generator)
     )
 
 
-# Each expert's slice [P, Q] is diagonal with independent N(1, 1) entries.
-NORMAL_DIAGONAL = Initializer(_diagonal)
-# Each expert's slice is the identity.
-IDENTITY = Initializer(lambda value_NPQ, _: value_NPQ.zero_().diagonal(dim1=1, dim2=2).fill_(1.0))
+def diagonal_around_one(std: float = 1.0) -> Initializer:
+    """Each expert's slice [P, Q] is diagonal, with independent N(1, std^2) entries.
+
+    Args:
+        std: Standard deviation; 0 gives the identity.
+    """
+
+    def fill(value_NPQ: Tensor, generator: Generator) -> None:
+        diagonal = torch.empty(value_NPQ.shape[0], min(value_NPQ.shape[1:]))
+        value_NPQ.zero_().diagonal(dim1=1, dim2=2).copy_(
+            diagonal.normal_(1.0, std, generator=generator)
+        )
+
+    return Initializer(fill)

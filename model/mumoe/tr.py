@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model.initialization import Initializer
 from model.mumoe.base import Factorized, Sizes, expert_factor
-from model.mumoe.initialization import IDENTITY, NORMAL_DIAGONAL, normal_around_one
+from model.mumoe.initialization import around_one, diagonal_around_one
 
 
 class TensorRing(Factorized):
@@ -70,8 +70,8 @@ class TensorRing(Factorized):
         return sizes.rank * cls.first_rank(sizes)
 
     def expert_initializer(self, level: int) -> Initializer:
-        """A diagonal slice of N(1, 1) for each expert; of a further level the identity."""
-        return NORMAL_DIAGONAL if level == 0 else IDENTITY
+        """A diagonal slice of N(1, 1) for each expert; of a further level nearer the identity."""
+        return diagonal_around_one(self.sizes.level_std if level else 1.0)
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
@@ -106,12 +106,12 @@ class TensorTrain(TensorRing):
         return 1
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1) / sqrt(Q) in every entry; of a further level the identity. Ours, not the paper's.
+        """N(1, 1) / sqrt(Q) in every entry; of a further level as a ring's. Ours, not the paper's.
 
         A diagonal slice [1, Q] would be zero but for its first entry and silence Q - 1 of the
         paths. An output is the sum of Q paths, so the scale gives it the variance that CP and the
         ring have.
         """
         if level:
-            return IDENTITY
-        return normal_around_one(1 / math.sqrt(self.sizes.expert_rank))
+            return super().expert_initializer(level)
+        return around_one(scale=1 / math.sqrt(self.sizes.expert_rank))

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from model.initialization import ONES, Initializer, uniform
+from model.initialization import Initializer, uniform
 from model.mumoe.base import Factorized, Sizes, expert_factor
-from model.mumoe.initialization import normal_around_one
+from model.mumoe.initialization import around_one
 
 
 class Tucker(Factorized):
@@ -63,8 +63,8 @@ class Tucker(Factorized):
         return sizes.rank
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1); of a further level all ones."""
-        return normal_around_one() if level == 0 else ONES
+        """N(1, 1); of a further level with less noise or none."""
+        return around_one(self.sizes.level_std if level else 1.0)
 
     def initializers(self) -> dict[str, Initializer]:
         """The core as any factor: uniform, by how many numbers it sums over."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from parallel.dims import Dims
+from train.comparison import comparison_rows
 from train.config import RunConfig
 from train.describe import activation_bytes, describe, memory_per_process, schedule_line
 
@@ -136,6 +137,9 @@ def test_factorized_experts_stand_beside_what_others_cost(
     levels = describe(small(model=model), Dims(world_size=1))["model"]["factorized_experts"]
     assert levels["compared"]["this run"]["experts_per_block"] == 256
     assert levels["compared"]["dense MoE"] == dense_moe
+    assert "level_std is 0" in dict(comparison_rows(levels))["  note"]
+    assert "  note" not in dict(comparison_rows(levels | {"level_std": 0.1}))
+    assert "  note" not in dict(comparison_rows(found))
 
 
 def test_one_expert_is_compared_with_the_dense_model_alone() -> None:

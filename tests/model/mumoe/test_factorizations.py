@@ -187,6 +187,22 @@ def test_slices_of_a_ring_start_diagonal_and_further_levels_at_the_identity():
     assert torch.equal(layer.expert_factor_1, torch.eye(4).expand(6, 4, 4))
 
 
+@pytest.mark.parametrize("name", ["cp", "tucker"])
+def test_further_levels_can_start_apart(name):
+    factor = initialized(
+        name, **(LARGE | {"num_experts": (6, 4096)}), level_std=0.1
+    ).expert_factor_1
+    assert (factor.mean().item(), factor.std().item()) == pytest.approx((1, 0.1), abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["tr", "tt"])
+def test_further_slices_can_start_apart(name):
+    layer = initialized(name, **(LARGE | {"num_experts": (6, 512)}), level_std=0.1)
+    diagonal = layer.expert_factor_1.diagonal(dim1=1, dim2=2)
+    assert (diagonal.mean().item(), diagonal.std().item()) == pytest.approx((1, 0.1), abs=0.02)
+    assert (layer.expert_factor_1 - torch.diag_embed(diagonal)).abs().max() == 0
+
+
 def test_every_path_of_a_train_carries_signal():
     layer = initialized("tt", **LARGE)
     assert torch.equal(layer.expert_factor_1, torch.eye(4).expand(6, 4, 4))

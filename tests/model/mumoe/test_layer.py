@@ -19,7 +19,14 @@ from tests.helpers.factorized import contract, full_tensor
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)
 
 
-def make_block(dtype=torch.float64, width=8, residual_std=0.02, dropout=0.0, **changes) -> MuMoE:
+def make_block(
+    dtype=torch.float64,
+    width=8,
+    residual_std=0.02,
+    dropout=0.0,
+    trained_gate=True,
+    **changes,
+) -> MuMoE:
     """A block with its initial values, but for a gate that is not zero."""
     options = {"num_experts": [5], "rank": 6, "expert_rank": 2, "hidden_size": 12}
     config = MuMoEConfig.model_validate(options | changes)
@@ -33,8 +40,26 @@ def make_block(dtype=torch.float64, width=8, residual_std=0.02, dropout=0.0, **c
     with torch.device("meta"):
         block = MuMoE(config, context)
     materialize(block, seed=5, dtype=dtype)
-    torch.nn.init.normal_(block.gate.weight)
+    if trained_gate:
+        torch.nn.init.normal_(block.gate.weight)
     return block
+
+
+@every_factorization
+@pytest.mark.parametrize(("level_std", "learns"), [(0.0, False), (0.1, True)])
+def test_levels_that_start_alike_stay_alike(name, level_std, learns):
+    # Equal experts, equally weighted: no gradient tells them apart, whatever the tokens.
+    block = make_block(
+        factorization=name, num_experts=[4, 3], level_std=level_std, trained_gate=False
+    )
+    z_BTD, u_BTD, wanted_BTD = torch.randn(3, 2, 9, 8, dtype=torch.float64)
+    (block(z_BTD, u_BTD)[0] * wanted_BTD).sum().backward()
+    first_ND, second_ND = block.gate.weight.grad.split([4, 3])
+    assert first_ND.abs().max() > 1e-6
+    moves = second_ND.abs().max().item()
+    assert moves > 1e-6 if learns else moves < 1e-12
+    factor = block.up.expert_factor_1.grad  # the gate is even: it moves them together
+    torch.testing.assert_close(factor, factor[:1].expand_as(factor), atol=1e-12, rtol=0)
 
 
 @every_factorization
