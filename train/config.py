@@ -136,7 +136,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """As `load_config`, from the text of a file called `origin`."""
-    tree = _parse_yaml(text, origin)
+    tree = parse_yaml(text, origin)
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -166,10 +166,19 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{key}: {section} is a value and has no keys below it")
         tree = inner
-    tree[last] = _parse_yaml(value, override)
+    tree[last] = parse_yaml(value, override)
 
 
-def _parse_yaml(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """Reads YAML as people write it.
+
+    Args:
+        text: of a file, or of one value.
+        origin: what it is called in an error.
+
+    Raises:
+        ConfigError: it is not YAML, or a key stands twice.
+    """
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -181,9 +190,14 @@ def _parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: {error}") from None
 
 
-def describe(error: ValidationError) -> str:
-    """All faults in one line, the first few in full."""
-    known = set(keys(RunConfig))
+def describe(error: ValidationError, tree: type[BaseModel] = RunConfig) -> str:
+    """All faults in one line, the first few in full.
+
+    Args:
+        error: what pydantic found.
+        tree: the configuration class whose keys are known.
+    """
+    known = set(keys(tree))
     faults = [_fault(fault, known) for fault in error.errors(include_url=False)]
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
     return "; ".join(faults[:3]) + more
