@@ -206,12 +206,14 @@ def describe(error: ValidationError, tree: type[BaseModel] = RunConfig) -> str:
 def _fault(fault: Any, known: set[str]) -> str:
     # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
     parts = [str(part) for part in fault["loc"]]
+    kind: str = fault["type"]
+    message: str = fault["msg"].removeprefix("Value error, ")
+    if not parts:
+        return message  # a rule of the whole tree names its keys itself
     *sections, last = parts
     without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
     candidates = [s for s in (sections, *without_kind) if not s or _without_index(s) in known]
     key = ".".join([*(candidates[0] if candidates else sections), last])
-    kind: str = fault["type"]
-    message: str = fault["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden" and key in known:  # of another member of the union
         section, chosen = ".".join(sections[:-1]), sections[-1]
         return f"{key}: is not a key of {section}.kind: {chosen}, but of another kind"

@@ -178,14 +178,17 @@ class Run:
         return [
             *self.variant.overrides,
             f"seed={self.seed}",
-            f"run.folder={json.dumps(str(self.folder))}",
-            *data_overrides(self.study.config.data),
+            *_place(self.study.config, str(self.folder)),
         ]
 
 
-def data_overrides(data: StudyData) -> list[str]:
-    """`key=value` that have a run read the study's text."""
-    return [f"data.path={json.dumps(data.path)}", "data.mixture=null"]
+def _place(study: StudyConfig, folder: str) -> list[str]:
+    """`key=value` for the folder of a run and the text of all."""
+    return [
+        f"run.folder={json.dumps(folder)}",
+        f"data.path={json.dumps(study.data.path)}",
+        "data.mixture=null",
+    ]
 
 
 def load_study(file: Path) -> Study:
@@ -209,12 +212,12 @@ def load_study(file: Path) -> Study:
         config = StudyConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
-    base = Path(config.base)
+    base, place = Path(config.base), _place(config, config.folder)
     with _named(f"{file}: base"):
-        load_config(base)
+        load_config(base, place)
     common = _overrides(config.common, f"{file}: common")
     with _named(f"{file}: common"):
-        load_config(base, common)
+        load_config(base, [*common, *place])
     variants = {}
     for name, own in config.variants.items():
         where = f"{file}: variants.{name}"
@@ -227,7 +230,7 @@ def _variant(
     name: str, base: Path, overrides: Sequence[str], study: StudyConfig, where: str
 ) -> Variant:
     with _named(where):
-        config = load_config(base, [*overrides, *data_overrides(study.data)])
+        config = load_config(base, [*overrides, *_place(study, study.folder)])
         validate(config, 1)
         check_compiler(config)
         config.model.known_feed_forward()

@@ -18,8 +18,6 @@ from train.errors import ConfigError
 from train.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
-OURS = frozenset({RECORD, RESULTS, LOCK, "runs", "data"})
-"""What a study's folder holds; `data` where the study has its text there."""
 
 
 def check_folder(study: Study) -> None:
@@ -31,13 +29,11 @@ def check_folder(study: Study) -> None:
     folder = study.folder
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{study.file}: folder: {folder} is a file, a folder is needed")
-    found = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-    record = folder / RECORD
-    if not record.exists():
-        others = set(found) - {LOCK, "data"}
+    if not (folder / RECORD).exists():
+        others = _others(folder, Path(study.config.data.path)) if folder.exists() else []
         if others:
             raise ConfigError(
-                f"{study.file}: folder: {folder} holds {min(others)}, and no study; take another"
+                f"{study.file}: folder: {folder} holds {others[0]}, and no study; take another"
             )
         return
     before = read_record(folder)
@@ -61,6 +57,16 @@ def check_folder(study: Study) -> None:
             )
 
 
+def _others(folder: Path, data: Path) -> list[str]:
+    """What is in a folder beside prepared text, and files that begin with a dot, as our lock."""
+    data = data.absolute()
+    return sorted(
+        entry.name
+        for entry in folder.absolute().iterdir()
+        if not entry.name.startswith(".") and entry != data and entry not in data.parents
+    )
+
+
 def check_data(study: Study, fingerprint: str) -> None:
     """Checks that the text is that of the runs that are there.
 
@@ -73,15 +79,15 @@ def check_data(study: Study, fingerprint: str) -> None:
     """
     if (study.folder / RECORD).exists():
         before = read_record(study.folder)["data"]
-        if before != fingerprint:
+        if before not in (None, fingerprint):
             raise ConfigError(
                 f"{study.file}: data.path: {study.config.data.path} holds other text than the runs "
                 f"in {study.folder} were trained on; take another folder"
             )
 
 
-def record_of(study: Study, fingerprint: str) -> dict[str, Any]:
-    """What study.json says of a study on some data."""
+def record_of(study: Study, fingerprint: str | None) -> dict[str, Any]:
+    """What study.json says of a study on some data; None before that is prepared."""
     return {
         "split": study.config.split,
         "data": fingerprint,
