@@ -7,7 +7,7 @@ import sys
 
 from launch.machine import END_WITH_PARENT
 
-PATIENCE = 3.0
+PATIENCE = 1.0
 """Seconds that an interrupted child has before it is interrupted by us: a terminal tells both."""
 
 
