@@ -11,11 +11,12 @@ PATIENCE = 1.0
 """Seconds that an interrupted child has before it is interrupted by us: a terminal tells both."""
 
 
-def polyad(*arguments: str) -> int:
+def polyad(*arguments: str, results: bool = True) -> int:
     """Runs a command and waits for it. Its output goes where this process's goes.
 
     Args:
         arguments: the command line without the program's name.
+        results: whether what it writes to standard output is wanted.
 
     Returns:
         Its exit status; that of a shell, 128 and more, if a signal ended it.
@@ -24,7 +25,11 @@ def polyad(*arguments: str) -> int:
         KeyboardInterrupt: this process was interrupted; the child has ended.
     """
     environment = os.environ | {END_WITH_PARENT: str(os.getpid())}
-    child = subprocess.Popen([sys.executable, "-m", "launch", *arguments], env=environment)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "launch", *arguments],
+        env=environment,
+        stdout=None if results else subprocess.DEVNULL,
+    )
     try:
         status = child.wait()
     except KeyboardInterrupt:

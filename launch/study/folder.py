@@ -36,25 +36,33 @@ def check_folder(study: Study) -> None:
                 f"{study.file}: folder: {folder} holds {others[0]}, and no study; take another"
             )
         return
-    before = read_record(folder)
-    shared = before["variants"].keys() & study.variants.keys()
+    before = _record_of_runs(folder)
+    if not before["variants"]:
+        return
+    now = record_of(study, None)
+    shared = [name for name in now["variants"] if name in before["variants"]]
     if not shared:
         raise ConfigError(
             f"{study.file}: folder: {folder} holds another study, of "
             f"{', '.join(before['variants'])}; take another folder"
         )
-    now = record_of(study, before["data"])
     changes = [("", {"split": before["split"]}, {"split": now["split"]})]
-    for name in study.variants:
-        if name in shared:
-            pair = (before["variants"][name], now["variants"][name])
-            changes.append((f"variants.{name}: ", *pair))
+    changes += [
+        (f"variants.{name}: ", before["variants"][name], now["variants"][name]) for name in shared
+    ]
     for where, old, new in changes:
         if changed := changed_key(old, new):
             raise ConfigError(
-                f"{study.file}: {where}{changed}: {folder} holds results with the former; take "
-                f"another folder, or change the key back"
+                f"{study.file}: {where}{changed}: {folder} holds runs with the former; change the "
+                f"key back, or take another folder, or for a variant another name"
             )
+
+
+def _record_of_runs(folder: Path) -> dict[str, Any]:
+    """study.json without variants of which nothing was begun: those may still change."""
+    record = read_record(folder)
+    begun = {n: keys for n, keys in record["variants"].items() if (folder / "runs" / n).exists()}
+    return record | {"variants": begun}
 
 
 def _others(folder: Path, data: Path) -> list[str]:
@@ -78,8 +86,8 @@ def check_data(study: Study, fingerprint: str) -> None:
         ConfigError: it is not.
     """
     if (study.folder / RECORD).exists():
-        before = read_record(study.folder)["data"]
-        if before not in (None, fingerprint):
+        before = _record_of_runs(study.folder)
+        if before["variants"] and before["data"] != fingerprint:
             raise ConfigError(
                 f"{study.file}: data.path: {study.config.data.path} holds other text than the runs "
                 f"in {study.folder} were trained on; take another folder"
@@ -108,7 +116,7 @@ def write_record(study: Study, fingerprint: str) -> None:
     """Writes study.json; variants that this file no longer names stay in it, as their runs do."""
     now = record_of(study, fingerprint)
     if (study.folder / RECORD).exists():
-        now["variants"] = read_record(study.folder)["variants"] | now["variants"]
+        now["variants"] = _record_of_runs(study.folder)["variants"] | now["variants"]
     write_json(study.folder / RECORD, now)
 
 

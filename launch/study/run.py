@@ -28,7 +28,7 @@ from launch.study.folder import (
     write_record,
 )
 from launch.study.results import summarize
-from launch.study.tables import plan_table, progress_line
+from launch.study.tables import finished_line, plan_table, progress_line
 from parallel.checkpoint import complete_checkpoints
 from train.config import validate
 from train.describe import describe
@@ -93,6 +93,8 @@ def study(file: Path) -> dict[str, Any]:
                 continue
             _say("\n== " + progress_line(run, number, len(plan["runs"]), _left(study, results)))
             results[_key(run)] = _finish(run)
+            beside = results.get((study.config.baseline, run.seed))
+            _say(finished_line(run, results[_key(run)], beside))
             _write_results(study, plan, results)
         return _write_results(study, plan, results)
 
@@ -203,7 +205,7 @@ def _polyad(run: Run, *arguments: str) -> None:
     """
     kept = "the same command goes on with this run"
     try:
-        status = polyad(*arguments)
+        status = polyad(*arguments, results=False)  # a line of ours says them
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{run}: {kept}") from None
     if status == INTERRUPTED:

@@ -56,6 +56,17 @@ def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str
     return f"run {number} of {count}: {run}" + (f"; {left}" if left else "")
 
 
+def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
+    """What a run came to, beside the baseline's of the same seed where that is finished."""
+    name, beside = run.study.config.baseline, ""
+    if baseline is not None and run.variant.name != name:
+        beside = f" ({result['loss'] - baseline['loss']:+.4f} beside {name})"
+    return (
+        f"{run}: loss {result['loss']:.4f}{beside}, perplexity {result['perplexity']:.2f} on "
+        f"{result['tokens_scored']:,} tokens"
+    )
+
+
 def result_table(result: Mapping[str, Any], *, markdown: bool = False) -> str:
     """The comparison.
 

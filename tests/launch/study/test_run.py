@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+from data.mixture import TrainingData
 from launch.cli import run
+from launch.study.folder import locked, read_record, write_record
 from tests.launch.conftest import ROOT, SMALL
 from tests.launch.study.conftest import CP, small_study
 from tests.launch.study.test_checks import refused
+from train.config import load_config
+from train.study import load_study
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +95,9 @@ def test_a_study_says_what_it_does_and_prints_tables_alone(finished: Path) -> No
     assert dense.startswith("dense ")
     assert cp.endswith("none of one pair      1")
     assert "\n== run 1 of 2: dense, seed 1\n" in err
-    assert "\n== run 2 of 2: cp, seed 1; 0:" in err
+    assert re.search(r"\n== run 2 of 2: cp, seed 1; [0-9:]+ left for all\n", err)
+    assert re.search(r"\ndense, seed 1: loss \d\.\d{4}, perplexity [\d.]+ on [\d,]+ tokens\n", err)
+    assert re.search(r"\ncp, seed 1: loss \d\.\d{4} \([+-]0\.\d{4} beside dense\), ", err)
     assert err.index("parameters") < err.index("== run 1")
 
 
@@ -138,12 +145,18 @@ def test_a_study_that_is_another_one_by_now_is_refused(
     )
     assert run(["study", str(other), "--dry-run"]) == 0
     assert "2 finished, 0 to go on, 4 to begin" in capfd.readouterr().out
+    # So may what was recorded of a variant that nothing was trained of.
+    folder = finished.parent / "study"
+    write_record(load_study(other), read_record(folder)["data"])
+    assert list(read_record(folder)["variants"]) == ["dense", "cp", "wide"]
+    more = study["variants"] | {"wide": {"model.feed_forward.hidden_size": 512}}
+    other.write_text(yaml.safe_dump(study | {"variants": more}))
+    assert run(["study", str(other), "--dry-run"]) == 0
+    write_record(load_study(finished), read_record(folder)["data"])
+    assert list(read_record(folder)["variants"]) == ["dense", "cp"]
 
 
 def test_two_starts_of_a_study_do_not_run_at_once(finished: Path, capfd: Capture) -> None:
-    from launch.study.folder import locked
-    from train.study import load_study
-
     with locked(load_study(finished)):
         assert "is in use by another start" in refused(finished, capfd)
 
@@ -241,10 +254,6 @@ def test_a_run_that_fails_stops_the_study_and_names_itself(tmp_path: Path, data:
 
 
 def test_two_variants_of_one_seed_see_the_same_batches(finished: Path) -> None:
-    from data.mixture import TrainingData
-    from train.config import load_config
-    from train.study import load_study
-
     batches = {}
     for one in load_study(finished).runs:
         config = load_config(one.folder / "config.yaml")
