@@ -35,7 +35,10 @@ from train.describe import describe
 from train.errors import ConfigError, RunError
 from train.pretrain import plan_run
 from train.resolve import resolve
-from train.study import Run, Study, StudyData, load_study
+from train.study import Run, Study, load_study
+
+INTERRUPTED = 130
+"""The status of a command that was interrupted from the keyboard."""
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """Of finished runs, by variant and seed."""
@@ -55,7 +58,7 @@ def describe_study(file: Path) -> dict[str, Any]:
     """
     study = load_study(file)
     check_folder(study)
-    return _plan(study, _vocab_size(study.config.data))
+    return _plan(study, _vocab_size(study))
 
 
 def study(file: Path) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def study(file: Path) -> dict[str, Any]:
     study = load_study(file)
     check_folder(study)
     with locked(study):
-        data = _prepared(study.config.data)
+        data = _prepared(study)
         check_data(study, data.manifest.fingerprint)
         plan = _plan(study, data.manifest.tokenizer.vocab_size)
         results = {
@@ -99,8 +102,9 @@ def study(file: Path) -> dict[str, Any]:
         return _write_results(study, plan, results)
 
 
-def _prepared(data: StudyData) -> PreparedData:
+def _prepared(study: Study) -> PreparedData:
     """The study's text, prepared if it is not there or not all of it."""
+    data, split = study.config.data, study.config.split
     if data.source is not None and data.tokenizer is not None:
         prepare(
             data.source,
@@ -110,13 +114,20 @@ def _prepared(data: StudyData) -> PreparedData:
             test_fraction=data.test_fraction,
         )
     try:
-        return PreparedData.open(Path(data.path))
+        prepared = PreparedData.open(Path(data.path))
     except DataError as error:
-        raise ConfigError(f"data.path: {error}") from None
+        raise ConfigError(f"{study.file}: data.path: {error}") from None
+    if not prepared.manifest.splits[split].tokens:
+        raise ConfigError(
+            f"{study.file}: split: {split} has no text in {data.path}; take another, or prepare "
+            f"the text with some"
+        )
+    return prepared
 
 
-def _vocab_size(data: StudyData) -> int:
+def _vocab_size(study: Study) -> int:
     """The vocabulary, before anything is prepared if need be."""
+    data = study.config.data
     try:
         return PreparedData.open(Path(data.path)).manifest.tokenizer.vocab_size
     except DataError as error:
@@ -124,7 +135,8 @@ def _vocab_size(data: StudyData) -> int:
         if kind == "train" and size.isdecimal():
             return int(size)
         raise ConfigError(
-            f"data.path: {error}; how large the vocabulary is, and so the model, is known then"
+            f"{study.file}: data.path: {error}; how large the vocabulary is, and so "
+            f"the model, is known then"
         ) from None
 
 
@@ -147,15 +159,15 @@ def _plan(study: Study, vocab_size: int) -> dict[str, Any]:
         "seeds": study.config.seeds,
         "variants": variants,
         "runs": [
-            {"variant": run.variant.name, "seed": run.seed, **_state(run)} for run in study.runs
+            {
+                "variant": run.variant.name,
+                "seed": run.seed,
+                "finished": run.result_file.exists(),
+                "step": _step(run),
+            }
+            for run in study.runs
         ],
     }
-
-
-def _state(run: Run) -> dict[str, Any]:
-    """Where a run stands."""
-    finished = run.result_file.exists()
-    return {"finished": finished, "step": _step(run)}
 
 
 def _step(run: Run) -> int:
@@ -215,9 +227,6 @@ def _polyad(run: Run, *arguments: str) -> None:
             f"{run}: `polyad {arguments[0]}` ended with status {status}; {kept}, and all that are "
             f"finished are kept"
         )
-
-
-INTERRUPTED = 130
 
 
 def _left(study: Study, results: Mapping[tuple[str, int], Mapping[str, Any]]) -> float:

@@ -122,6 +122,15 @@ def test_text_too_short_for_the_model_is_found_before_anything_starts(
     assert not (path.parent / "study" / "runs").exists()
 
 
+def test_a_split_without_text_is_found_before_anything_starts(
+    write_study: WriteStudy, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tokenizer", "train:400", "--test-fraction", "0", "--output", str(tmp_path / "t")]
+    assert run(["prepare", "--source", str(text), *options]) == 0
+    path = write_study(data={"path": str(tmp_path / "t")}, split="test")
+    assert "split: test has no text" in refused(path, capfd)
+
+
 def test_a_folder_of_something_else_is_refused_and_left(
     write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
 ) -> None:
