@@ -1,6 +1,7 @@
 """What the records of a run, its metrics.jsonl, come to."""
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,13 +36,14 @@ def peak_memory(records: Records) -> int:
 
 
 def last_routing(records: Records) -> dict[str, float]:
-    """Means over the last steps of what routers did over all layers, without `routing/`.
+    """Means over the last steps of what routers did over all layers.
 
     Args:
         records: of a run.
 
     Returns:
-        Nothing of a model that does not route.
+        Each `routing/MEASURE` by its measure, and `effective_experts`; nothing of a model that does
+        not route.
     """
     found: dict[str, list[float]] = {}
     for record in records[-LAST:]:
@@ -49,4 +51,25 @@ def last_routing(records: Records) -> dict[str, float]:
             section, _, name = key.partition("/")
             if section == "routing" and "/" not in name and isinstance(value, int | float):
                 found.setdefault(name, []).append(float(value))
-    return {name: statistics.fmean(values) for name, values in found.items()}
+    means = {name: statistics.fmean(values) for name, values in found.items()}
+    effective = effective_experts(records)
+    return means if effective is None else means | {"effective_experts": effective}
+
+
+def effective_experts(records: Records) -> float | None:
+    """How many experts the tokens of the last steps shared, were they shared evenly.
+
+    Args:
+        records: of a run.
+
+    Returns:
+        The exponential of the entropy of a layer's mean load, the mean over layers: from 1 to the
+        number of experts. None of a model that does not route.
+    """
+    each = []
+    for key in records[-1]:
+        if key.startswith("routing/") and key.endswith("/load"):
+            loads = zip(*(record[key] for record in records[-LAST:]), strict=True)
+            shares = [statistics.fmean(values) for values in loads]
+            each.append(math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)))
+    return statistics.fmean(each) if each else None
