@@ -90,6 +90,15 @@ def report_arguments(parser: Parser) -> None:
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
+def study_arguments(parser: Parser) -> None:
+    """Those of `polyad study`."""
+    add = parser.add_argument
+    add("study", type=Path, metavar="STUDY", help="a YAML file; the same again goes on")
+    add("--dry-run", action="store_true", help="what it will train, and what stands; starts none")
+    add("--markdown", action="store_true", help="the tables for a page instead of a terminal")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
 def convert_arguments(parser: Parser) -> None:
     """Those of `polyad convert`."""
     add = parser.add_argument

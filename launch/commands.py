@@ -21,6 +21,7 @@ from launch.arguments import (
     launch_arguments,
     prepare_arguments,
     report_arguments,
+    study_arguments,
     validate_arguments,
 )
 from launch.machine import is_main
@@ -68,8 +69,10 @@ def _train(options: Namespace) -> None:
 
 
 def _launch(options: Namespace) -> None:
+    from launch.machine import end_with_launcher
     from launch.options import launch_from
 
+    end_with_launcher()
     launch_from(options)
 
 
@@ -113,6 +116,23 @@ def _report(options: Namespace) -> None:
             tokens=TOKENS if options.tokens is None else options.tokens,
         )
         show(result, report_line(result), options.json, stdout)
+
+
+def _study(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.study.run import describe_study, study
+    from launch.study.tables import plan_table, result_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        if options.dry_run:
+            plan = describe_study(options.study)
+            show(plan, plan_table(plan), options.json, stdout)
+            return
+        result = study(options.study)
+        show(result, result_table(result, markdown=options.markdown), options.json, stdout)
 
 
 def _convert(options: Namespace) -> None:
@@ -291,6 +311,13 @@ COMMANDS: dict[str, Command] = {
         "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json",
         arguments=evaluate_arguments,
         handler=_evaluate,
+    ),
+    "study": Command(
+        summary="Trains variants of a run over several seeds, and compares them in pairs.",
+        example="polyad study configs/studies/mumoe.yaml --dry-run\n"
+        "polyad study configs/studies/mumoe.yaml --markdown",
+        arguments=study_arguments,
+        handler=_study,
     ),
     "validate": Command(
         summary="Checks a run without starting it, and says what it will do and cost.",

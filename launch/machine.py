@@ -45,17 +45,23 @@ def _keep_compiled_code() -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-def end_with_launcher() -> None:
-    """Has a worker of torchrun end when torchrun does, also when that is killed outright.
+END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
+"""The environment variable that says which process a child of `launch.child` is to end with."""
 
-    Workers have sessions of their own, so a SIGKILL of the launcher would leave them training, and
-    writing, beside those of the next start. Linux only.
+
+def end_with_launcher() -> None:
+    """Has a process end when what started it does, also when that is killed outright.
+
+    That is torchrun, whose workers have sessions of their own, or another command of `polyad`. A
+    SIGKILL of it would leave them training, and writing, beside those of the next start. Linux
+    only.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+    parent = os.environ.pop(END_WITH_PARENT, None)  # not for what this process starts
+    if ("TORCHELASTIC_RUN_ID" not in os.environ and parent is None) or sys.platform != "linux":
         return
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() == 1:  # it was quicker
+    if os.getppid() == 1 or (parent is not None and os.getppid() != int(parent)):  # it was quicker
         sys.exit(128 + signal.SIGTERM)
 
 

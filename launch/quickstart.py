@@ -6,16 +6,15 @@ text -> tokens -> two processes train half way, and end -> two new ones go on ->
 import json
 import os
 import shutil
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.child import polyad
 from launch.cli import guard
 from launch.cli import run as run_command
+from launch.records import last_loss, median_rate, peak_memory, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
@@ -105,14 +104,12 @@ def _polyad(*arguments: str) -> None:
     Raises:
         StepFailed: it failed.
     """
-    child = subprocess.Popen([sys.executable, "-m", "launch", *arguments])
     try:
-        status = child.wait()
-    except KeyboardInterrupt:  # the terminal has told the child as well, which says so
-        child.wait()
+        status = polyad(*arguments)
+    except KeyboardInterrupt:  # the child has said so
         raise StepFailed(130) from None
     if status:
-        raise StepFailed(status if status > 0 else 128 - status)
+        raise StepFailed(status)
 
 
 def remove_previous_run(folder: Path) -> None:
@@ -152,7 +149,7 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
     from train.describe import describe
     from train.unigram import unigram_perplexity
 
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(run)
     prepared = PreparedData.open(data)
     unigram = unigram_perplexity(
         prepared.split("train"),
@@ -165,7 +162,7 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         ("parameters", f"{model['parameters']:,}, of one token {model['active_parameters']:,}"),
         (
             "training loss",
-            f"{records[0]['loss']:.3f} at first, {_last_loss(records):.3f} over the last 10 steps",
+            f"{records[0]['loss']:.3f} at first, {last_loss(records):.3f} over the last 10 steps",
         ),
         (
             "perplexity",
@@ -174,8 +171,8 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         ("of a unigram model", f"{unigram:.1f} on the same tokens"),
         ("bits per byte", f"{result['bits_per_byte']:.3f}"),
         *_routing_rows(records[-1]),
-        ("speed", f"{_rate(records):,.0f} tokens/s in training, {PROCESSES} processes"),
-        ("peak memory", f"{_memory(records) / 2**30:.2f} GiB a process"),
+        ("speed", f"{median_rate(records):,.0f} tokens/s in training, {PROCESSES} processes"),
+        ("peak memory", f"{peak_memory(records) / 2**30:.2f} GiB a process"),
         ("went on", f"at step {half:,} in new processes, from {_checkpoint(run, half)}"),
         ("run folder", f"{run}"),
         ("curves", f"{_tensorboard()} --logdir {run / 'tensorboard'}"),
@@ -201,20 +198,6 @@ def _routing_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return rows
-
-
-def _last_loss(records: Sequence[dict[str, Any]]) -> float:
-    """The mean of the last ten steps: single ones jump."""
-    losses = [record["loss"] for record in records[-10:] if record["loss"] is not None]
-    return statistics.fmean(losses) if losses else float("nan")
-
-
-def _rate(records: Sequence[dict[str, Any]]) -> float:
-    return float(statistics.median(record["tokens_per_second"] for record in records))
-
-
-def _memory(records: Sequence[dict[str, Any]]) -> int:
-    return max(int(record["memory_bytes"]) for record in records)
 
 
 def _checkpoint(run: Path, step: int) -> Path:

@@ -135,7 +135,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """As `load_config`, from the text of a file called `origin`."""
-    tree = _parse_yaml(text, origin)
+    tree = parse_yaml(text, origin)
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -165,10 +165,19 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{key}: {section} is a value and has no keys below it")
         tree = inner
-    tree[last] = _parse_yaml(value, override)
+    tree[last] = parse_yaml(value, override)
 
 
-def _parse_yaml(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """Reads YAML as people write it.
+
+    Args:
+        text: of a file, or of one value.
+        origin: what it is called in an error.
+
+    Raises:
+        ConfigError: it is not YAML, or a key stands twice.
+    """
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -180,9 +189,14 @@ def _parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: {error}") from None
 
 
-def describe(error: ValidationError) -> str:
-    """All faults in one line, the first few in full."""
-    known = set(keys(RunConfig))
+def describe(error: ValidationError, tree: type[BaseModel] = RunConfig) -> str:
+    """All faults in one line, the first few in full.
+
+    Args:
+        error: what pydantic found.
+        tree: the configuration class whose keys are known.
+    """
+    known = set(keys(tree))
     faults = [_fault(fault, known) for fault in error.errors(include_url=False)]
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
     return "; ".join(faults[:3]) + more
@@ -191,12 +205,14 @@ def describe(error: ValidationError) -> str:
 def _fault(fault: Any, known: set[str]) -> str:
     # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
     parts = [str(part) for part in fault["loc"]]
+    kind: str = fault["type"]
+    message: str = fault["msg"].removeprefix("Value error, ")
+    if not parts:
+        return message  # a rule of the whole tree names its keys itself
     *sections, last = parts
     without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
     candidates = [s for s in (sections, *without_kind) if not s or _without_index(s) in known]
     key = ".".join([*(candidates[0] if candidates else sections), last])
-    kind: str = fault["type"]
-    message: str = fault["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden" and key in known:  # of another member of the union
         section, chosen = ".".join(sections[:-1]), sections[-1]
         return f"{key}: is not a key of {section}.kind: {chosen}, but of another kind"

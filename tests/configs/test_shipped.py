@@ -8,10 +8,13 @@ import yaml
 
 from launch.cli import run
 from train.config import flatten, load_config
+from train.study import StudyConfig, StudyData
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
+SHIPPED = sorted(set((ROOT / "configs").rglob("*.yaml")) - set(STUDIES))
 NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
+STUDY_NAMES = [path.name for path in STUDIES]
 
 # The processes that a configuration names, the vocabulary of its tokenizer, and its parameters.
 EXPECTED = {
@@ -39,10 +42,41 @@ EXPECTED = {
     "wikitext103/switch-medium.yaml": (8, 267735, 215_548_000),
     "wikitext103/xmoe-medium.yaml": (8, 267735, 215_531_782),
 }
+# Of a study: its runs, and the parameters of each variant.
+EXPECTED_STUDIES = {
+    "mumoe.yaml": (9, {"dense": 2_615_424, "mumoe-cp": 2_612_688, "mumoe-tr": 2_627_104}),
+}
 
 
 def test_every_shipped_config_is_listed_here() -> None:
     assert sorted(EXPECTED) == NAMES
+    assert sorted(EXPECTED_STUDIES) == STUDY_NAMES
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=STUDY_NAMES)
+def test_a_shipped_study_is_valid(
+    path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs, parameters = EXPECTED_STUDIES[path.name]
+    tree = yaml.safe_load(path.read_text())
+    assert (ROOT / tree["base"]).is_file()
+    # Elsewhere: here the study may have been run.
+    tree |= {"base": str(ROOT / tree["base"]), "folder": str(tmp_path / "study")}
+    tree["data"]["path"] = str(tmp_path / "text")
+    (tmp_path / path.name).write_text(yaml.safe_dump(tree))
+    status = run(["study", str(tmp_path / path.name), "--dry-run", "--json", "-"])
+    captured = capfd.readouterr()
+    assert (status, captured.err) == (0, "")
+    plan = json.loads(captured.out)
+    assert len(plan["runs"]) == runs
+    assert {name: v["parameters"] for name, v in plan["variants"].items()} == parameters
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=STUDY_NAMES)
+def test_a_shipped_study_has_every_key(path: Path) -> None:
+    tree = yaml.safe_load(path.read_text())
+    assert tree.keys() == StudyConfig.model_fields.keys()
+    assert tree["data"].keys() == StudyData.model_fields.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +97,7 @@ def test_a_shipped_config_has_every_key(path: Path) -> None:
     assert written - wanted == set()
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
+@pytest.mark.parametrize("path", [*SHIPPED, *STUDIES], ids=[*NAMES, *STUDY_NAMES])
 def test_a_shipped_config_explains_every_key(path: Path) -> None:
     bare = [
         line
@@ -73,9 +107,9 @@ def test_a_shipped_config_explains_every_key(path: Path) -> None:
     assert bare == []
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
+@pytest.mark.parametrize("path", [*SHIPPED, *STUDIES], ids=[*NAMES, *STUDY_NAMES])
 def test_a_shipped_config_says_how_it_is_run_and_what_it_takes(path: Path) -> None:
-    head = path.read_text().partition("\nseed:")[0]
+    head = path.read_text().partition("\n\n")[0]
     for word in ("# Command", "polyad ", "# Hardware", "# Time", "# Memory"):
         assert word in head, word
 

@@ -1,0 +1,75 @@
+"""What the records of a run, its metrics.jsonl, come to."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LAST = 10
+"""Records that a figure of the end of training is the mean of: single steps jump."""
+
+Records = Sequence[dict[str, Any]]
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """All records of a run's folder, oldest first."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def last_loss(records: Records) -> float:
+    """The mean training loss of the last steps, in nats a token."""
+    losses = [record["loss"] for record in records[-LAST:] if record["loss"] is not None]
+    return statistics.fmean(losses) if losses else float("nan")
+
+
+def median_rate(records: Records) -> float:
+    """Tokens a second of the median step."""
+    return float(statistics.median(record["tokens_per_second"] for record in records))
+
+
+def peak_memory(records: Records) -> int:
+    """The most that a process held, in bytes."""
+    return max(int(record["memory_bytes"]) for record in records)
+
+
+def last_routing(records: Records) -> dict[str, float]:
+    """Means over the last steps of what routers did over all layers.
+
+    Args:
+        records: of a run.
+
+    Returns:
+        Each `routing/MEASURE` by its measure, and `effective_experts`; nothing of a model that does
+        not route.
+    """
+    found: dict[str, list[float]] = {}
+    for record in records[-LAST:]:
+        for key, value in record.items():
+            section, _, name = key.partition("/")
+            if section == "routing" and "/" not in name and isinstance(value, int | float):
+                found.setdefault(name, []).append(float(value))
+    means = {name: statistics.fmean(values) for name, values in found.items()}
+    effective = effective_experts(records)
+    return means if effective is None else means | {"effective_experts": effective}
+
+
+def effective_experts(records: Records) -> float | None:
+    """How many experts the tokens of the last steps shared, were they shared evenly.
+
+    Args:
+        records: of a run.
+
+    Returns:
+        The exponential of the entropy of a layer's mean load, the mean over layers: from 1 to the
+        number of experts. None of a model that does not route.
+    """
+    each = []
+    for key in records[-1]:
+        if key.startswith("routing/") and key.endswith("/load"):
+            loads = zip(*(record[key] for record in records[-LAST:]), strict=True)
+            shares = [statistics.fmean(values) for values in loads]
+            each.append(math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)))
+    return statistics.fmean(each) if each else None

@@ -1,0 +1,171 @@
+"""A study's folder: what it is a study of, and which of its runs are finished.
+
+study.json              what every variant is, so that no other one's results get mixed in
+results.json            the comparison, brought up to date after every run
+runs/VARIANT/seed-N/    run folders; beside each that is finished its result, seed-N.json
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.output import strict
+from train.errors import ConfigError
+from train.study import Run, Study, changed_key
+
+RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
+
+
+def check_folder(study: Study) -> None:
+    """Checks that the folder is this study's or nobody's.
+
+    Raises:
+        ConfigError: it holds something else, or another study: the first key that differs is named.
+    """
+    folder = study.folder
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{study.file}: folder: {folder} is a file, a folder is needed")
+    if not (folder / RECORD).exists():
+        others = _others(folder, Path(study.config.data.path)) if folder.exists() else []
+        if others:
+            raise ConfigError(
+                f"{study.file}: folder: {folder} holds {others[0]}, and no study; take another"
+            )
+        return
+    before = _record_of_runs(folder)
+    if not before["variants"]:
+        return
+    now = record_of(study, None)
+    shared = [name for name in now["variants"] if name in before["variants"]]
+    if not shared:
+        raise ConfigError(
+            f"{study.file}: folder: {folder} holds another study, of "
+            f"{', '.join(before['variants'])}; take another folder"
+        )
+    changes = [("", {"split": before["split"]}, {"split": now["split"]})]
+    changes += [
+        (f"variants.{name}: ", before["variants"][name], now["variants"][name]) for name in shared
+    ]
+    for where, old, new in changes:
+        if changed := changed_key(old, new):
+            raise ConfigError(
+                f"{study.file}: {where}{changed}: {folder} holds runs with the former; change the "
+                f"key back, or take another folder, or for a variant another name"
+            )
+
+
+def _record_of_runs(folder: Path) -> dict[str, Any]:
+    """study.json without variants of which nothing was begun: those may still change."""
+    record = read_record(folder)
+    begun = {n: keys for n, keys in record["variants"].items() if (folder / "runs" / n).exists()}
+    return record | {"variants": begun}
+
+
+def _others(folder: Path, data: Path) -> list[str]:
+    """What is in a folder beside prepared text, and files that begin with a dot, as our lock."""
+    data = data.absolute()
+    return sorted(
+        entry.name
+        for entry in folder.absolute().iterdir()
+        if not entry.name.startswith(".") and entry != data and entry not in data.parents
+    )
+
+
+def check_data(study: Study, fingerprint: str) -> None:
+    """Checks that the text is that of the runs that are there.
+
+    Args:
+        study: whose folder is looked into.
+        fingerprint: of the prepared data.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if (study.folder / RECORD).exists():
+        before = _record_of_runs(study.folder)
+        if before["variants"] and before["data"] != fingerprint:
+            raise ConfigError(
+                f"{study.file}: data.path: {study.config.data.path} holds other text than the runs "
+                f"in {study.folder} were trained on; take another folder"
+            )
+
+
+def record_of(study: Study, fingerprint: str | None) -> dict[str, Any]:
+    """What study.json says of a study on some data; None before that is prepared."""
+    return {
+        "split": study.config.split,
+        "data": fingerprint,
+        "variants": {name: v.defining_keys() for name, v in study.variants.items()},
+    }
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Reads study.json.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    return _read(folder / RECORD, ("split", "data", "variants"))
+
+
+def write_record(study: Study, fingerprint: str) -> None:
+    """Writes study.json; variants that this file no longer names stay in it, as their runs do."""
+    now = record_of(study, fingerprint)
+    if (study.folder / RECORD).exists():
+        now["variants"] = _record_of_runs(study.folder)["variants"] | now["variants"]
+    write_json(study.folder / RECORD, now)
+
+
+def read_result(run: Run) -> dict[str, Any] | None:
+    """The result of a finished run; None of another.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    if not run.result_file.exists():
+        return None
+    return _read(run.result_file, ("loss", "perplexity", "tokens_scored", "tokens_per_second"))
+
+
+def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        tree: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
+    if missing:
+        raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it")
+    return dict(tree)
+
+
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(strict(tree), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+@contextmanager
+def locked(study: Study) -> Iterator[None]:
+    """Holds the study's folder, which is made; the kernel lets go of it when this process ends.
+
+    Raises:
+        ConfigError: another start of the study is still going.
+    """
+    study.folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(study.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{study.file}: folder: {study.folder} is in use by another start of this study"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,189 @@
+"""Studies that cannot be: each is one line, status 2, and nothing is written or started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cli import run
+from tests.launch.study.conftest import CP, WriteStudy
+
+
+def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
+    """The line that a study is refused with."""
+    capfd.readouterr()
+    assert run(["study", str(path), *options]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("polyad: error: ")
+    return lines[0]
+
+
+def variants(**own: Any) -> dict[str, Any]:
+    """Two variants, the second with these keys, __ for the dot."""
+    return {"dense": None, "b": {key.replace("__", "."): value for key, value in own.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeds": None}, ["seeds: is missing"]),
+        ({"seeds": []}, ["seeds: [] is not allowed", "at least one"]),
+        ({"seeds": [1, 2, 1]}, ["seeds: [1, 2, 1]", "stands twice"]),
+        ({"seeds": [-1]}, ["seeds.0: -1", "greater than or equal to 0"]),
+        ({"seeds": ["one"]}, ["seeds.0: 'one'", "integer"]),
+        ({"baseline": "dens"}, ["baseline: 'dens' is not allowed: dense, cp"]),
+        ({"variants": {}}, ["variants: {} is not allowed"]),
+        (
+            {"variants": {"../dense": {}}, "baseline": "../dense"},
+            ["variants: '../dense'", "letters"],
+        ),
+        ({"variants": {"dense": 3}}, ["variants.dense: 3", "dictionary"]),
+        ({"split": "train"}, ["split: 'train'", "'validation' or 'test'"]),
+        ({"sedes": [1]}, ["unknown key sedes; the nearest is seeds"]),
+        ({"data": {"pth": "x"}}, ["data.path: is missing"]),
+        ({"data": {"path": "x", "source": "python-stdlib"}}, ["data.tokenizer: is missing"]),
+        ({"data": {"path": "/no/such/text"}}, ["data.path", "/no/such/text"]),
+        ({"base": "/no/such.yaml"}, ["base: /no/such.yaml", "no such file"]),
+        ({"common": {"train.stps": 3}}, ["common: ", "unknown key train.stps", "train.steps"]),
+        ({"common": {"seed": 3}}, ["common: seed", "see seeds"]),
+        ({"common": {"run.folder": "x"}}, ["common: run.folder", "the study sets run"]),
+        ({"variants": variants(data__path="x")}, ["variants.b: data.path", "the study sets data"]),
+        (
+            {"variants": variants(model__num_layer=3)},
+            ["variants.b: ", "unknown key model.num_layer", "model.num_layers"],
+        ),
+        ({"variants": variants(model__num_heads=5)}, ["variants.b: ", "model.num_heads", "5"]),
+        ({"variants": variants(model={"kind": "gpt3"})}, ["variants.b: ", "model"]),
+        (
+            {"variants": variants(model__feed_forward=CP | {"num_experts": [900]})},
+            ["variants.b: ", "match-dense is not allowed", "900"],
+        ),
+        ({"variants": variants(model__vocab_size=10)}, ["variants.b: ", "model.vocab_size: 10"]),
+        (
+            {"variants": variants(train__global_batch_size=5)},
+            ["variants.b: ", "train.global_batch_size: 5 is not divisible by"],
+        ),
+        # These would be runs, but not pairs of runs.
+        ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),
+        (
+            {"variants": variants(train__global_batch_size=8)},
+            ["variants.b: train.global_batch_size: 8 is not dense's 4", "under common"],
+        ),
+        (
+            {"variants": variants(model__sequence_length=16)},
+            ["variants.b: model.sequence_length: 16 is not dense's 32", "same batches"],
+        ),
+        (
+            {"variants": variants(evaluation__stride=8)},
+            ["variants.b: evaluation.stride: 8 is not dense's None"],
+        ),
+    ],
+)
+def test_a_wrong_study_is_one_line_that_names_the_key(
+    changes: dict[str, Any],
+    words: list[str],
+    write_study: WriteStudy,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = write_study(**changes)
+    line = refused(path, capfd)
+    for word in words:
+        assert word in line
+    assert not (path.parent / "study" / "runs").exists()
+
+
+def test_a_name_that_stands_twice_is_refused(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study()
+    path.write_text(path.read_text().replace("  dense: null\n", "  dense: null\n  dense: {}\n"))
+    assert "key 'dense' stands twice" in refused(path, capfd)
+
+
+@pytest.mark.parametrize("text", ["", "- a list\n", "seeds: [1\n"])
+def test_a_file_that_is_no_study_is_refused(
+    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    assert str(path) in refused(path, capfd)
+    assert "cannot be read" in refused(tmp_path / "none.yaml", capfd)
+
+
+def test_text_too_short_for_the_model_is_found_before_anything_starts(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(common={"model.sequence_length": 1000000})
+    assert "one sample" in refused(path, capfd)
+    assert not (path.parent / "study" / "runs").exists()
+
+
+def test_a_split_without_text_is_found_before_anything_starts(
+    write_study: WriteStudy, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tokenizer", "train:400", "--test-fraction", "0", "--output", str(tmp_path / "t")]
+    assert run(["prepare", "--source", str(text), *options]) == 0
+    path = write_study(data={"path": str(tmp_path / "t")}, split="test")
+    assert "split: test has no text" in refused(path, capfd)
+
+
+def test_a_folder_of_something_else_is_refused_and_left(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study()
+    folder = path.parent / "study"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("precious")
+    assert "holds thesis.txt, and no study" in refused(path, capfd)
+    assert [entry.name for entry in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_a_damaged_record_is_refused(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study()
+    folder = path.parent / "study"
+    folder.mkdir()
+    for text, word in (("{", "cannot be read"), ("{}", "has no split")):
+        (folder / "study.json").write_text(text)
+        assert word in refused(path, capfd)
+
+
+def test_a_dry_run_says_what_would_be_trained_and_writes_nothing(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study(seeds=[1, 2])
+    assert run(["study", str(path), "--dry-run"]) == 0
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert "4 runs (2 variants, seeds 1, 2) of 4 steps of 128 tokens" in captured.out
+    assert "0 finished, 0 to go on, 4 to begin" in captured.out
+    assert run(["study", str(path), "--dry-run", "--json", "-"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    order = [(run["seed"], run["variant"]) for run in plan["runs"]]
+    assert order == [(1, "dense"), (1, "cp"), (2, "dense"), (2, "cp")]
+    # Dense: 400 x 32 + 32 x 32 embeddings, 64 of the last LayerNorm, 2 blocks of 12 D^2 + 13 D.
+    dense = 400 * 32 + 32 * 32 + 64 + 2 * (12 * 32**2 + 13 * 32)
+    assert plan["variants"]["dense"]["parameters"] == dense
+    # Gate 4 x 32; each rank 4 + 4 + 33 + 128 + 129 + 32 = 330; the MLP's 8,352 less 128 is 24.9.
+    cp = dense + 2 * (128 + 25 * 330 - 8352)
+    assert plan["variants"]["cp"]["parameters"] == cp
+    assert not (path.parent / "study").exists()
+
+
+def test_a_dry_run_before_the_text_is_prepared_takes_the_wanted_vocabulary(
+    write_study: WriteStudy, tmp_path: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"path": str(tmp_path / "none"), "source": str(text), "tokenizer": "train:500"}
+    path = write_study(data=wanted)
+    assert run(["study", str(path), "--dry-run", "--json", "-"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    dense = 500 * 32 + 32 * 32 + 64 + 2 * (12 * 32**2 + 13 * 32)
+    assert plan["variants"]["dense"]["parameters"] == dense
+    path = write_study(data=wanted | {"tokenizer": "words"})
+    assert "how large the vocabulary is" in refused(path, capfd, "--dry-run")
+    assert not (tmp_path / "none").exists()

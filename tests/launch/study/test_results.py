@@ -1,0 +1,92 @@
+"""What results of runs come to, and how it is shown; the numbers by hand."""
+
+from typing import Any
+
+import pytest
+
+from launch.study.results import summarize
+from launch.study.tables import result_table
+from train.errors import RunError
+
+
+def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
+    """As a finished run leaves it."""
+    values = {"perplexity": 2.0, "bits_per_byte": 1.0, "tokens_scored": 50, "training_loss": 1.0}
+    return {
+        **{"variant": variant, "seed": seed, "loss": loss, "tokens_per_second": 10.0},
+        **{"routing": {}, "seconds": 1.0, **values, **more},
+    }
+
+
+def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
+    """Of a study of these variants."""
+    sizes = {"parameters": 1000, "active_parameters": 900, "flops_per_token": 6000}
+    return {
+        **{"study": "s.yaml", "folder": "s", "baseline": names[0], "seeds": list(seeds)},
+        "variants": {name: sizes for name in names},
+        "runs": [{"variant": name, "seed": seed} for seed in seeds for name in names],
+    }
+
+
+# Differences -0.21, -0.19 and -0.20, as in tests/train/test_paired.py: +- 0.0248. Losses of one
+# variant have mean 5 and deviation 1.
+RUNS = [
+    *(result("dense", 1, 4.0), result("cp", 1, 3.79, routing={"unused": 0.5})),
+    *(result("dense", 2, 5.0), result("cp", 2, 4.81, routing={"unused": 0.7})),
+    *(result("dense", 3, 6.0), result("cp", 3, 5.80, routing={"unused": 0.6})),
+]
+
+
+def test_differences_are_of_pairs_and_spread_is_theirs() -> None:
+    found = summarize(plan("dense", "cp"), RUNS)
+    assert found["finished"]
+    dense, cp = found["variants"]["dense"], found["variants"]["cp"]
+    assert dense["loss"] == {"mean": 5.0, "deviation": 1.0, "runs": 3}
+    assert dense["difference"] is None
+    assert cp["difference"]["differences"] == pytest.approx([-0.21, -0.19, -0.20])
+    assert cp["difference"]["deviation"] == pytest.approx(0.01)
+    assert cp["difference"]["excludes_zero"]
+    assert cp["routing"]["unused"]["mean"] == pytest.approx(0.6)
+
+
+def test_pairs_are_matched_by_seed_and_not_by_place() -> None:
+    shuffled = [RUNS[4], RUNS[1], RUNS[2], RUNS[5], RUNS[0], RUNS[3]]
+    one, other = (summarize(plan("dense", "cp"), runs) for runs in (RUNS, shuffled))
+    wanted = one["variants"]["cp"]["difference"]
+    found = other["variants"]["cp"]["difference"]
+    assert found["mean"] == pytest.approx(wanted["mean"])
+    assert found["deviation"] == pytest.approx(wanted["deviation"])
+
+
+def test_a_seed_that_only_one_has_finished_is_no_pair() -> None:
+    found = summarize(plan("dense", "cp"), RUNS[:5])
+    assert not found["finished"]
+    assert found["variants"]["dense"]["seeds"] == [1, 2, 3]
+    assert found["variants"]["cp"]["difference"]["seeds"] == [1, 2]
+    alone = summarize(plan("dense", "cp"), RUNS[:1])
+    assert list(alone["variants"]) == ["dense"]
+
+
+def test_runs_scored_on_different_tokens_are_not_compared() -> None:
+    with pytest.raises(RunError, match=r"\[50, 51\]"):
+        summarize(plan("dense", "cp"), [RUNS[0], RUNS[1] | {"tokens_scored": 51}])
+
+
+def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
+    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test"}
+    table = result_table(found)
+    head, dense, cp, *rest = table.splitlines()
+    assert len(head) == len(cp)
+    assert dense.split() == ["dense", "5.0000", "±", "1.0000", "2.00", "±", "0.00"]
+    assert "-0.2000 ± 0.0100" in cp
+    assert "-0.2248 to -0.1752 *" in cp
+    assert cp.endswith("    3")
+    assert "over 3 seeds; loss in nats a token on the 50 tokens of the test split" in table
+    assert "cp       0.600 ± 0.100" in rest
+
+
+def test_markdown_has_as_many_columns_in_every_row() -> None:
+    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test"}
+    losses = result_table(found, markdown=True).split("\n\n")[0].splitlines()
+    assert [line.count("|") for line in losses] == [7, 7, 7, 7]
+    assert losses[1] == "|---|---:|---:|---:|---:|---:|"

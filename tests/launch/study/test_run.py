@@ -1,0 +1,264 @@
+"""A study in real processes: finished, gone on with, interrupted, failed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data.mixture import TrainingData
+from launch.cli import run
+from launch.study.folder import locked, read_record, write_record
+from tests.launch.conftest import ROOT, SMALL
+from tests.launch.study.conftest import CP, small_study
+from tests.launch.study.test_checks import refused
+from train.config import load_config
+from train.study import load_study
+
+pytestmark = pytest.mark.distributed
+
+Capture = pytest.CaptureFixture[str]
+
+
+def write(folder: Path, data: Path, **changes: Any) -> Path:
+    """A base and a study in a folder; keywords replace whole keys of the study."""
+    base = folder / "base.yaml"
+    base.write_text(yaml.safe_dump(SMALL))
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(small_study(folder, base, data) | changes, sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A study's file, all of whose runs are finished: two variants, one seed."""
+    path = write(tmp_path_factory.mktemp("study"), data)
+    done = start(path, "--json", str(path.with_suffix(".json")))
+    out, err = done.communicate(timeout=300)
+    assert done.returncode == 0, err
+    path.with_suffix(".out").write_text(out)
+    path.with_suffix(".err").write_text(err)
+    return path
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    """`polyad study` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch", "study", str(path), *options],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT},
+    )
+
+
+def newest_step(run_folder: Path) -> int:
+    """Of a run's checkpoints."""
+    return max(
+        int(p.name.removeprefix("step-")) for p in (run_folder / "checkpoints").glob("step-*")
+    )
+
+
+def test_a_study_trains_and_scores_every_run_and_compares_them(finished: Path) -> None:
+    folder = finished.parent / "study"
+    result = json.loads(finished.with_suffix(".json").read_text())
+    assert result == json.loads((folder / "results.json").read_text())
+    assert result["finished"]
+    for name in ("dense", "cp"):
+        run_folder = folder / "runs" / name / "seed-1"
+        assert newest_step(run_folder) == 4
+        config = yaml.safe_load((run_folder / "config.yaml").read_text())
+        assert (config["seed"], config["optimizer"]["learning_rate"]) == (1, 0.01)
+        assert config["model"]["feed_forward"]["kind"] == ("dense" if name == "dense" else "mumoe")
+        # The end of training scored the same tokens with the same weights.
+        last = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
+        variant = result["variants"][name]
+        assert variant["loss"]["mean"] == pytest.approx(last["validation_loss"], rel=1e-6)
+        assert variant["loss"]["deviation"] is None
+    dense, cp = result["variants"]["dense"], result["variants"]["cp"]
+    assert dense["difference"] is None
+    assert cp["difference"]["mean"] == pytest.approx(cp["loss"]["mean"] - dense["loss"]["mean"])
+    assert cp["difference"]["low"] is None
+    assert dense["routing"] == {}
+    assert 0 < cp["routing"]["entropy"]["mean"] < 1.4  # ln 4 = 1.386
+    assert [(r["variant"], r["seed"]) for r in result["runs"]] == [("dense", 1), ("cp", 1)]
+
+
+def test_a_study_says_what_it_does_and_prints_tables_alone(finished: Path) -> None:
+    out, err = finished.with_suffix(".out").read_text(), finished.with_suffix(".err").read_text()
+    head, dense, cp = out.splitlines()[:3]
+    assert head.split()[:3] == ["variant", "loss", "perplexity"]
+    assert dense.startswith("dense ")
+    assert cp.endswith("none of one pair      1")
+    assert "\n== run 1 of 2: dense, seed 1\n" in err
+    assert re.search(r"\n== run 2 of 2: cp, seed 1; [0-9:]+ left for all\n", err)
+    assert re.search(r"\ndense, seed 1: loss \d\.\d{4}, perplexity [\d.]+ on [\d,]+ tokens\n", err)
+    assert re.search(r"\ncp, seed 1: loss \d\.\d{4} \([+-]0\.\d{4} beside dense\), ", err)
+    assert err.index("parameters") < err.index("== run 1")
+
+
+def test_a_finished_study_starts_nothing_and_says_the_same(finished: Path, capfd: Capture) -> None:
+    files = [p for p in (finished.parent / "study" / "runs").rglob("*") if p.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    assert run(["study", str(finished)]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == finished.with_suffix(".out").read_text()
+    assert "== run" not in captured.err
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    assert run(["study", str(finished), "--markdown"]) == 0
+    markdown = capfd.readouterr().out.splitlines()
+    assert markdown[0] == "| variant | loss | perplexity | difference | 95% interval | pairs |"
+    assert markdown[1] == "|---|---:|---:|---:|---:|---:|"
+
+
+def test_a_study_that_is_another_one_by_now_is_refused(
+    finished: Path, data: Path, text: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    study = yaml.safe_load(finished.read_text())
+    other = finished.parent / "other.yaml"
+
+    def line(**changes: Any) -> str:
+        other.write_text(yaml.safe_dump(study | changes, sort_keys=False))
+        return refused(other, capfd)
+
+    common = study["common"] | {"optimizer.learning_rate": 0.02}
+    assert "variants.dense: optimizer.learning_rate: 0.01 there, 0.02 here" in line(common=common)
+    assert "split: 'validation' there, 'test' here" in line(split="test")
+    assert "holds another study, of dense, cp" in line(variants={"c": {}}, baseline="c")
+    base = finished.parent / "base-2.yaml"
+    base.write_text(
+        yaml.safe_dump(SMALL | {"run": {"folder": "x"}, "optimizer": {"epsilon": 1e-6}})
+    )
+    assert "variants.dense: optimizer.epsilon: 1e-08 there, 1e-06 here" in line(base=str(base))
+    options = ["--validation-fraction", "0.1", "--tokenizer", "train:400"]
+    assert run(["prepare", "--source", str(text), *options, "--output", str(tmp_path / "t")]) == 0
+    assert "holds other text than the runs" in line(data={"path": str(tmp_path / "t")})
+    # What changes no result may be changed, and other variants and seeds may be added.
+    harmless = study["common"] | {"log.every": 3, "checkpoint.every": 1}
+    more = study["variants"] | {"wide": {"model.feed_forward.hidden_size": 256}}
+    other.write_text(
+        yaml.safe_dump(study | {"common": harmless, "variants": more, "seeds": [1, 2]})
+    )
+    assert run(["study", str(other), "--dry-run"]) == 0
+    assert "2 finished, 0 to go on, 4 to begin" in capfd.readouterr().out
+    # So may what was recorded of a variant that nothing was trained of.
+    folder = finished.parent / "study"
+    write_record(load_study(other), read_record(folder)["data"])
+    assert list(read_record(folder)["variants"]) == ["dense", "cp", "wide"]
+    more = study["variants"] | {"wide": {"model.feed_forward.hidden_size": 512}}
+    other.write_text(yaml.safe_dump(study | {"variants": more}))
+    assert run(["study", str(other), "--dry-run"]) == 0
+    write_record(load_study(finished), read_record(folder)["data"])
+    assert list(read_record(folder)["variants"]) == ["dense", "cp"]
+
+
+def test_two_starts_of_a_study_do_not_run_at_once(finished: Path, capfd: Capture) -> None:
+    with locked(load_study(finished)):
+        assert "is in use by another start" in refused(finished, capfd)
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_goes_on_where_it_was(tmp_path: Path, data: Path) -> None:
+    common = {"train.steps": 300, "schedule.decay_steps": 300, "checkpoint.every": 20}
+    path = write(tmp_path, data, common=common)
+    first = tmp_path / "study" / "runs" / "dense" / "seed-1"
+    process = start(path)
+    deadline = time.monotonic() + 120
+    while not list(first.glob("checkpoints/step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # to the study alone: no terminal tells its child
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("polyad: error: interrupted; dense, seed 1: the same")
+    stopped = newest_step(first)
+    assert 0 < stopped < 300
+    process = start(path, "--json", "-")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "0 finished, 1 to go on, 1 to begin" in err
+    steps = [json.loads(line)["step"] for line in (first / "metrics.jsonl").open()]
+    assert steps == list(range(1, 301))
+    starts = json.loads((first / "environment.json").read_text())["earlier"]
+    assert len(starts) == 1
+    assert json.loads(out)["finished"]
+
+
+@pytest.mark.slow
+def test_a_killed_study_leaves_no_run_behind(tmp_path: Path, data: Path) -> None:
+    path = write(tmp_path, data, common={"train.steps": 100_000, "checkpoint.every": 0})
+    metrics = tmp_path / "study" / "runs" / "dense" / "seed-1" / "metrics.jsonl"
+    process = start(path)
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    [child] = children(process.pid)
+    process.kill()
+    process.wait()
+    while os.path.exists(f"/proc/{child}") and "Z" not in state(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    """Processes that a process has started and that are still there."""
+    text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def state(process: int) -> str:
+    """Of a process: Z is one that ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_stops_the_study_and_names_itself(tmp_path: Path, data: Path) -> None:
+    # A learning rate that makes the second step infinite: known only once it runs.
+    failing = {
+        **{"optimizer.kind": "sgd", "optimizer.learning_rate": 1e30},
+        **{"optimizer.clip_grad_norm": 0.0, "train.max_skipped_steps": 2},
+    }
+    variants = {"dense": None, "wild": failing}
+    path = write(tmp_path, data, variants=variants, seeds=[1, 2], common={"train.steps": 9})
+    process = start(path)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert out == ""
+    *_, child, ours = err.splitlines()
+    assert "2 steps in a row had a loss or gradient that is not finite" in child
+    assert ours.startswith("polyad: error: wild, seed 1: `polyad train` ended with status 1; ")
+    found = json.loads((tmp_path / "study" / "results.json").read_text())
+    assert not found["finished"]
+    assert list(found["variants"]) == ["dense"]
+    # With another in the place of the variant that cannot be trained the rest is done.
+    variants = {"dense": None, "cp": {"model.feed_forward": CP}}
+    path = write(tmp_path, data, variants=variants, seeds=[1, 2], common={"train.steps": 9})
+    process = start(path, "--json", "-")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "== run 1 of" not in err
+    difference = json.loads(out)["variants"]["cp"]["difference"]
+    assert difference["seeds"] == [1, 2]
+    assert difference["low"] < difference["mean"] < difference["high"]
+
+
+def test_two_variants_of_one_seed_see_the_same_batches(finished: Path) -> None:
+    batches = {}
+    for one in load_study(finished).runs:
+        config = load_config(one.folder / "config.yaml")
+        samples = TrainingData.open(config.data).samples(config.model.sequence_length, config.seed)
+        batches[one.variant.name] = [samples[i].tolist() for i in range(16)]
+        other = TrainingData.open(config.data).samples(config.model.sequence_length, 2)
+        assert [other[i].tolist() for i in range(16)] != batches[one.variant.name]
+    assert batches["dense"] == batches["cp"]

@@ -1,0 +1,37 @@
+"""What records of a run come to; the numbers by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    values = {"step": step, "loss": float(step), "tokens_per_second": 100.0, "memory_bytes": step}
+    return values | {key.replace("__", "/"): value for key, value in more.items()}
+
+
+def test_figures_of_the_end_are_means_of_the_last_ten_records(tmp_path: Path) -> None:
+    records = [record(step, routing__unused=step / 10) for step in range(1, 21)]
+    records[-1]["loss"] = None  # a step that was skipped
+    lines = "".join(json.dumps(one) + "\n" for one in records)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert read_records(tmp_path) == records
+    assert last_loss(records) == 15.0  # 11 to 19
+    assert last_routing(records) == {"unused": pytest.approx(1.55)}  # 1.1 to 2.0
+    assert (median_rate(records), peak_memory(records)) == (100.0, 20)
+
+
+def test_a_model_that_does_not_route_has_no_routing() -> None:
+    assert last_routing([record(1)]) == {}
+
+
+def test_effective_experts_are_of_the_mean_load_over_steps() -> None:
+    # Layer a: each step takes one expert, both steps half of each of two: 2. Layer b: all four: 4.
+    a = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    loads = [{"routing__a__load": load, "routing__b__load": [0.25] * 4} for load in a]
+    found = last_routing([record(step, **load) for step, load in enumerate(loads)])
+    assert found == {"effective_experts": pytest.approx(3.0)}

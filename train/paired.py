@@ -1,0 +1,105 @@
+"""Comparing ways of training over seeds: means, spread, and differences of pairs.
+
+Two runs of one seed see the same batches, and start from the same weights where they have the same
+parameters. What a seed does to both then cancels in their difference, whose spread is what counts.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+"""Of an interval: the share of such studies whose interval holds the true mean."""
+
+
+class Spread(NamedTuple):
+    """Numbers of several runs."""
+
+    mean: float
+    deviation: float
+    """Of the sample, with n - 1 below; NaN of a single one."""
+    runs: int
+
+
+class Difference(NamedTuple):
+    """What one way has more than the other, over pairs of runs."""
+
+    mean: float
+    deviation: float
+    """Of the pairs' differences; NaN of a single pair."""
+    low: float
+    """Of the interval of the mean; NaN of a single pair."""
+    high: float
+    pairs: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval leaves 0 out; no of a single pair, which has none."""
+        return self.low > 0 or self.high < 0
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation.
+
+    Args:
+        values: at least one.
+    """
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return Spread(statistics.fmean(values), deviation, len(values))
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """The mean difference of pairs and its interval by Student's t distribution.
+
+    Args:
+        values: of one way, by pair.
+        baseline: of the other, in the same order.
+
+    Returns:
+        values - baseline: mean +- t(n - 1) x deviation / sqrt(n) at `CONFIDENCE`, which takes the
+        differences of pairs to be normally distributed.
+    """
+    mean, deviation, count = spread([a - b for a, b in zip(values, baseline, strict=True)])
+    if count == 1:
+        return Difference(mean, math.nan, math.nan, math.nan, 1)
+    half = t_quantile(0.5 + CONFIDENCE / 2, count - 1) * deviation / math.sqrt(count)
+    return Difference(mean, deviation, mean - half, mean + half, count)
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """The point that a t-distributed number stays below with a given probability.
+
+    Args:
+        probability: above 0.5, below 1.
+        degrees: of freedom, at least 1.
+    """
+    low, high = 0.0, 1.0
+    while _t_below(high, degrees) < probability:
+        low, high = high, 2 * high
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if _t_below(middle, degrees) < probability:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _t_below(t: float, degrees: int) -> float:
+    """P(T < t), t >= 0: the finite sums of Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
+
+    With theta = atan(t / sqrt(n)), the probability within +- t is, for even n, sin(theta) times
+    1 + 1/2 cos^2 + (1 3)/(2 4) cos^4 + ... up to cos^(n-2); for odd n, 2/pi times theta +
+    sin(theta) times cos + 2/3 cos^3 + ... up to cos^(n-2).
+    """
+    theta = math.atan(t / math.sqrt(degrees))
+    odd = degrees % 2
+    term, total = (math.cos(theta) if odd else 1.0), 0.0
+    for power in range(odd, degrees - 1, 2):
+        total += term
+        term *= math.cos(theta) ** 2 * (power + 1) / (power + 2)
+    within = math.sin(theta) * total
+    if odd:
+        within = (theta + within) * 2 / math.pi
+    return 0.5 + within / 2

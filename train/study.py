@@ -1,0 +1,284 @@
+"""The configuration of a study: one run's file, ways to change it, seeds. `polyad study`.
+
+A run of the study is the base file with `common`, the variant's own keys, a seed, a folder and the
+study's data. Runs of one seed are a pair, so variants may differ in everything but the batches.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from model.config import Config
+from train.config import RunConfig, describe, flatten, load_config, parse_yaml, validate
+from train.environment import check_compiler
+from train.errors import ConfigError
+
+NAME = r"[A-Za-z0-9][\w.+-]*"
+"""A variant's: it becomes a folder's."""
+SET_BY_THE_STUDY = ("seed", "run", "data")
+"""Sections that no variant may set: they are a run's place, its batches, and its text."""
+SAME_IN_EVERY_VARIANT = (
+    # What the batches are, and which tokens are held out with how much context.
+    "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
+)  # fmt: skip
+WITHOUT_EFFECT = (
+    # Keys, or whole sections, that change no result: a study goes on with others.
+    "seed", "run", "data", "log", "checkpoint.every", "evaluation.every",
+    "evaluation.max_windows", "evaluation.batch_size", "parallel.timeout_minutes",
+)  # fmt: skip
+
+
+class StudyData(Config):
+    """The text of all runs."""
+
+    path: str
+    """Folder of prepared text; it is prepared from `source` if it is not there."""
+    source: str | None = None
+    """As `--source` of `polyad prepare`; null: the folder has to be there."""
+    tokenizer: str | None = None
+    """As `--tokenizer` of `polyad prepare`; needed with a source."""
+    validation_fraction: float = 0.05
+    """Share of the documents held out for validation."""
+    test_fraction: float = 0.05
+    """Share of the documents held out for the test."""
+
+    @model_validator(mode="after")
+    def _source_has_a_tokenizer(self) -> "StudyData":
+        if (self.source is None) != (self.tokenizer is None):
+            there, missing = ("source", "tokenizer") if self.source else ("tokenizer", "source")
+            raise ValueError(f"data.{missing}: is missing beside data.{there}")
+        return self
+
+
+class StudyConfig(Config):
+    """What is compared, on what, how often."""
+
+    base: str
+    """A run's configuration file, relative to where the command is started."""
+    folder: str
+    """Holds a run folder for each variant and seed, study.json and results.json."""
+    data: StudyData
+    split: Literal["validation", "test"] = "validation"
+    """Whose tokens every run is scored on."""
+    seeds: list[Annotated[int, Field(ge=0)]]
+    """One run of each variant for each: initial weights and order of the data."""
+    baseline: str
+    """The variant that the others are compared with."""
+    common: dict[str, Any] = Field(default_factory=dict)
+    """Dotted keys that every run has other than the base."""
+    variants: dict[str, dict[str, Any]]
+    """By name, the dotted keys that make the variant; in the order of the tables."""
+
+    @field_validator("variants")
+    @classmethod
+    def _names_can_be_folders(cls, variants: dict[str, Any]) -> dict[str, Any]:
+        for name in variants:
+            if not re.fullmatch(NAME, name):
+                raise ValueError(
+                    f"variants: {name!r} is not allowed: letters, digits and any of _ . + - are, "
+                    f"a letter or digit first"
+                )
+        return variants
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _nothing_is_no_keys(cls, variants: Any) -> Any:
+        """`dense:` with nothing behind it is a variant without keys of its own."""
+        if not isinstance(variants, dict):
+            return variants
+        return {str(name): keys if keys is not None else {} for name, keys in variants.items()}
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_are_several_and_differ(cls, seeds: list[int]) -> list[int]:
+        if not seeds:
+            raise ValueError("at least one seed is")
+        if len(set(seeds)) < len(seeds):
+            raise ValueError("a seed stands twice; different ones are")
+        return seeds
+
+    @model_validator(mode="after")
+    def _baseline_is_a_variant(self) -> "StudyConfig":
+        if self.baseline not in self.variants:
+            raise ValueError(
+                f"baseline: {self.baseline!r} is not allowed: {', '.join(self.variants)}"
+                if self.variants
+                else "variants: {} is not allowed: at least one is"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way of training, checked but for what the data decides."""
+
+    name: str
+    overrides: tuple[str, ...]
+    """`key=value` over the base, those of `common` among them."""
+    config: RunConfig
+
+    def defining_keys(self) -> dict[str, Any]:
+        """The keys that its results hang on, with their values, as JSON has them."""
+        flat = flatten(json.loads(json.dumps(self.config.model_dump(mode="json"))))
+        return {key: value for key, value in flat.items() if not _below(key, WITHOUT_EFFECT)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study that was checked, but for its data."""
+
+    file: Path
+    config: StudyConfig
+    variants: dict[str, Variant]
+
+    @property
+    def folder(self) -> Path:
+        """The study's."""
+        return Path(self.config.folder)
+
+    @property
+    def runs(self) -> Iterator["Run"]:
+        """All runs in their order: seed by seed, so that there is soon something to compare."""
+        for seed in self.config.seeds:
+            for variant in self.variants.values():
+                yield Run(variant=variant, seed=seed, study=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One variant with one seed."""
+
+    variant: Variant
+    seed: int
+    study: Study
+
+    def __str__(self) -> str:
+        """What a person calls it."""
+        return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The run's own, as `run.folder`."""
+        return self.study.folder / "runs" / self.variant.name / f"seed-{self.seed}"
+
+    @property
+    def result_file(self) -> Path:
+        """Where its result lies; the run is finished when this is there."""
+        return self.folder.with_name(f"{self.folder.name}.json")
+
+    @property
+    def overrides(self) -> list[str]:
+        """`key=value` over the base: everything that makes the run."""
+        return [
+            *self.variant.overrides,
+            f"seed={self.seed}",
+            *_place(self.study.config, str(self.folder)),
+        ]
+
+
+def _place(study: StudyConfig, folder: str) -> list[str]:
+    """`key=value` for the folder of a run and the text of all."""
+    return [
+        f"run.folder={json.dumps(folder)}",
+        f"data.path={json.dumps(study.data.path)}",
+        "data.mixture=null",
+    ]
+
+
+def load_study(file: Path) -> Study:
+    """Reads a study and checks every variant as far as it can be without data.
+
+    Args:
+        file: YAML.
+
+    Raises:
+        ConfigError: one line names the key, and the variant where it is one's.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{file}: cannot be read: {reason}") from None
+    tree = parse_yaml(text, str(file))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: holds {type(tree).__name__}, a mapping of keys is needed")
+    try:
+        config = StudyConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
+    base, place = Path(config.base), _place(config, config.folder)
+    with _named(f"{file}: base"):
+        load_config(base, place)
+    common = _overrides(config.common, f"{file}: common")
+    with _named(f"{file}: common"):
+        load_config(base, [*common, *place])
+    variants = {}
+    for name, own in config.variants.items():
+        where = f"{file}: variants.{name}"
+        variants[name] = _variant(name, base, [*common, *_overrides(own, where)], config, where)
+    _check_pairs(variants, config.baseline, file)
+    return Study(file=file, config=config, variants=variants)
+
+
+def _variant(
+    name: str, base: Path, overrides: Sequence[str], study: StudyConfig, where: str
+) -> Variant:
+    with _named(where):
+        config = load_config(base, [*overrides, *_place(study, study.folder)])
+        validate(config, 1)
+        check_compiler(config)
+        config.model.known_feed_forward()
+    return Variant(name=name, overrides=tuple(overrides), config=config)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Puts the place in the study before what is wrong there."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _overrides(tree: Mapping[str, Any], where: str) -> list[str]:
+    """Dotted keys as `key=value`; JSON is YAML."""
+    for key in tree:
+        section = key.partition(".")[0]
+        if section in SET_BY_THE_STUDY:
+            raise ConfigError(
+                f"{where}: {key}: is not allowed, the study sets {section} itself: see seeds, "
+                f"folder and data"
+            )
+    return [f"{key}={json.dumps(value)}" for key, value in tree.items()]
+
+
+def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> None:
+    """Checks that runs of one seed see the same batches, and are scored on the same tokens."""
+    wanted = flatten(variants[baseline].config.model_dump(mode="json"))
+    for name, variant in variants.items():
+        found = flatten(variant.config.model_dump(mode="json"))
+        for key in SAME_IN_EVERY_VARIANT:
+            if found[key] != wanted[key]:
+                raise ConfigError(
+                    f"{file}: variants.{name}: {key}: {found[key]} is not {baseline}'s "
+                    f"{wanted[key]}: runs of one seed would not see the same batches; set it under "
+                    f"common"
+                )
+
+
+def changed_key(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """The first key that two runs differ in, with both values; None if they do not."""
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            return f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
+    return None
+
+
+def _below(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
