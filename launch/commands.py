@@ -312,13 +312,6 @@ COMMANDS: dict[str, Command] = {
         arguments=evaluate_arguments,
         handler=_evaluate,
     ),
-    "study": Command(
-        summary="Trains variants of a run over several seeds, and compares them in pairs.",
-        example="polyad study configs/studies/mumoe.yaml --dry-run\n"
-        "polyad study configs/studies/mumoe.yaml --markdown",
-        arguments=study_arguments,
-        handler=_study,
-    ),
     "validate": Command(
         summary="Checks a run without starting it, and says what it will do and cost.",
         example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
@@ -332,6 +325,13 @@ COMMANDS: dict[str, Command] = {
         "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
         arguments=report_arguments,
         handler=_report,
+    ),
+    "study": Command(
+        summary="Trains variants of a run over several seeds, and compares them in pairs.",
+        example="polyad study configs/studies/mumoe.yaml --dry-run\n"
+        "polyad study configs/studies/mumoe.yaml --markdown",
+        arguments=study_arguments,
+        handler=_study,
     ),
     "bench data": Command(
         summary="Times encoding beside the tokenizers library, and the loader beside training.",
