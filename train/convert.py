@@ -140,7 +140,7 @@ class _Checked:
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
         value = self._weights.whole(name)
-        if not value.isfinite().all():
+        if not all(end.isfinite() for end in value.aminmax()):  # of which a NaN becomes both
             self._not_finite.append(name)
         self.bytes_read += value.nbytes
         self.progress.update(self.bytes_read)

@@ -81,7 +81,7 @@ def test_copied_experts_give_the_dense_logits(sources, tmp_path, source, text):
     for layer in routing:
         for tensor in (*layer.router.score.parameters(), *layer.router.score.buffers()):
             tensor.data += torch.randn(tensor.shape, generator=generator).abs()
-        layer.router.selection.update(torch.rand(config.num_experts), 0.7)
+        layer.router.selection.update(torch.rand(config.num_experts, generator=generator), 0.7)
     torch.testing.assert_close(logits_of(model), dense, atol=1e-10, rtol=0)
 
 
