@@ -111,6 +111,13 @@ def convert_arguments(parser: Parser) -> None:
         help="a Hugging Face folder (dense models), a checkpoint, or any model's weights under "
         "Polyad's names",
     )
+    add(
+        "--upcycle",
+        metavar="num_experts=E,...",
+        help="make a dense model a sparse mixture whose experts are copies of its feed-forwards; "
+        "takes keys of model.feed_forward, as placement=[1,3], noise=X (the standard deviation of "
+        "what is added to each expert's weights, as a share of theirs) and seed=N",
+    )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 

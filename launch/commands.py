@@ -140,10 +140,12 @@ def _convert(options: Namespace) -> None:
 
     prepare_environment()
     from train.convert import conversion_table, convert
+    from train.upcycle import Upcycling
 
     check_json_path(options.json)
+    upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
     with only_results_on_stdout() as stdout:
-        result = convert(options.source, options.destination, options.to)
+        result = convert(options.source, options.destination, options.to, upcycling)
         show(result, conversion_table(result), options.json, stdout)
 
 
@@ -366,7 +368,8 @@ COMMANDS: dict[str, Command] = {
     "convert": Command(
         summary="Weights to a Hugging Face folder or plain safetensors, or to a checkpoint.",
         example="polyad convert runs/quickstart/run exported --to safetensors\n"
-        "polyad convert gpt2 runs/gpt2-start --to polyad",
+        "polyad convert gpt2 runs/gpt2-start --to polyad\n"
+        "polyad convert gpt2 runs/gpt2-experts --to polyad --upcycle num_experts=8,top_k=2",
         arguments=convert_arguments,
         handler=_convert,
     ),

@@ -1,10 +1,11 @@
 """`polyad convert`: weights from Polyad to other formats and back, one tensor at a time."""
 
 import json
+import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import yaml
 
 from data.config import DataConfig
 from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+from data.progress import Progress
 from data.tokenizer import Tokenizer
 from model.build import build_model, num_parameters
 from model.huggingface import (
@@ -36,6 +38,7 @@ from train.config import RunConfig, RunFolderConfig, TrainConfig
 from train.errors import ConfigError
 from train.resolve import tokenizer_of
 from train.state import TrainState
+from train.upcycle import Upcycled, Upcycling
 
 Format = Literal["huggingface", "polyad", "safetensors"]
 FORMATS: dict[Format, str] = {
@@ -47,7 +50,9 @@ BATCH_SIZE = 8
 """Of a converted checkpoint's configuration: what `polyad evaluate` scores at once."""
 
 
-def convert(source: Path, destination: Path, to: Format) -> dict[str, Any]:
+def convert(
+    source: Path, destination: Path, to: Format, upcycling: Upcycling | None = None
+) -> dict[str, Any]:
     """Writes the weights of a model in another format. All ways are bitwise in fp32.
 
     Args:
@@ -57,6 +62,7 @@ def convert(source: Path, destination: Path, to: Format) -> dict[str, Any]:
         to: `huggingface` for config.json, model.safetensors and the tokenizer, of a dense model;
             `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
             a checkpoint at step 0 without optimizer state.
+        upcycling: makes a dense model a sparse mixture on the way; the format may stay.
 
     Returns:
         What was written: JSON values.
@@ -74,12 +80,20 @@ def convert(source: Path, destination: Path, to: Format) -> dict[str, Any]:
         is_of = "safetensors"
     else:
         find_checkpoint(source)  # says so if it is nothing at all
-    if is_of == to:
+    if upcycling and to == "huggingface":
+        raise upcycling.error(
+            "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
+            "--to safetensors are"
+        )
+    if is_of == to and not upcycling:
         others = " and ".join(f"--to {name}" for name in FORMATS if name != to)
         raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
-    weights = _Checked(open_weights(source))
-    with _staging(destination) as staging:
+    weights = _Checked(open_weights(source), upcycling)
+    if upcycling:
+        _refuse_more_than_fits(weights.bytes, destination, upcycling)
+    with closing(weights.progress), _staging(destination) as staging:
         _WRITERS[to](weights, staging, destination)
+        weights.progress.finish(weights.bytes_read)
     weights.note_what_is_not_finite()
     config, tokenizer = weights.config, weights.tokenizer
     files = sorted(destination.iterdir())
@@ -100,14 +114,22 @@ class _Checked:
 
     Args:
         weights: of any format.
+        upcycling: what they become on their way.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self.folder, self.config = weights.folder, weights.model_config()
+    def __init__(self, weights: Weights, upcycling: Upcycling | None) -> None:
         self.tokenizer: Tokenizer | None = tokenizer_of(weights)
-        self.shapes = weights.shapes()
         self.notes: list[str] = []
-        self._weights = weights
+        self.upcycling = upcycling
+        self._weights: Weights | Upcycled = weights
+        if upcycling:
+            self._weights = Upcycled(weights, upcycling)
+            self.notes.append(self._weights.note())
+        self.folder, self.config = weights.folder, self._weights.model_config()
+        self.shapes = self._weights.shapes()
+        self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
+        self.progress = Progress()
+        self.progress.start("converting", self.bytes)
         self._not_finite: list[str] = []
         if self.tokenizer and self.tokenizer.vocab_size > self.config.known_vocab_size():
             raise ConfigError(
@@ -118,8 +140,10 @@ class _Checked:
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
         value = self._weights.whole(name)
-        if not value.isfinite().all():
+        if not all(end.isfinite() for end in value.aminmax()):  # of which a NaN becomes both
             self._not_finite.append(name)
+        self.bytes_read += value.nbytes
+        self.progress.update(self.bytes_read)
         return value
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -242,13 +266,16 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
         end_of_text=tokenizer.end_of_text if tokenizer else None,
         vocab_size=tokenizer.vocab_size if tokenizer else config.known_vocab_size(),
     )
+    origin = {"converted_from": str(weights.folder)}
+    if weights.upcycling:
+        origin["upcycled"] = weights.upcycling.text
     copy = TokenizerCopy(tokenizer.file_name, tokenizer.file_bytes()) if tokenizer else None
     save_weights(
         staging,
         weights.shapes,
         weights.whole,
         buffers=weights.buffers(),
-        state=state.to_json() | {"converted_from": str(weights.folder)},
+        state=state.to_json() | origin,
         config_yaml=run.to_yaml(),
         tokenizer=copy,
     )
@@ -285,6 +312,16 @@ def _staging(destination: Path) -> Iterator[Path]:
 def _refuse_what_is_there(destination: Path) -> None:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
+
+
+def _refuse_more_than_fits(needed: int, destination: Path, upcycling: Upcycling) -> None:
+    """A few digits of num_experts are any size: better said at once than when the disk is full."""
+    existing = next(path for path in destination.absolute().parents if path.exists())
+    if needed > (free := shutil.disk_usage(existing).free):
+        raise upcycling.error(
+            f"makes a model of {needed:,} bytes; {existing} has room for {free:,}; fewer experts "
+            f"or another disk are needed"
+        )
 
 
 def _write_json(path: Path, tree: dict[str, Any]) -> None:

@@ -1,0 +1,75 @@
+"""Sparse upcycling: the experts of a trained dense feed-forward, each a copy of it.
+
+    up_e = up + noise * std(up) * n_e        n_e standard normal, of expert e alone; down alike
+
+With K > 1 the routing weights of a token sum to 1: equal experts, whichever they are, give what the
+dense feed-forward gives. With K = 1 the weight is the score, and they do not.
+
+Source: Komatsuzaki et al. 2023, "Sparse upcycling: training mixture-of-experts from dense
+checkpoints".
+
+Shapes: E experts.
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.initialization import seeded_generator
+
+_COPIED = {
+    "experts.up": ("up.weight", True),
+    "experts.up_bias": ("up.bias", False),
+    "experts.down": ("down.weight", True),
+    "output_bias": ("down.bias", False),
+}
+
+
+class DenseTensor(NamedTuple):
+    """The parameter of a dense model that experts are copies of."""
+
+    name: str
+    is_weight: bool
+    """A matrix, which the experts have transposed and which may get noise; else a bias."""
+
+
+def dense_tensor(name: str) -> DenseTensor | None:
+    """Says where the parameter of a sparse layer comes from.
+
+    Args:
+        name: Of the sparse model, as in `named_parameters`.
+
+    Returns:
+        None if it is no copy of experts: a router's, or outside of sparse layers.
+    """
+    parts = re.fullmatch(r"(blocks\.\d+\.feed_forward)\.(.+)", name)
+    if parts is None or parts[2] not in _COPIED:
+        return None
+    dense, is_weight = _COPIED[parts[2]]
+    return DenseTensor(f"{parts[1]}.{dense}", is_weight)
+
+
+def copies(value: Tensor, num_experts: int, noise: float, seed: int, name: str) -> Tensor:
+    """Stacks copies of a parameter, each with noise of its own.
+
+    Args:
+        value: Of one expert, in its orientation.
+        num_experts: E.
+        noise: Standard deviation of what is added, as a share of that of the values; 0 adds nothing
+            and draws nothing.
+        seed: Of the noise.
+        name: The stacked parameter's, which the noise depends on too.
+
+    Returns:
+        [E, ...], fp32. Beside it no more than one expert's noise is held.
+    """
+    stacked = torch.empty((num_experts, *value.shape), dtype=torch.float32)
+    stacked.copy_(value)
+    if noise:
+        scale = noise * value.std(correction=0)
+        for expert in range(num_experts):
+            generator = seeded_generator(seed, f"{name}/noise", expert)
+            stacked[expert] += scale * torch.randn(value.shape, generator=generator)
+    return stacked
