@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from train.report.coefficients import RoutedLayer
+from train.probing import RoutedLayer
 from train.report.history import History
 from train.report.snippets import Piece, Place
 
