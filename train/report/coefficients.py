@@ -30,7 +30,7 @@ def reading(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[Reader]
             with torch.inference_mode():
                 model(input_ids_BT)
                 result = {
-                    name: decision.coefficients().unflatten(0, input_ids_BT.shape)
+                    name: decision.coefficients().view(*input_ids_BT.shape, -1)
                     for name, decision in decisions.items()
                 }
             decisions.clear()
