@@ -19,6 +19,7 @@ from train.fluctuation import (
     shares,
 )
 from train.probing import Decision, RoutedLayer
+from train.stability import compare
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
 MUMOE = {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]}
@@ -195,9 +196,17 @@ def test_compiled_blocks_are_read_too(one_process):
 
 
 @pytest.mark.distributed
-def test_a_mumoe_logs_too(workers, tmp_path, prepared_path):
-    lines = train(workers, tmp_path, prepared_path, 1, model__feed_forward=MUMOE)
-    assert 0 < lines[-1]["fluctuation/top1"] < 1
+def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepared_path):
+    lines = train(
+        workers, tmp_path, prepared_path, 2, model__feed_forward=MUMOE, parallel__zero_stage=3
+    )
+    run_folder = tmp_path / "run"
+    whole = compare(run_folder, run_folder / "checkpoints" / "step-00000004", tokens=32 * 11)
+    assert 0 < whole["mean"]["top1"] < 1
+    for name, layer in whole["layers"].items():
+        for measure in MEASURES:
+            logged = lines[-1][f"fluctuation/{name}/{measure}"]
+            assert logged == pytest.approx(layer[measure], abs=3 / 350)
 
 
 @pytest.mark.distributed

@@ -80,22 +80,22 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
     assert total > 40
     for step in (3, 6):
         model, seen = load_model(checkpoint(runs["smoe"], step)), []
-        model.blocks[1].feed_forward.router.register_forward_hook(
+        model.blocks[0].feed_forward.router.register_forward_hook(
             lambda module, given, output, seen=seen: seen.append(output.selected.expert_ids_NK)
         )
-        for number in range(20):
-            begin = 32 * (number * total // 20)
+        for window in range(20):
+            begin = 32 * (window * total // 20)
             with torch.no_grad():
                 model(torch.tensor([stream[begin : begin + 32]]))
         found.append(torch.cat(seen))
     before, now = found
     options = {"tokens": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
-    layer = result["layers"]["blocks.1.feed_forward"]
+    layer = result["layers"]["blocks.0.feed_forward"]
     assert result["probe_tokens"] == len(now) == 20 * 32
     first = (before[:, 0] != now[:, 0]).double().mean().item()
     other = (before.sort(-1).values != now.sort(-1).values).any(-1).double().mean().item()
-    assert 0 < first < 1
+    assert 0 < first <= other < 1
     assert layer["top1"] == pytest.approx(first, abs=2 / len(now))
     assert layer["set"] == pytest.approx(other, abs=2 / len(now))
 
