@@ -201,7 +201,8 @@ def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepa
         workers, tmp_path, prepared_path, 2, model__feed_forward=MUMOE, parallel__zero_stage=3
     )
     run_folder = tmp_path / "run"
-    whole = compare(run_folder, run_folder / "checkpoints" / "step-00000004", tokens=32 * 11)
+    before = run_folder / "checkpoints" / "step-00000004"
+    whole = workers(1).run(compare, run_folder, before, tokens=32 * 11)[0]
     assert 0 < whole["mean"]["top1"] < 1
     for name, layer in whole["layers"].items():
         for measure in MEASURES:
