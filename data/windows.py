@@ -3,7 +3,7 @@
 B windows of a batch, T tokens of a window.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -109,8 +109,41 @@ class EvaluationWindows:
         return Window(tokens_T, tokens_T.clone(), scored_T)
 
 
+class SpreadWindows:
+    """Some windows of one split or several, at even distances from the first one on.
+
+    Args:
+        parts: The windows of each split, all of the same length.
+        tokens: So many full windows hold at least as many tokens; fewer where there are fewer.
+    """
+
+    def __init__(self, parts: Sequence[EvaluationWindows], tokens: int) -> None:
+        self._parts = tuple(parts)
+        self._total = sum(len(part) for part in parts)
+        self._count = min(self._total, max(1, -(-tokens // parts[0].sequence_length)))
+
+    def __len__(self) -> int:
+        """Counts the windows."""
+        return self._count
+
+    def __getitem__(self, window: int) -> Window:
+        """Reads a window; see `EvaluationWindows.__getitem__`."""
+        if not 0 <= window < self._count:
+            raise IndexError(f"window {window} of {self._count}")
+        number = window * self._total // self._count
+        for part in self._parts:
+            if number < len(part):
+                break
+            number -= len(part)
+        return part[number]
+
+    def empty(self) -> Window:
+        """Returns a window without a scored target, to fill a batch with."""
+        return self._parts[0].empty()
+
+
 def window_batches(
-    windows: EvaluationWindows, batch_size: int, rank: int = 0, world_size: int = 1
+    windows: EvaluationWindows | SpreadWindows, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[WindowBatch]:
     """Deals the windows out to ranks that each run the same number of equal forward passes.
 
@@ -135,7 +168,7 @@ def window_batches(
 
 
 def _window_batches(
-    windows: EvaluationWindows, batch_size: int, rank: int, world_size: int
+    windows: EvaluationWindows | SpreadWindows, batch_size: int, rank: int, world_size: int
 ) -> Iterator[WindowBatch]:
     total = len(windows)
     for begin in range(0, total, batch_size * world_size):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.parser import Parser, names, non_negative, positive
+from launch.parser import Parser, names, non_negative, positive, share
 
 
 def prepare_arguments(parser: Parser) -> None:
@@ -60,6 +60,17 @@ def evaluate_arguments(parser: Parser) -> None:
     add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
     add("--split", choices=("validation", "test", "train"), default="validation")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    add(
+        "--compare", type=Path, metavar="CHECKPOINT_OR_RUN", help="compare routing with this one "
+        "instead: per layer the share of tokens that get other experts, and the entropy ratio"
+    )  # fmt: skip
+    add(
+        "--probe-tokens", type=positive, metavar="N", help="of --compare: about how many tokens, "
+        "evenly over the split; default 65536"
+    )  # fmt: skip
+    add("--attack", choices=("word-swap",), help="replace words by AAA before the text is read")
+    add("--rate", type=share, metavar="R", help="of --attack: share of the words, from 0 to 1")
+    add("--seed", type=non_negative, metavar="S", help="of --attack: which words; default 0")
     override_arguments(parser)
 
 

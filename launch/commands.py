@@ -80,20 +80,39 @@ def _evaluate(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from data.attack import WordSwap
     from parallel import comm
     from train.evaluate import evaluate, result_table
+    from train.stability import PROBE_TOKENS, compare, comparison_table
 
     check_json_path(options.json)
+    _check_evaluation(options)
+    chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
     with only_results_on_stdout() as stdout:
-        result = evaluate(
-            options.path,
-            data=options.data,
-            split=options.split,
-            overrides=tuple(options.overrides),
-        )
+        if options.compare is not None:
+            tokens = PROBE_TOKENS if options.probe_tokens is None else options.probe_tokens
+            result = compare(options.path, options.compare, tokens=tokens, **chosen)
+            table = comparison_table(result)
+        else:
+            attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
+            result = evaluate(options.path, attack=attack, **chosen)
+            table = result_table(result)
         if is_main():
-            show(result, result_table(result), options.json, stdout)
+            show(result, table, options.json, stdout)
         comm.shutdown()
+
+
+def _check_evaluation(options: Namespace) -> None:
+    """Which options of `polyad evaluate` go together."""
+    needs = {"--rate": "--attack", "--seed": "--attack", "--probe-tokens": "--compare"}
+    for option, needed in needs.items():
+        value = getattr(options, option.removeprefix("--").replace("-", "_"))
+        if value is not None and getattr(options, needed.removeprefix("--")) is None:
+            raise UsageError(f"{option}: {value} means nothing without {needed}")
+    if options.attack is not None and options.rate is None:
+        raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
+    if options.attack is not None and options.compare is not None:
+        raise UsageError(f"--attack: {options.attack} is not allowed with --compare")
 
 
 def _report(options: Namespace) -> None:
@@ -308,9 +327,13 @@ COMMANDS: dict[str, Command] = {
         handler=_launch,
     ),
     "evaluate": Command(
-        summary="Scores prepared text: loss, perplexity per token and word, bits per byte.",
+        summary="Scores prepared text, as it is or attacked; or compares the routing of two "
+        "checkpoints.",
         example="polyad evaluate runs/quickstart/run --split test evaluation.stride=128\n"
-        "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json",
+        "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json\n"
+        "polyad evaluate runs/quickstart/run --attack word-swap --rate 0.1 --seed 1\n"
+        "polyad evaluate runs/quickstart/run --compare "
+        "runs/quickstart/run/checkpoints/step-00000100",
         arguments=evaluate_arguments,
         handler=_evaluate,
     ),

@@ -81,6 +81,17 @@ def positive(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """The type of a probability on the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:  # NaN is not
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
 def names(text: str) -> list[str]:
     """The type of a list on the command line: words between commas."""
     words = [word.strip() for word in text.split(",")]

@@ -289,6 +289,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     )
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
     check_experts(config, dims.expert_parallel_size)
+    check_fluctuation(config)
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -349,6 +350,27 @@ def check_experts(config: RunConfig, size: int) -> None:
         raise ConfigError(
             "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe: DeepSpeed "
             "does not partition experts that other processes do not have; use stage 0, 1 or 2"
+        )
+
+
+def check_fluctuation(config: RunConfig) -> None:
+    """Checks that there are experts and checkpoints whose routing can be compared.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    if not config.log.fluctuation:
+        return
+    kind = config.model.feed_forward.kind
+    if kind == "dense":
+        raise ConfigError(
+            "log.fluctuation: true is not allowed with model.feed_forward.kind: dense, which has "
+            "no experts that tokens could change"
+        )
+    if config.checkpoint.every == 0:
+        raise ConfigError(
+            "log.fluctuation: true is not allowed with checkpoint.every: 0: the one checkpoint at "
+            "the end has none before it to be compared with; take 1 or more"
         )
 
 

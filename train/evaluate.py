@@ -2,17 +2,23 @@
 
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from data.manifest import SplitName
+from data.attack import WordSwap, write_attacked
+from data.dataset import PreparedData, TokenStream
+from data.errors import DataError
+from data.manifest import SplitInfo, SplitName
 from data.windows import EvaluationWindows
 from parallel import comm
 from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
 from train.config import RunConfig, flatten, parse_config
 from train.device import allow_tf32
-from train.errors import ConfigError
+from train.errors import ConfigError, RunError
 from train.memory import explain_out_of_memory, to_evaluate
 from train.metrics import Console, bar, duration
 from train.resolve import open_data, tokenizer_of
@@ -48,23 +54,30 @@ class Progress:
             self._console.end()
 
 
-def evaluate(
-    path: Path,
-    *,
-    data: str | None = None,
-    split: SplitName = "validation",
-    overrides: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Evaluates a checkpoint, in one process or under torchrun.
+class Evaluated(NamedTuple):
+    """A checkpoint and what it is evaluated on, checked."""
+
+    checkpoint: Checkpoint
+    config: RunConfig
+    """That of the checkpoint, with what evaluation may change."""
+    data: PreparedData
+
+    @property
+    def batch_size(self) -> int:
+        """Windows in a forward pass."""
+        return self.config.evaluation.batch_size or self.config.train.micro_batch_size
+
+
+def open_evaluated(path: Path, data: str | None, overrides: tuple[str, ...]) -> Evaluated:
+    """Opens a checkpoint and data of its tokenizer.
 
     Args:
         path: a checkpoint, or a run whose newest one is taken.
         data: prepared data; None takes the run's.
-        split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
 
-    Returns:
-        The result: scores, counts, and how they were made. The same on every process.
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     if data is not None:
@@ -82,26 +95,53 @@ def evaluate(
         "checkpoint",
         lambda: tokenizer_of(checkpoint),
     )
+    return Evaluated(checkpoint, config, prepared)
+
+
+def evaluate(
+    path: Path,
+    *,
+    data: str | None = None,
+    split: SplitName = "validation",
+    overrides: tuple[str, ...] = (),
+    attack: WordSwap | None = None,
+) -> dict[str, Any]:
+    """Evaluates a checkpoint, in one process or under torchrun.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is taken.
+        data: prepared data; None takes the run's.
+        split: `validation`, `test` or `train`.
+        overrides: `key=value` for keys that evaluation reads.
+        attack: what happens to the text before it is read.
+
+    Returns:
+        The result: scores, counts, and how they were made. The same on every process.
+    """
+    opened = open_evaluated(path, data, overrides)
+    checkpoint, config, prepared = opened
     stride = config.evaluation.stride or config.model.sequence_length
-    windows = EvaluationWindows(
-        prepared.split(split),
-        config.model.sequence_length,
-        stride,
-        prepared.manifest.tokenizer.end_of_text_id,
-    )
+
+    def windows_of(stream: TokenStream) -> EvaluationWindows:
+        end = prepared.manifest.tokenizer.end_of_text_id
+        return EvaluationWindows(stream, config.model.sequence_length, stride, end)
+
+    windows = windows_of(prepared.split(split))
+    counts, attacked = prepared.manifest.splits[split], None
     world = comm.initialize(config.parallel.timeout_minutes)
     allow_tf32(config.train.tf32, world.device)
-    counts = prepared.manifest.splits[split]
-    report = Progress(f"evaluate {split}", counts.tokens) if world.is_main else None
-    with explain_out_of_memory(lambda: f"evaluating {split}", world, to_evaluate(config)):
+    with (
+        _attacked(prepared, split, attack, world) as text,
+        explain_out_of_memory(lambda: f"evaluating {split}", world, to_evaluate(config)),
+    ):
+        if text is not None:
+            stream, counts, attacked = text
+            windows = windows_of(stream)
+        report = Progress(f"evaluate {split}", counts.tokens) if world.is_main else None
         model = load_model(checkpoint.folder, device=world.device, precision=config.train.precision)
         started = time.monotonic()
         score = score_windows(
-            model,
-            windows,
-            batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
-            world=world,
-            report=report,
+            model, windows, batch_size=opened.batch_size, world=world, report=report
         )
     seconds = time.monotonic() - started
     return {
@@ -109,13 +149,14 @@ def evaluate(
         "step": checkpoint.training_step,
         "data": str(config.data.path),
         "split": split,
+        "attack": attacked,
         **perplexities(score, words=counts.words, bytes_=counts.bytes),
         "tokens_scored": score.tokens,
         "words": counts.words,
         "bytes": counts.bytes,
         "documents": counts.documents,
         "end_of_text_scored": True,
-        "word": "separated by white space in the original text",
+        "word": f"separated by white space in the {'attacked' if attack else 'original'} text",
         "sequence_length": config.model.sequence_length,
         "stride": stride,
         "precision": config.train.precision,
@@ -123,6 +164,41 @@ def evaluate(
         "seconds": seconds,
         "tokens_per_second": score.tokens / seconds,
     }
+
+
+class _Attacked(NamedTuple):
+    stream: TokenStream
+    counts: SplitInfo
+    said: dict[str, Any]
+    """JSON values."""
+
+
+@contextmanager
+def _attacked(
+    prepared: PreparedData, split: SplitName, attack: WordSwap | None, world: comm.World
+) -> Iterator[_Attacked | None]:
+    """The split after an attack, in files of this process that are gone afterwards."""
+    if attack is None:
+        yield None
+        return
+    stream = prepared.split(split)
+    report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyad-attacked-"))
+            text = write_attacked(
+                stream, prepared.tokenizer(), attack, Path(folder) / split, report
+            )
+        except DataError as error:
+            raise ConfigError(f"--attack: {error}") from None
+        except OSError as error:
+            raise RunError(
+                f"--attack: the attacked text cannot be written to {tempfile.gettempdir()}: "
+                f"{error.strerror}; TMPDIR names another place"
+            ) from None
+        said = {"kind": "word-swap", "rate": attack.rate, "seed": attack.seed}
+        said |= {"words": text.words, "replaced": text.replaced}
+        yield _Attacked(text.stream, text.info, said)
 
 
 def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
@@ -142,6 +218,13 @@ def _word_perplexity(result: dict[str, Any]) -> str:
     return f"{result['word_perplexity']:,.3f} (words by white space)"
 
 
+def _attack_row(attack: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if attack is None:
+        return []
+    counts = f"{attack['replaced']:,} of {attack['words']:,} words are AAA"
+    return [("attack", f"{counts} (rate {attack['rate']:g}, seed {attack['seed']})")]
+
+
 def result_table(result: dict[str, Any]) -> str:
     """An evaluation for a person."""
     rows = [
@@ -152,6 +235,7 @@ def result_table(result: dict[str, Any]) -> str:
         ("word perplexity", _word_perplexity(result)),
         ("bits per byte", f"{result['bits_per_byte']:.4f}"),
         ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
+        *_attack_row(result["attack"]),
         ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
         ("speed", f"{result['tokens_per_second']:,.0f} tokens/s"),
         ("processes", f"{result['processes']}"),

@@ -34,6 +34,9 @@ class Hooks:
     call it together. None where the data has no validation split."""
     save: Callable[[TrainState], None]
     """Writes a checkpoint; all processes call it together."""
+    fluctuation: Callable[[], dict[str, float]] | None = None
+    """Compares routing with that of the checkpoint before; all processes call it together, before a
+    checkpoint is written. None where `log.fluctuation` does not ask for it."""
 
 
 def train_loop(
@@ -106,6 +109,10 @@ def train_loop(
             if due and hooks.validate is not None:
                 record |= hooks.validate()
                 engine.train()
+            saves = not too_many and _due(state.step, config.checkpoint.every, done)
+            if saves and hooks.fluctuation is not None:
+                record |= hooks.fluctuation()
+                engine.train()
             record |= memory_statistics(world)
             if metrics is not None:
                 metrics.write(record)
@@ -115,7 +122,7 @@ def train_loop(
                     f"gradient that is not finite (train.max_skipped_steps); the last checkpoint "
                     f"is of step {saved_at}"
                 )
-            if _due(state.step, config.checkpoint.every, done):
+            if saves:
                 hooks.save(state)
                 saved_at = state.step
 

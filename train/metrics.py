@@ -49,6 +49,10 @@ class LogConfig(Config):
     """Whose peak rate MFU refers to; auto: the GPU in use, and none on a CPU."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of one device in TFLOP/s, instead of a named device's."""
+    fluctuation: bool = False
+    """Whether each checkpoint's record says which tokens changed experts since the one before."""
+    fluctuation_tokens: Annotated[int, Field(ge=1)] = 16_384
+    """Tokens of the validation split that are compared, in whole windows evenly over it."""
     profile: ProfileConfig = ProfileConfig()
 
 

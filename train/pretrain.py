@@ -3,7 +3,7 @@
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from data.dataset import TokenStream
 from data.mixture import TrainingData
 from data.sampler import micro_batches
-from data.windows import EvaluationWindows
+from data.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
@@ -35,6 +35,7 @@ from train.config import RunConfig, load_config, parse_config, refuse_changes, v
 from train.device import Prefetch, allow_tf32
 from train.environment import check_compiler, write_environment
 from train.errors import ConfigError
+from train.fluctuation import FluctuationLog
 from train.loop import Hooks, train_loop
 from train.loss import token_losses
 from train.memory import explain_out_of_memory, to_build, to_train, to_validate
@@ -89,6 +90,11 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
     dims = validate(config, world_size)
     check_compiler(config)
     data = TrainingData.open(config.data)
+    if config.log.fluctuation and not data.validation():
+        raise ConfigError(
+            f"log.fluctuation: true is not allowed with {data_named(config.data)}, which has no "
+            f"validation split to compare routing on"
+        )
     config = resolve(config, data.tokenizer.vocab_size)
     data.samples(config.model.sequence_length, config.seed)
     return Inputs(config=config, dims=dims, data=data)
@@ -217,6 +223,8 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
     hooks = _hooks(engine, plan, world)
+    if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
+        hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
     startup.lap("run_folder")
     explained = explain_out_of_memory(
         lambda: f"in step {state.step + 1}", world, to_train(config, dims), checkpoints
@@ -381,7 +389,31 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
                 tokenizer=tokenizer,
             )
 
-    return Hooks(validate=validate_now if parts else None, save=save_now)
+    return Hooks(
+        validate=validate_now if parts else None,
+        save=save_now,
+        fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,
+    )
+
+
+def _fluctuation(engine: Engine, plan: Plan, world: comm.World) -> Callable[[], dict[str, float]]:
+    config, length = plan.config, plan.config.model.sequence_length
+    end = plan.data.tokenizer.end_of_text_id
+    parts = [EvaluationWindows(part.stream, length, length, end) for part in plan.data.validation()]
+    log = FluctuationLog(
+        engine,
+        SpreadWindows(parts, config.log.fluctuation_tokens),
+        config.evaluation.batch_size or config.train.micro_batch_size,
+    )
+    checkpoints = Path(config.run.folder) / "checkpoints"
+
+    def measure() -> dict[str, float]:
+        with explain_out_of_memory(
+            lambda: "comparing routing", world, to_validate(config, plan.dims), checkpoints
+        ):
+            return log()
+
+    return measure
 
 
 def _windows(plan: Plan, split: TokenStream) -> EvaluationWindows:

@@ -162,4 +162,6 @@ def console_summary(record: dict[str, Any]) -> list[str]:
         parts.append(f"dropped {100 * record['routing/dropped']:.1f}%")
     if "routing/effective_neighbours" in record:
         parts.append(f"neighbours {record['routing/effective_neighbours']:.1f}")
+    if "fluctuation/top1" in record:
+        parts.append(f"changed {100 * record['fluctuation/top1']:.1f}%")
     return parts

@@ -15,7 +15,7 @@ from data.prepare import prepare
 from launch.cli import run as polyad
 from parallel.checkpoint import load_model
 from tests.helpers.runs import run, write_config
-from train.report.coefficients import routed_layers
+from train.probing import routed_layers
 from train.report.command import report
 from train.report.reading import Choice, Text, read_text
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from train.errors import ConfigError
+from train.probing import RoutedLayer
 from train.report.charts import Line, _indices, _png, line_chart, number, ticks
-from train.report.coefficients import RoutedLayer
 from train.report.history import read_history
 from train.report.layers import _load_figures, _visible
 from train.report.snippets import Documents, pieces

@@ -21,7 +21,7 @@ from train.config import RunConfig, load_config, parse_config
 from train.describe import active_expert_parameters, expert_parameters
 from train.errors import ConfigError
 from train.evaluate import Progress
-from train.report.coefficients import RoutedLayer, routed_layers
+from train.probing import RoutedLayer, routed_layers
 from train.report.content import Report, TextPass
 from train.report.history import METRICS_FILE, History, read_history
 from train.report.page import render

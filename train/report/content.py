@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from train.report.coefficients import RoutedLayer
-from train.report.history import History
+from train.probing import RoutedLayer
+from train.report.history import History, last
 from train.report.snippets import Piece, Place
 
 
@@ -83,6 +83,11 @@ class Report:
             "routing": {
                 name: {measure: layer.last(measure) for measure in layer.scalars}
                 for name, layer in history.layers.items()
+            },
+            "fluctuation": {
+                name.removeprefix("fluctuation/"): last(values)
+                for name, values in history.scalars.items()
+                if name.startswith("fluctuation/")
             },
             "text": None if self.text is None else _text(self.text),
         }

@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
+from train.probing import RoutedLayer
 from train.report.charts import (
     WIDE,
     Line,
@@ -16,7 +17,6 @@ from train.report.charts import (
     line_chart,
     number,
 )
-from train.report.coefficients import RoutedLayer
 from train.report.content import ExpertReport, Report, Snippet
 from train.report.history import LayerHistory, Series
 from train.report.snippets import Piece

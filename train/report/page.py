@@ -12,6 +12,27 @@ from train.report.style import CSS
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
+FLUCTUATION = (
+    (
+        "top1",
+        "Tokens whose first expert changed",
+        "Share of the probe set, since the checkpoint before.",
+    ),
+    (
+        "set",
+        "Tokens whose experts changed",
+        "Share of the probe set that uses other experts, in whatever order, than at the checkpoint "
+        "before.",
+    ),
+    (
+        "entropy_ratio",
+        "Entropy of routing, over that of the checkpoint before",
+        "Below 1: routers have become more decided.",
+    ),
+)
+"""Measures of `train.fluctuation`, with headings and captions."""
+
+
 def render(report: Report) -> str:
     """The page.
 
@@ -153,12 +174,41 @@ def _over_time(report: Report) -> str:
         figures.append(
             figure(heading, (legend(lines) if len(lines) <= 16 else "") + chart, caption)
         )
+    figures += fluctuation_figures(report)
     order = "" if len(known) <= 16 else " Darker (in the dark scheme: lighter) curves are deeper."
     return (
         '<section id="time"><h2>Experts over time</h2><p class="note">One curve a layer, measured '
         f"on the training tokens of every step.{order}</p>"
         f'<div class="grid">{"".join(figures)}</div></section>'
     )
+
+
+def fluctuation_figures(report: Report) -> list[str]:
+    """How routing changed from checkpoint to checkpoint; nothing where a run did not log it.
+
+    Args:
+        report: what the page says.
+    """
+    figures = []
+    for measure, heading, caption in FLUCTUATION:
+        values = report.history.scalars
+        named = [(f"block {x.block}", f"fluctuation/{x.name}/{measure}") for x in report.routed]
+        found = [(label, key) for label, key in named if key in values]
+        lines = [
+            Line(label=label, values=values[key], colour=_depth(i, len(found)), with_points=True)
+            for i, (label, key) in enumerate(found)
+        ]
+        if len(found) > 1:
+            mean = values.get(f"fluctuation/{measure}", [])
+            lines.append(Line(label="mean", values=mean, colour="var(--second)", with_points=True))
+        if lines:
+            chart = line_chart(
+                report.history.steps, lines, title=heading, low=None if "ratio" in measure else 0.0
+            )
+            figures.append(
+                figure(heading, (legend(lines) if len(lines) <= 17 else "") + chart, caption)
+            )
+    return figures
 
 
 def _scaled(values: Series, factor: float) -> Series:

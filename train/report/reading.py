@@ -17,7 +17,8 @@ from data.dataset import TokenStream
 from data.tokenizer import Tokenizer
 from data.windows import EvaluationWindows
 from train.errors import ConfigError
-from train.report.coefficients import Reader, RoutedLayer, reading
+from train.probing import RoutedLayer
+from train.report.coefficients import Reader, reading
 from train.report.content import ExpertReport, Snippet
 from train.report.snippets import Documents, Place, pieces
 from train.report.top_tokens import TopTokens, choose_experts

@@ -1,0 +1,128 @@
+"""What routers decide, read from a model in evaluation.
+
+Training never keeps this: statistics are returned as means. Here hooks on the gates of a muMoE and
+on the selection of sparse experts hand out what was decided in one forward pass.
+
+Shapes: M tokens of a forward pass, N experts of a level, S experts of all levels side by side, K
+experts of a token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.interface import FeedForward
+from model.mumoe.gating import Gate
+from model.smoe.router import Router
+from model.smoe.selection import Selected
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedLayer:
+    """One feed-forward with experts."""
+
+    name: str
+    """As in the names of parameters: blocks.3.feed_forward."""
+    levels: tuple[int, ...]
+    """Experts of each level; of sparse experts one level."""
+
+    @property
+    def block(self) -> int:
+        """The number in its name."""
+        return int(next(part for part in self.name.split(".") if part.isdigit()))
+
+    @property
+    def num_experts(self) -> int:
+        """Of all levels."""
+        return sum(self.levels)
+
+    def expert_name(self, column: int) -> str:
+        """An expert as a user writes it: its number, or LEVEL.NUMBER where there are several."""
+        if len(self.levels) == 1:
+            return str(column)
+        level = 0
+        while column >= self.levels[level]:
+            column -= self.levels[level]
+            level += 1
+        return f"{level}.{column}"
+
+
+def routed_layers(model: nn.Module) -> list[RoutedLayer]:
+    """The layers with experts, in the order of the model.
+
+    Args:
+        model: of any kind.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, FeedForward):
+            for part in module.children():
+                if isinstance(part, Gate):
+                    layers.append(RoutedLayer(name=name, levels=tuple(part.norm.num_experts)))
+                elif isinstance(part, Router):
+                    experts = part.selection.config.num_experts
+                    layers.append(RoutedLayer(name=name, levels=(experts,)))
+    return layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one layer decided of the tokens of a forward pass."""
+
+    levels: list[Tensor]
+    """[M, N] of each level: the coefficients of a muMoE, or the scores that top-K sees."""
+    selected: Selected | None
+    """Of sparse experts."""
+
+    def coefficients(self) -> Tensor:
+        """How much of each expert every token gets, [M, S], in fp32.
+
+        Of sparse experts the weight of the expert's output, 0 if it was not selected.
+        """
+        if self.selected is None:
+            return torch.cat(self.levels, dim=-1).float()
+        weights_MK = self.selected.weights_NK.float()
+        a_MS = weights_MK.new_zeros(weights_MK.shape[0], self.levels[0].shape[-1])
+        return a_MS.scatter(1, self.selected.expert_ids_NK, weights_MK)
+
+
+@contextmanager
+def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[str, Decision]]:
+    """Gives what every forward pass fills anew: the decision of each layer, by its name.
+
+    Blocks that were compiled run as they are written meanwhile: compiled code knows of no hook that
+    came after it.
+
+    Args:
+        model: in evaluation mode, on any number of processes.
+        layers: of the model.
+    """
+    seen: dict[str, Decision] = {}
+
+    def hook(layer: RoutedLayer) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            if isinstance(output, Selected):
+                seen[layer.name] = Decision(levels=[arguments[0]], selected=output)
+            else:
+                seen[layer.name] = Decision(levels=output.coefficients, selected=None)
+
+        return keep
+
+    handles = [
+        (part.selection if isinstance(part, Router) else part).register_forward_hook(hook(layer))
+        for layer in layers
+        for part in model.get_submodule(layer.name).children()
+        if isinstance(part, Gate | Router)
+    ]
+    # Asking torch.compile for it imports the compiler: seconds, where nothing was compiled.
+    compiled = any(part._compiled_call_impl is not None for part in model.modules())
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
