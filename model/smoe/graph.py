@@ -3,9 +3,10 @@
     p_i = sum_j S_ij r_j
 
 S is a softmax of inner products of per-token features, so p is one call of fused attention, or on a
-CPU goes by blocks of rows (`mixing.py`), and S never exists: a graph only says which features. Source: Nguyen et al. 2025, "Improving routing in
-sparse mixture of experts with graph of tokens". The paper names no mask; in a language model S has
-to be causal, or the experts of a token depend on the tokens that it is about to predict.
+CPU goes by blocks of rows (`mixing.py`), and S never exists: a graph only says which features.
+Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
+The paper names no mask; in a language model S has to be causal, or the experts of a token depend on
+the tokens that it is about to predict.
 
 A new graph is a class here, a line of `GRAPHS` and a name in the config's `GraphName`.
 

@@ -18,7 +18,9 @@ ROWS_AT_ONCE = 128
 """Query rows of a block. Fewer make narrow products, more leave the cache."""
 
 
-def mix_on_host(query_BTF: Tensor, key_BTF: Tensor, scale: float, value_BTE: Tensor, causal: bool) -> Tensor:
+def mix_on_host(
+    query_BTF: Tensor, key_BTF: Tensor, scale: float, value_BTE: Tensor, causal: bool
+) -> Tensor:
     """Mixes values by the softmax over keys of scale * query . key.
 
     Args:
