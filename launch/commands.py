@@ -264,7 +264,8 @@ def _bench_routing(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.routing import bench_routing, routing_table
+    from launch.bench.routing import bench_routing
+    from launch.bench.routing_table import routing_table
 
     check_json_path(options.json)
     given = {name: value for name, value in vars(options).items() if value is not None}

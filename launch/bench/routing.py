@@ -28,7 +28,6 @@ from launch.bench.layer import (
 )
 from launch.bench.routing_peers import (
     MATERIALIZED,
-    PLAIN,
     difference,
     graphs_of,
     make_plain,
@@ -37,7 +36,7 @@ from launch.bench.routing_peers import (
 from launch.bench.routing_table import add_ratios, model_config
 from launch.bench.step_variants import synchronize
 from model.build import num_parameters
-from model.gpt2 import GPT2, GPT2Config, compile_blocks
+from model.gpt2 import GPT2, compile_blocks
 from parallel.zero import DTYPES
 from train.errors import ConfigError, RunError
 from train.loss import token_losses
