@@ -243,3 +243,40 @@ def bench_layer_arguments(parser: Parser) -> None:
         help="mumoe: every variant through torch.compile",
     )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def bench_routing_arguments(parser: Parser) -> None:
+    """Those of `polyad bench routing`."""
+    add = parser.add_argument
+    add(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        metavar="T",
+        help="of the block, in one sequence, one length after the other; default 512 2048 8192",
+    )
+    add(
+        "--model-tokens",
+        type=positive,
+        nargs="+",
+        metavar="T",
+        help="of the whole model; default 512",
+    )
+    add(
+        "--layers",
+        type=non_negative,
+        metavar="L",
+        help="of the whole model; 0: none; default 12, which takes 8 GiB in fp32",
+    )
+    add("--vocab-size", type=positive, metavar="V", help="of the whole model; default 50257")
+    add("--width", type=positive, metavar="D", help="of a token; default 768")
+    add("--heads", type=positive, metavar="A", help="of attention; default 12")
+    add("--experts", type=positive, metavar="E", help="default 16")
+    add("--top-k", type=positive, metavar="K", help="experts of a token; default 2")
+    add("--hidden", type=positive, metavar="F", help="of one expert; default 4 D")
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--repeats", type=positive, metavar="N", help="timed runs of each; default 5")
+    add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
+    add("--device", choices=("cpu", "cuda"), help="default cpu")
+    add("--compile", action="store_true", help="every block through torch.compile")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from launch.arguments import (
     bench_data_arguments,
     bench_layer_arguments,
+    bench_routing_arguments,
     bench_step_arguments,
     config_arguments,
     convert_arguments,
@@ -300,6 +301,28 @@ def _bench_layer(options: Namespace) -> None:
         show(result, table, options.json, stdout)
 
 
+def _bench_routing(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.routing import bench_routing
+    from launch.bench.routing_table import routing_table
+
+    check_json_path(options.json)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    shape = ("width", "heads", "experts", "top_k", "hidden", "layers", "vocab_size")
+    names = (*shape, "repeats", "threads", "device")
+    arguments = {name: given[name] for name in names if name in given}
+    for name in ("tokens", "model_tokens"):
+        if name in given:
+            arguments[name] = tuple(given[name])
+    if "precision" in given:
+        arguments["precisions"] = (given["precision"],)
+    with only_results_on_stdout() as stdout:
+        result = bench_routing(**arguments, compiled=options.compile)
+        show(result, routing_table(result), options.json, stdout)
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
@@ -379,6 +402,13 @@ COMMANDS: dict[str, Command] = {
         "polyad bench layer --kind mumoe --experts 256 --threads 1",
         arguments=bench_layer_arguments,
         handler=_bench_layer,
+    ),
+    "bench routing": Command(
+        summary="Times graphs of tokens beside the plain router and the T x T form.",
+        example="polyad bench routing --tokens 512 2048 --precision bf16 --json routing.json\n"
+        "polyad bench routing --tokens 8192 --layers 0",
+        arguments=bench_routing_arguments,
+        handler=_bench_routing,
     ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",

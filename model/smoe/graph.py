@@ -2,10 +2,11 @@
 
     p_i = sum_j S_ij r_j
 
-S is a softmax of inner products of per-token features, so p is one call of fused attention and S
-never exists: a graph only says which features. Source: Nguyen et al. 2025, "Improving routing in
-sparse mixture of experts with graph of tokens". The paper names no mask; in a language model S has
-to be causal, or the experts of a token depend on the tokens that it is about to predict.
+S is a softmax of inner products of per-token features, so p is one call of fused attention, or on a
+CPU goes by blocks of rows (`mixing.py`), and S never exists: a graph only says which features.
+Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
+The paper names no mask; in a language model S has to be causal, or the experts of a token depend on
+the tokens that it is about to predict.
 
 A new graph is a class here, a line of `GRAPHS` and a name in the config's `GraphName`.
 
@@ -29,21 +30,21 @@ from model.cache import LayerCache, attend_cached
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext
 from model.smoe.config import SparseMoEConfig
+from model.smoe.mixing import ROWS_AT_ONCE, mix_on_host
 from model.smoe.scores import wide
 
 MEASURED_ROWS = 32
 """Query rows of a sequence that entropies are measured at: exact there, a sample of all."""
-ROWS_AT_ONCE = 128
-"""Query rows of a block where a mask depends on the data, which fused attention cannot take."""
 ENTROPY_MOMENTUM = 0.99
 """Of the running mean of head entropies, a step."""
 
 
 class Features(NamedTuple):
-    """S_ij is the softmax over j of query_i . key_j."""
+    """S_ij is the softmax over j of scale * query_i . key_j."""
 
     query_BTF: Tensor
     key_BTF: Tensor
+    scale: float = 1.0
 
 
 class Mixed(NamedTuple):
@@ -136,7 +137,8 @@ class SimilarityGraph(Graph):
         key_BTF = u_BTD.to(wide(u_BTD.dtype))
         if self.config.similarity == "cosine":
             key_BTF = normalize(key_BTF, dim=-1)
-        return Features(key_BTF / self.config.tau, key_BTF)
+        # The temperature apart: one tensor for both, or two were kept for the backward pass.
+        return Features(key_BTF, key_BTF, 1 / self.config.tau)
 
     def forward(
         self,
@@ -257,18 +259,28 @@ def mix(
     """
     if config.lower_entropy_only:
         return _mix_lower_entropy(features, scores_BTE, causal, cache)
+    if cache is None and goes_by_blocks(scores_BTE):
+        mixed_BTE = mix_on_host(*features, value_BTE=scores_BTE, causal=causal)
+        return mixed_BTE, effective_neighbours(features, causal)
     width, experts = features.key_BTF.shape[-1], scores_BTE.shape[-1]
     # One width for keys and values, and a multiple of 8: what fused kernels take.
     padded = -(-max(width, experts) // 8) * 8
     query, key, value = (
-        pad(x, (0, padded - x.shape[-1])).unsqueeze(1) for x in (*features, scores_BTE)
+        pad(x, (0, padded - x.shape[-1])).unsqueeze(1) for x in (*features[:2], scores_BTE)
     )
     if cache is not None:
-        mixed = attend_cached(query, key, value, cache, scale=1.0)
+        mixed = attend_cached(query, key, value, cache, scale=features.scale)
     else:
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=1.0)
+        mixed = scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=features.scale
+        )
     neighbours = effective_neighbours(features, causal) if cache is None else None
     return mixed[:, 0, :, :experts], neighbours
+
+
+def goes_by_blocks(scores_BTE: Tensor) -> bool:
+    """Whether plain products by blocks of rows are faster here than fused attention."""
+    return scores_BTE.device.type == "cpu"
 
 
 def _mix_lower_entropy(
@@ -280,6 +292,7 @@ def _mix_lower_entropy(
     each block again and nothing of size T x T is kept.
     """
     query_BTF, key_BSF, value_BSE = features.query_BTF, features.key_BTF, scores_BTE
+    query_BTF = query_BTF * features.scale
     start = 0
     if cache is not None:
         start = cache.length
@@ -343,11 +356,13 @@ def _measured_rows(length: int, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def _row_entropies(query: Tensor, key: Tensor, causal: bool) -> Tensor:
-    """Entropies of the rows softmax(query . key) at the measured rows; [..., T, F] -> [..., R]."""
+def _row_entropies(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
+    """Entropies of the rows softmax(scale * query . key) at the measured rows; [..., T, F] ->
+    [..., R].
+    """
     length = query.shape[-2]
     rows_R = _measured_rows(length, query.device)
-    logits = query.index_select(-2, rows_R) @ key.transpose(-1, -2)
+    logits = scale * query.index_select(-2, rows_R) @ key.transpose(-1, -2)
     if causal:
         seen_RT = torch.arange(length, device=query.device) <= rows_R[:, None]
         logits = logits.masked_fill(~seen_RT, -torch.inf)
@@ -378,5 +393,5 @@ def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
         [G] in nats; no gradient.
     """
     dtype = wide(attention.q_BATH.dtype)
-    query = attention.q_BATH.detach().to(dtype) / math.sqrt(attention.q_BATH.shape[-1])
-    return _row_entropies(query, attention.k_BATH.detach().to(dtype), causal).mean((0, 2))
+    query, key = (x.detach().to(dtype) for x in (attention.q_BATH, attention.k_BATH))
+    return _row_entropies(query, key, query.shape[-1] ** -0.5, causal).mean((0, 2))

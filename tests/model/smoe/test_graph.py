@@ -8,7 +8,9 @@ import torch
 
 from model.attention import AttentionTrace, CausalSelfAttention
 from model.build import materialize
+from model.smoe import graph as graph_module
 from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from model.smoe.mixing import differentiate_rows, mix_rows
 from tests.helpers.routing import (
     Watch,
     attention_matrix,
@@ -283,16 +285,43 @@ def test_bf16_tokens_are_mixed_in_fp32(name, lower_entropy_only):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("experts", [6, 40])  # fewer and more than features
 @both_masks
-def test_mixing_is_one_call_of_the_fused_kernel(name, dtype, experts, causal):
+def test_mixing_goes_by_blocks_and_is_what_the_fused_kernel_computes(
+    name, dtype, experts, causal, monkeypatch
+):
     config = make_config(num_experts=experts, graph=name)
     graph = make(GRAPHS[name], config, make_context(causal=causal))
     r_BTE, u_BTD = leaves(2, 50, experts=experts, dtype=dtype)
     trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=dtype)
+    inputs = (r_BTE, *trace) if graph.needs_attention else (r_BTE, u_BTD)
     with Watch() as watch:
-        graph(r_BTE, u_BTD, trace).scores_BTE.square().sum().backward()
+        ours_BTE = graph(r_BTE, u_BTD, trace).scores_BTE
+        ours = torch.autograd.grad(ours_BTE.square().sum(), inputs)
+    assert {"mix_on_host", "mix_on_host_backward"} <= watch.operations
+    assert not any("attention" in operation for operation in watch.operations)
+    # What other devices run.
+    monkeypatch.setattr(graph_module, "mix_on_host", None)
+    monkeypatch.setattr(graph_module, "goes_by_blocks", lambda scores_BTE: False)
+    with Watch() as watch:
+        fused_BTE = graph(r_BTE, u_BTD, trace).scores_BTE
+        fused = torch.autograd.grad(fused_BTE.square().sum(), inputs)
     assert "_scaled_dot_product_flash_attention_for_cpu" in watch.operations
     assert "_scaled_dot_product_flash_attention_for_cpu_backward" in watch.operations
-    assert not any("math" in name or "fused" in name for name in watch.operations)
+    assert not any("math" in operation or "fused" in operation for operation in watch.operations)
+    tolerance = {"atol": 2e-4, "rtol": 2e-4} if dtype == torch.float32 else {}
+    torch.testing.assert_close((ours_BTE, *ours), (fused_BTE, *fused), **tolerance)
+
+
+@both_masks
+def test_blocks_of_rows_are_the_largest_that_mixing_makes(causal):
+    # The operation as a whole is one to whoever watches; these are its two halves.
+    query_BTF, key_BTF = torch.randn(2, 2, 512, 8)
+    r_BTE = torch.randn(2, 512, 4).softmax(-1)
+    with Watch() as watch:
+        mixed_BTE, log_sum_BT1 = mix_rows(query_BTF, key_BTF, 0.5, r_BTE, causal)
+        differentiate_rows(
+            mixed_BTE, query_BTF, key_BTF, 0.5, r_BTE, mixed_BTE, log_sum_BT1, causal
+        )
+    assert watch.largest == 2 * 128 * 512
 
 
 def long_model(small_model, length, **options):

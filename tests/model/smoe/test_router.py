@@ -59,7 +59,8 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
     selected, stats = router(torch.randn(2, 9, 12, dtype=dtype), trace)
     assert selected.weights_NK.dtype == expected
     for name, value in stats._asdict().items():
-        assert value is None or value == "" or value.dtype == expected, name
+        if name not in ("name", "levels"):
+            assert value is None or value.dtype == expected, name
 
 
 @every_graph
