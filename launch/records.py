@@ -42,7 +42,7 @@ def last_routing(records: Records) -> dict[str, float]:
         records: of a run.
 
     Returns:
-        Each `routing/MEASURE` by its measure, and `effective_experts`; nothing of a model that does
+        Each `routing/MEASURE` by its measure, and `shared_experts`; nothing of a model that does
         not route.
     """
     found: dict[str, list[float]] = {}
@@ -52,24 +52,29 @@ def last_routing(records: Records) -> dict[str, float]:
             if section == "routing" and "/" not in name and isinstance(value, int | float):
                 found.setdefault(name, []).append(float(value))
     means = {name: statistics.fmean(values) for name, values in found.items()}
-    effective = effective_experts(records)
-    return means if effective is None else means | {"effective_experts": effective}
+    shared = shared_experts(records)
+    return means if shared is None else means | {"shared_experts": shared}
 
 
-def effective_experts(records: Records) -> float | None:
-    """How many experts the tokens of the last steps shared, were they shared evenly.
+def shared_experts(records: Records) -> float | None:
+    """How many experts all tokens of the last steps shared, were they shared evenly.
 
     Args:
-        records: of a run.
+        records: of a run; loads stand in those of steps that had a line on the console.
 
     Returns:
         The exponential of the entropy of a layer's mean load, the mean over layers: from 1 to the
-        number of experts. None of a model that does not route.
+        number of experts (of a hierarchy to the levels' product). None of a model that does not
+        route.
     """
+    last = [record for record in records[-LAST:] if any(map(_is_load, record))]
     each = []
-    for key in records[-1]:
-        if key.startswith("routing/") and key.endswith("/load"):
-            loads = zip(*(record[key] for record in records[-LAST:]), strict=True)
-            shares = [statistics.fmean(values) for values in loads]
-            each.append(math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)))
+    for key in filter(_is_load, last[-1] if last else ()):
+        loads = zip(*(record[key] for record in last), strict=True)
+        shares = [statistics.fmean(values) for values in loads]
+        each.append(math.exp(-math.fsum(p * math.log(p) for p in shares if p > 0)))
     return statistics.fmean(each) if each else None
+
+
+def _is_load(key: str) -> bool:
+    return key.startswith("routing/") and key.endswith("/load")

@@ -29,9 +29,14 @@ def test_a_model_that_does_not_route_has_no_routing() -> None:
     assert last_routing([record(1)]) == {}
 
 
-def test_effective_experts_are_of_the_mean_load_over_steps() -> None:
+def test_shared_experts_are_of_the_mean_load_over_steps_that_tell_it() -> None:
     # Layer a: each step takes one expert, both steps half of each of two: 2. Layer b: all four: 4.
     a = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     loads = [{"routing__a__load": load, "routing__b__load": [0.25] * 4} for load in a]
-    found = last_routing([record(step, **load) for step, load in enumerate(loads)])
-    assert found == {"effective_experts": pytest.approx(3.0)}
+    records = [record(1, **loads[0]), record(2), record(3, **loads[1])]  # the second had no line
+    assert last_routing(records) == {"shared_experts": pytest.approx(3.0)}
+
+
+def test_what_a_token_uses_is_another_measure_than_what_all_share() -> None:
+    found = last_routing([record(1, routing__a__load=[0.5, 0.5], routing__effective_experts=1.25)])
+    assert found == {"shared_experts": pytest.approx(2.0), "effective_experts": 1.25}
