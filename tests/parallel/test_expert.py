@@ -174,7 +174,11 @@ def test_bf16_stays_near_fp32(workers, references, layout, stage):
     assert close(losses, expected["losses"], rtol=3e-3)
 
 
-@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"recompute": "block"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_recomputation_and_compilation_change_nothing(workers, references, change, graph):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", graph))

@@ -8,10 +8,17 @@ from tests.helpers.training import Case, moe_model, tensors, train
 pytestmark = pytest.mark.distributed
 
 
+# Every stage in the everyday suite in one precision.
+IN_TURN = [
+    pytest.param(stage, precision, marks=[] if stage % 2 == turn else [pytest.mark.slow])
+    for stage in (0, 1, 2, 3)
+    for turn, precision in enumerate(("fp32", "bf16"))
+]
+
+
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), IN_TURN)
 def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, micro_batch, poison):
     case = Case(
         stage=stage, precision=precision, poison=poison, poison_step=2,
@@ -28,8 +35,7 @@ def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, mi
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "precision"), IN_TURN[:-2])
 def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
     workers, tmp_path, stage, precision, poison
 ):

@@ -40,7 +40,11 @@ def references(workers, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("world_size", "tensor", "stage"), LAYOUTS)
-@pytest.mark.parametrize("clip", [0.5, 0.0, 100.0], ids=["clips", "no clipping", "clip not met"])
+@pytest.mark.parametrize(
+    "clip",
+    [0.5, *(pytest.param(clip, marks=pytest.mark.slow) for clip in (0.0, 100.0))],
+    ids=["clips", "no clipping", "clip not met"],
+)
 def test_sgd_gives_equal_losses_norms_and_weights(
     workers, references, tmp_path, world_size, tensor, stage, clip
 ):
@@ -106,7 +110,9 @@ def test_recomputation_changes_nothing_under_the_engine(workers, references, sta
     assert close(result["norms"], expected["norms"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_change_nothing_under_the_engine(workers, references, stage):
     expected, _ = references(SGD.but(clip=0.5))
     model = SGD.model.model_copy(update={"compile": True})

@@ -54,9 +54,21 @@ def reference_loss(run_folder, data, split, stride):
     return total, scored
 
 
+EVERYDAY = [("dense", "validation", 32), ("dense", "test", 8), ("cp", "validation", 8)]
 CASES = [
-    *(("dense", split, stride) for split in ("validation", "test") for stride in (32, 8, 5)),
-    *((kind, "validation", 8) for kind in ("smoe", "cp", "tr")),
+    *EVERYDAY,
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            *(
+                ("dense", split, stride)
+                for split in ("validation", "test")
+                for stride in (32, 8, 5)
+            ),
+            *((kind, "validation", 8) for kind in ("smoe", "tr")),
+        ]
+        if case not in EVERYDAY
+    ),
 ]
 
 
