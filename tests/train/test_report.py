@@ -169,9 +169,11 @@ def test_memory_does_not_grow_with_the_text(runs, prepared_path):
         """Of tensors that are alive between batches, and how many tokens were read."""
         text = Text(prepared.split("train"), 32, 2, prepared.tokenizer(), tokens)
         alive = []
+        gc.collect()  # what other tests have left
 
         def count(share):
-            tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+            # By type: a dead weak proxy, of another test, has no class to ask for.
+            tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
             alive.append(sum(tensor.numel() for tensor in tensors))
 
         read, _ = read_text(model, layers, text, Choice(top=3), name="it", progress=count)
@@ -179,7 +181,7 @@ def test_memory_does_not_grow_with_the_text(runs, prepared_path):
 
     (short, few), (long, many) = most_numbers(128), most_numbers(2048)
     assert many > 15 * few
-    assert long == short
+    assert long <= short
 
 
 def test_text_that_looks_like_markup_is_text(runs, prepared_path, tmp_path):
