@@ -15,8 +15,7 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from parallel.fragments import MASTER
-from parallel.tensor_folder import TensorFolder, Wanted, read_json
+from parallel.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
 _ARCHITECTURE = (
@@ -31,7 +30,7 @@ def is_huggingface_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and not (path / "manifest.json").exists()
 
 
-class HuggingFaceWeights:
+class HuggingFaceWeights(FolderWeights):
     """The weights of a folder with config.json and safetensors: a `Source` without moments.
 
     Args:
@@ -42,12 +41,10 @@ class HuggingFaceWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         tree = read_json(folder / CONFIG_FILE, HuggingFaceError)
         self.config: GPT2Config = config_from_huggingface(tree, str(folder / CONFIG_FILE))
-        self._tensors = TensorFolder(
-            folder, HuggingFaceError, lambda name: name.removeprefix(PREFIX)
-        )
+        tensors = TensorFolder(folder, HuggingFaceError, lambda name: name.removeprefix(PREFIX))
+        super().__init__(folder, tensors, {}, HuggingFaceError)
         self._shapes = self._described()
         self._check()
 
@@ -55,41 +52,9 @@ class HuggingFaceWeights:
         """The configuration of its model, complete."""
         return self.config
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights by our names."""
-        return self._shapes
-
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight in our orientation, fp32; zeros for optimizer state."""
-        if field != MASTER:
-            return torch.zeros(size)
-        if self._shapes.get(name) != tuple(global_shape):
-            raise HuggingFaceError(
-                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
-                f"there, {list(global_shape)} in this model"
-            )
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        theirs, transposed = their_tensor(name)
-        view = self._tensors.read(theirs, box[::-1] if transposed else box)
-        view = view.T if transposed else view
-        # A copy always: the view is of the mapped file.
-        return view.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight in our orientation, fp32."""
-        shape = self._shapes[name]
-        return self.read(name, MASTER, shape, (0,) * len(shape), shape)
-
-    def step(self, name: str) -> float:
-        """None taken."""
-        return 0.0
+    def stored(self, name: str) -> tuple[str, bool]:
+        """Theirs, and whether it is a `Conv1D`'s."""
+        return their_tensor(name)
 
     def buffer(self, name: str) -> torch.Tensor:
         """There is none in such a model."""

@@ -15,11 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from model.build import ModelConfig, build_model
-from parallel.fragments import MASTER, persistent_buffers
+from parallel.fragments import persistent_buffers
 from parallel.tensor_file import DTYPE_NAMES
 from parallel.tensor_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
+    FolderWeights,
     TensorFolder,
     Wanted,
     differing_shapes,
@@ -42,7 +43,7 @@ def is_plain_folder(path: Path) -> bool:
     )
 
 
-class PlainWeights:
+class PlainWeights(FolderWeights):
     """The weights of such a folder: a `Source` without moments.
 
     Args:
@@ -54,9 +55,8 @@ class PlainWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self._config = _read_config(folder / CONFIG_FILE)
-        self._tensors = TensorFolder(folder, PlainWeightsError)
+        super().__init__(folder, TensorFolder(folder, PlainWeightsError), {}, PlainWeightsError)
         model = self._built()
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         wanted = {name: Wanted(shape) for name, shape in self._shapes.items()}
@@ -69,39 +69,6 @@ class PlainWeights:
     def model_config(self) -> ModelConfig:
         """The configuration of its model, complete."""
         return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights by name."""
-        return self._shapes
-
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight, fp32; zeros for optimizer state."""
-        if field != MASTER:
-            return torch.zeros(size)
-        if self._shapes.get(name) != tuple(global_shape):
-            raise PlainWeightsError(
-                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
-                f"there, {list(global_shape)} in this model"
-            )
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        # A copy always: the slice is of the mapped file.
-        return self._tensors.read(name, box).to(torch.float32, copy=True)
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32."""
-        shape = self._shapes[name]
-        return self.read(name, MASTER, shape, (0,) * len(shape), shape)
-
-    def step(self, name: str) -> float:
-        """None taken."""
-        return 0.0
 
     def buffer(self, name: str) -> torch.Tensor:
         """A buffer of the model, whole."""

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from parallel.fragments import MASTER
+
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
 """Of stored weights; each is exact in fp32."""
@@ -117,6 +119,70 @@ class TensorFolder:
             except (SafetensorError, OSError, UnicodeError) as error:
                 raise self._error(f"{path}: is damaged or no safetensors: {error}") from None
         return self._open[path]
+
+
+class FolderWeights:
+    """Weights in such a folder as a `Source` without moments: boxes are read, never all of it.
+
+    Args:
+        folder: with the files.
+        tensors: of that folder.
+        shapes: of the weights, by our names.
+        error: the class of what is raised.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: TensorFolder,
+        shapes: dict[str, tuple[int, ...]],
+        error: type[ValueError],
+    ) -> None:
+        self.folder, self._tensors, self._shapes, self._error = folder, tensors, shapes, error
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights by our names."""
+        return self._shapes
+
+    def stored(self, name: str) -> tuple[str, bool]:
+        """What a weight is called in the folder, and whether its transpose is there.
+
+        Args:
+            name: ours.
+        """
+        return name, False
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a weight in our orientation, fp32; zeros for optimizer state."""
+        if field != MASTER:
+            return torch.zeros(size)
+        if self._shapes.get(name) != tuple(global_shape):
+            raise self._error(
+                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
+                f"there, {list(global_shape)} in this model"
+            )
+        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        stored, transposed = self.stored(name)
+        view = self._tensors.read(stored, box[::-1] if transposed else box)
+        view = view.T if transposed else view
+        # A copy always: the view is of the mapped file.
+        return view.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight in our orientation, fp32."""
+        shape = self._shapes[name]
+        return self.read(name, MASTER, shape, (0,) * len(shape), shape)
+
+    def step(self, name: str) -> float:
+        """None taken."""
+        return 0.0
 
 
 def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:

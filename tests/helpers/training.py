@@ -199,6 +199,11 @@ def tensors(folder: str | Path) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
+
+
 def describe(case: Case) -> str:
     """A case as a test's id: what is not the default."""
     default = asdict(Case())

@@ -12,7 +12,7 @@ from tests.helpers.experts import (
     logits_and_ids,
 )
 from tests.helpers.pairwise import pairwise
-from tests.helpers.training import MODEL, Case, moe_model, tensors, train
+from tests.helpers.training import MODEL, Case, moe_model, relative, tensors, train
 from train.loss import LossConfig
 
 pytestmark = pytest.mark.distributed
@@ -35,10 +35,6 @@ def model(score, graph, **others):
     # With state of every kind: a balancing bias, head entropies, a frozen score.
     section = {"score": score, "graph": graph, "similarity": "cosine", "balancing_rate": 0.01}
     return moe_model(**section | others)
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
 
 
 def close(a, b, rtol=1e-5):

@@ -7,7 +7,16 @@ from model.build import num_parameters
 from model.gpt2 import GPT2Config
 from parallel.placement import split_rows_and_rest
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
-from tests.helpers.training import MODEL, Case, inspect_shards, mumoe_model, resave, tensors, train
+from tests.helpers.training import (
+    MODEL,
+    Case,
+    inspect_shards,
+    mumoe_model,
+    relative,
+    resave,
+    tensors,
+    train,
+)
 from tests.parallel.test_tensor import gathered
 
 pytestmark = pytest.mark.distributed
@@ -34,27 +43,8 @@ LAYOUTS = [  # (processes, tensor-parallel ones, stage); the slow ones are more 
 ]
 
 
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
-
-
-@pytest.fixture(scope="module")
-def references(workers, tmp_path_factory):
-    """One process at stage 0, for every case that is compared."""
-    made = {}
-
-    def reference(case):
-        if case not in made:
-            folder = tmp_path_factory.mktemp("reference")
-            result = workers(1).run(train, case.but(save_to=str(folder)))[0]
-            made[case] = result, folder / "step-00000004"
-        return made[case]
-
-    return reference
-
-
-def assert_equal_runs(workers, references, folder, case, processes, tensor, stage):
-    expected, weights_of = references(case)
+def assert_equal_runs(workers, whole_runs, folder, case, processes, tensor, stage):
+    expected, weights_of = whole_runs(case)
     there = case.but(tensor=tensor, stage=stage, save_to=str(folder))
     results = workers(processes).run(train, there)
     assert all(result["losses"] == results[0]["losses"] for result in results)
@@ -73,11 +63,11 @@ def assert_equal_runs(workers, references, folder, case, processes, tensor, stag
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
 @pytest.mark.parametrize(("processes", "tensor", "stage"), LAYOUTS)
 def test_sgd_gives_equal_losses_norms_weights_and_statistics(
-    workers, references, tmp_path, model, processes, tensor, stage
+    workers, whole_runs, tmp_path, model, processes, tensor, stage
 ):
     case = SGD.but(model=model)
-    assert all(norm > 0.5 for norm in references(case)[0]["norms"])  # so that the clip is active
-    assert_equal_runs(workers, references, tmp_path, case, processes, tensor, stage)
+    assert all(norm > 0.5 for norm in whole_runs(case)[0]["norms"])  # so that the clip is active
+    assert_equal_runs(workers, whole_runs, tmp_path, case, processes, tensor, stage)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -89,17 +79,17 @@ def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, mode
 
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
 @pytest.mark.parametrize(("processes", "stage"), [(2, 0), (4, 2)])
-def test_adamw_gives_equal_losses(workers, references, model, processes, stage):
+def test_adamw_gives_equal_losses(workers, whole_runs, model, processes, stage):
     case = Case(learning_rate=1e-3, model=model)
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     result = workers(processes).run(train, case.but(stage=stage, tensor=2))[0]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
-def test_bf16_stays_near_fp32(workers, references, model):
+def test_bf16_stays_near_fp32(workers, whole_runs, model):
     case = Case(learning_rate=1e-3, model=model)
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     result = workers(2).run(train, case.but(stage=1, tensor=2, precision="bf16"))[0]
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
 
@@ -207,9 +197,9 @@ SAVING = [(2, 2, 0), (2, 2, 3), (4, 2, 1), *[
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
 @pytest.mark.parametrize(("processes", "tensor", "stage"), SAVING)
 def test_a_checkpoint_goes_into_a_layout_and_back_unchanged(
-    workers, references, tmp_path, model, processes, tensor, stage
+    workers, whole_runs, tmp_path, model, processes, tensor, stage
 ):
-    _, folder = references(Case(learning_rate=1e-3, model=model))
+    _, folder = whole_runs(Case(learning_rate=1e-3, model=model))
     there, back = tmp_path / "there", tmp_path / "back"
     case = Case(model=model, first_step=4)
     cut = case.but(tensor=tensor, stage=stage, resume=str(folder), save_to=str(there))

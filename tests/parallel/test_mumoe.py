@@ -3,30 +3,11 @@
 import pytest
 import torch
 
-from tests.helpers.training import Case, mumoe_model, resave, tensors, train
+from tests.helpers.training import Case, mumoe_model, relative, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
 
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5)
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
-
-
-@pytest.fixture(scope="module")
-def references(workers, tmp_path_factory):
-    """One process at stage 0, for every model that is compared."""
-    made = {}
-
-    def reference(case):
-        if case not in made:
-            folder = tmp_path_factory.mktemp("reference")
-            result = workers(1).run(train, case.but(stage=0, save_to=str(folder)))[0]
-            made[case] = result, folder / "step-00000004"
-        return made[case]
-
-    return reference
 
 
 MODELS = [
@@ -40,10 +21,10 @@ MODELS = [
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("model", MODELS, ids=[m.feed_forward.factorization for m in MODELS])
 def test_sgd_gives_equal_losses_norms_weights_and_statistics(
-    workers, references, tmp_path, model, stage
+    workers, whole_runs, tmp_path, model, stage
 ):
     case = SGD.but(model=model)
-    expected, folder = references(case)
+    expected, folder = whole_runs(case)
     assert all(norm > 0.5 for norm in expected["norms"])  # so that the clip is active
     results = workers(2).run(train, case.but(stage=stage, save_to=str(tmp_path)))
     assert all(result == results[0] for result in results)
@@ -66,9 +47,9 @@ def test_sgd_gives_equal_losses_norms_weights_and_statistics(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
-    workers, references, tmp_path, stage
+    workers, whole_runs, tmp_path, stage
 ):
-    _, folder = references(SGD.but(model=MODELS[1]))
+    _, folder = whole_runs(SGD.but(model=MODELS[1]))
     case = SGD.but(model=MODELS[1], stage=stage, first_step=4)
     there, back = tmp_path / "there", tmp_path / "back"
     workers(2).run(resave, case.but(resume=str(folder), save_to=str(there)))
@@ -80,16 +61,16 @@ def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_stays_near_fp32(workers, references, stage):
+def test_bf16_stays_near_fp32(workers, whole_runs, stage):
     case = Case(learning_rate=1e-3, model=MODELS[0])
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     result = workers(2).run(train, case.but(stage=stage, precision="bf16"))[0]
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
 
 
-def test_recomputation_changes_nothing(workers, references):
+def test_recomputation_changes_nothing(workers, whole_runs):
     case = SGD.but(model=MODELS[0])
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     model = MODELS[0].model_copy(update={"recompute": "block"})
     result = workers(2).run(train, case.but(stage=3, model=model))[0]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)

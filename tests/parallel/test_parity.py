@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.training import Case, describe, tensors, train
+from tests.helpers.training import Case, describe, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -14,10 +14,6 @@ LAYOUTS = [
     for world_size, tensor in ((1, 1), (2, 1), (2, 2), (4, 2))
     for stage in (0, 1, 2, 3)
 ][1:]
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item()
 
 
 def close(a: list[float], b: list[float]) -> bool:
