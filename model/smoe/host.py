@@ -4,7 +4,12 @@ Knowing the counts costs nothing here, and a small expert's activations stay in 
 its products. For the backward pass the inner rows before the activation are kept, and no more: half
 of what a dense MLP keeps.
 
-Shapes: M rows, E experts, D width, F inner width; m rows of one expert.
+In bf16 a product of another number of rows is another program: making it takes as long as hundreds
+of rows, and odd numbers are slow. So each expert's inner rows are padded to one of few numbers. The
+rows themselves stay where they are: a product reads on into the next expert's, and what it writes
+there that expert's own product overwrites.
+
+Shapes: M rows, P inner rows with the padding, E experts, D width, F inner width; m rows at once.
 """
 
 import functools
@@ -14,10 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-BLOCK_NUMBERS = 2**19
-"""Of the activation: the most numbers of a block. Its buffers stay in the cache, and the threads do
-not have to wait for each other too often."""
+GROUP_NUMBERS = 2**19
+"""The most inner numbers of small experts that go through the activation together."""
+BLOCK_NUMBERS = 2**16
+"""Of the activation: the most numbers of a block for each thread. Its buffers stay in the cache."""
+UNIT = 32
+"""Numbers of rows in bf16 are multiples of it, unless they are small."""
 SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
@@ -45,71 +54,72 @@ def experts_on_host(
 def _forward(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    counts = counts_E.tolist()
-    output_MD, inner_MF = _like_forward(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
-    gelu = _Gelu(inner_MF)
-    groups = _groups(counts, gelu.rows)
-    active_mF = inner_MF.new_empty(_most_rows(groups), inner_MF.shape[1])
+    spans = _spans(counts_E, rows_MD.dtype)
+    output_MD = _with_room(rows_MD, spans)
+    inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
+    groups = _groups(spans, GROUP_NUMBERS // inner_PF.shape[1])
+    active_mF = inner_PF.new_empty(_most_rows(groups), inner_PF.shape[1])
+    gelu = _Gelu(inner_PF)
     for group in groups:
-        first, last = group[0].start, group[-1].stop
-        for expert, start, stop in group:
-            inner = inner_MF[start:stop]
-            _multiply(rows_MD[start:stop], up_EDF[expert], inner)
-            if bias_EF is not None:
-                inner += bias_EF[expert]
-        gelu.forward(inner_MF[first:last], active_mF[: last - first])
-        for expert, start, stop in group:
-            active = active_mF[start - first : stop - first]
-            _multiply(active, down_EFD[expert], output_MD[start:stop])
-    return output_MD, inner_MF
+        for span in group:
+            bias_F = None if bias_EF is None else bias_EF[span.expert]
+            _multiply(_rows(rows_MD, span), up_EDF[span.expert], inner_PF[span.inside], bias_F)
+        gelu.forward(inner_PF[_whole(group)], active_mF)
+        for span in group:
+            active = active_mF[span.inside_of(group)]
+            _multiply(active, down_EFD[span.expert], output_MD[span.reached])
+    return output_MD[: len(rows_MD)], inner_PF
 
 
 @_forward.register_fake
 def _like_forward(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return rows_MD.new_empty(rows_MD.shape), rows_MD.new_empty(rows_MD.shape[0], up_EDF.shape[2])
+    inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
+    return rows_MD.new_empty(rows_MD.shape), inner_PF
 
 
 @torch.library.custom_op("polyad::experts_on_host_backward", mutates_args=())
 def _backward(
     gradient_MD: Tensor,
     rows_MD: Tensor,
-    inner_MF: Tensor,
+    inner_PF: Tensor,
     up_EDF: Tensor,
     down_EFD: Tensor,
     counts_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    counts = counts_E.tolist()
-    gradients = _like_backward(gradient_MD, rows_MD, inner_MF, up_EDF, down_EFD, counts_E)
-    for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD = gradients
-    if 0 in counts:
-        for whole in gradients[1:]:
+    spans = _spans(counts_E, rows_MD.dtype)
+    for_rows_MD = _with_room(rows_MD, spans)
+    for_up_EDF, for_down_EFD = torch.empty_like(up_EDF), torch.empty_like(down_EFD)
+    for_bias_EF = up_EDF.new_empty(up_EDF.shape[::2])
+    if len(spans) < len(up_EDF):
+        for whole in (for_up_EDF, for_down_EFD, for_bias_EF):
             whole[counts_E == 0] = 0
-    gelu = _Gelu(inner_MF)
-    groups = _groups(counts, gelu.rows)
-    active_mF, change_mF = inner_MF.new_empty(2, _most_rows(groups), inner_MF.shape[1])
+    groups = _groups(spans, GROUP_NUMBERS // inner_PF.shape[1])
+    active_mF, change_mF = inner_PF.new_empty(2, _most_rows(groups), inner_PF.shape[1])
+    gelu = _Gelu(inner_PF)
     for group in groups:
-        first, last = group[0].start, group[-1].stop
-        for expert, start, stop in group:
-            change = change_mF[start - first : stop - first]
-            _multiply(gradient_MD[start:stop], down_EFD[expert].t(), change)
-        size = last - first
-        gelu.backward(inner_MF[first:last], active_mF[:size], change_mF[:size])
-        for expert, start, stop in group:
-            here = slice(start - first, stop - first)
-            _multiply(active_mF[here].t(), gradient_MD[start:stop], for_down_EFD[expert])
-            _multiply(rows_MD[start:stop].t(), change_mF[here], for_up_EDF[expert])
-            torch.sum(change_mF[here], 0, out=for_bias_EF[expert])
-            _multiply(change_mF[here], up_EDF[expert].t(), for_rows_MD[start:stop])
-    return for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD
+        for span in group:
+            change = change_mF[span.inside_of(group)]
+            _multiply(_rows(gradient_MD, span), down_EFD[span.expert].t(), change)
+        gelu.backward(inner_PF[_whole(group)], active_mF, change_mF)
+        for span in group:
+            expert, here = span.expert, span.inside_of(group)
+            active, change = active_mF[here], change_mF[here]
+            active[span.size :] = 0  # the next expert's rows meet these in the sums over rows
+            change[span.size :] = 0
+            _multiply(active.t(), _rows(gradient_MD, span), for_down_EFD[expert])
+            _multiply(_rows(rows_MD, span).t(), change, for_up_EDF[expert])
+            torch.sum(change, 0, out=for_bias_EF[expert])
+            _multiply(change, up_EDF[expert].t(), for_rows_MD[span.reached])
+    return for_rows_MD[: len(rows_MD)], for_up_EDF, for_bias_EF, for_down_EFD
 
 
 @_backward.register_fake
 def _like_backward(
     gradient_MD: Tensor,
     rows_MD: Tensor,
-    inner_MF: Tensor,
+    inner_PF: Tensor,
     up_EDF: Tensor,
     down_EFD: Tensor,
     counts_E: Tensor,
@@ -143,23 +153,23 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 class _Gelu:
     """GELU h s(h) with s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3)), which is its tanh form.
 
-    A sigmoid takes a third of a tanh's time, and one serves both the value and the slope.
+    PyTorch's own takes twice as long: it has no fast tanh. In bf16 all is computed in fp32.
 
     Args:
         like: Of the rows' dtype and width.
     """
 
     def __init__(self, like: Tensor) -> None:
-        self.rows = max(1, BLOCK_NUMBERS // like.shape[1])
+        self.rows = max(1, BLOCK_NUMBERS * torch.get_num_threads() // like.shape[1])
         self.dtype = torch.promote_types(like.dtype, torch.float32)
         self.buffers = torch.empty(4, self.rows, like.shape[1], dtype=self.dtype)
         self.slope = torch.tensor(SLOPE, dtype=self.dtype)
 
     def forward(self, inner_mF: Tensor, active_mF: Tensor) -> None:
-        """Writes the activation of the inner rows."""
+        """Writes the activation of the inner rows; there may be more rows to write to."""
         for inner, active in self._blocks(inner_mF, active_mF):
             wide, share, _ = self._share(inner)
-            torch.mul(wide, share, out=active)
+            active.copy_(share.mul_(wide))
 
     def backward(self, inner_mF: Tensor, active_mF: Tensor, change_mF: Tensor) -> None:
         """Writes the activation, and turns its gradient into that of the inner rows."""
@@ -171,18 +181,24 @@ class _Gelu:
             torch.add(self.slope, square, alpha=3 * SLOPE * CUBIC, out=square)
             value.addcmul_(value, share, value=-1)
             torch.addcmul(share, value, square, out=value)
-            torch.mul(value, change, out=change)
+            change.copy_(value.mul_(self._read(change, 0)))
 
     def _share(self, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h in the wider dtype, s and h^2, the last two in buffers."""
-        wide, share, square = self.buffers[:3, : len(inner)]
-        wide = inner if inner.dtype == self.dtype else wide.copy_(inner)
+        wide = self._read(inner, 0)
+        share, square = self.buffers[1:3, : len(inner)]
         torch.mul(wide, wide, out=square)
         torch.add(self.slope, square, alpha=SLOPE * CUBIC, out=share).mul_(wide).sigmoid_()
         return wide, share, square
 
-    def _blocks(self, *whole: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        parts = math.ceil(len(whole[0]) / self.rows)  # of nearly the same size
+    def _read(self, narrow: Tensor, buffer: int) -> Tensor:
+        """In the wider dtype: an operation between dtypes takes twice as long as a copy and it."""
+        same = narrow.dtype == self.dtype
+        return narrow if same else self.buffers[buffer, : len(narrow)].copy_(narrow)
+
+    def _blocks(self, inner_mF: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        parts = math.ceil(len(inner_mF) / self.rows)  # of nearly the same size
+        whole = (inner_mF, *(other[: len(inner_mF)] for other in others))
         return zip(*(tensor.chunk(parts) for tensor in whole), strict=True)
 
 
@@ -191,33 +207,102 @@ class _Span(NamedTuple):
 
     expert: int
     start: int
-    stop: int
+    """The first of its rows."""
+    size: int
+    """How many."""
+    first: int
+    """The first of its inner rows."""
+    padded: int
+    """How many inner rows it has."""
+
+    @property
+    def reached(self) -> slice:
+        """Its rows, and as many of the next as it has padding."""
+        return slice(self.start, self.start + self.padded)
+
+    @property
+    def inside(self) -> slice:
+        """Its inner rows."""
+        return slice(self.first, self.first + self.padded)
+
+    def inside_of(self, group: list["_Span"]) -> slice:
+        """Its inner rows among those of a group."""
+        first = self.first - group[0].first
+        return slice(first, first + self.padded)
 
 
-def _groups(counts: list[int], rows: int) -> list[list[_Span]]:
-    """Experts whose rows go through the activation together: as many as have so few rows."""
+def _spans(counts_E: Tensor, dtype: torch.dtype) -> list[_Span]:
+    """Where every expert's rows are, but of those that have none."""
+    pads = _pads(dtype)
+    spans: list[_Span] = []
+    start = first = 0
+    for expert, count in enumerate(counts_E.tolist()):
+        padded = _padded(count) if pads else count
+        if count:
+            spans.append(_Span(expert, start, count, first, padded))
+        start, first = start + count, first + padded
+    return spans
+
+
+def _padded(count: int) -> int:
+    """The next multiple of 32, or of the power of two that is an eighth to a 16th of few rows."""
+    unit: int = min(UNIT, 2 ** max(0, count.bit_length() - 4))
+    return math.ceil(count / unit) * unit
+
+
+def _most_padded(rows_MD: Tensor, up_EDF: Tensor) -> int:
+    """Inner rows of all experts with the padding, however the rows are spread over them."""
+    rows = rows_MD.shape[0]
+    return rows + min((UNIT - 1) * up_EDF.shape[0], rows // 8) if _pads(rows_MD.dtype) else rows
+
+
+def _pads(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and has_bf16_products()
+
+
+def _with_room(like_MD: Tensor, spans: list[_Span]) -> Tensor:
+    """Memory for as many rows, and for those that a padded product writes after the last."""
+    return like_MD.new_empty(
+        max([len(like_MD), *(s.reached.stop for s in spans)]), like_MD.shape[1]
+    )
+
+
+def _rows(whole_MD: Tensor, span: _Span) -> Tensor:
+    """The rows that an expert's padded product reads; zeros after the last."""
+    rows_mD = whole_MD[span.reached]
+    missing = span.padded - len(rows_mD)
+    return pad(rows_mD, (0, 0, 0, missing)) if missing else rows_mD
+
+
+def _groups(spans: list[_Span], rows: int) -> list[list[_Span]]:
+    """Experts whose rows go through the activation together: as many as have so few inner rows."""
     groups: list[list[_Span]] = []
-    start = 0
-    for expert, count in enumerate(counts):
-        span = _Span(expert, start, start + count)
-        if groups and span.stop - groups[-1][0].start <= rows:
-            groups[-1] += [span] if count else []
-        elif count:
+    for span in spans:
+        if groups and span.inside.stop - groups[-1][0].first <= rows:
+            groups[-1].append(span)
+        else:
             groups.append([span])
-        start = span.stop
     return groups
 
 
+def _whole(group: list[_Span]) -> slice:
+    """All inner rows of a group."""
+    return slice(group[0].first, group[-1].inside.stop)
+
+
 def _most_rows(groups: list[list[_Span]]) -> int:
-    return max((group[-1].stop - group[0].start for group in groups), default=0)
+    return max((group[-1].inside.stop - group[0].first for group in groups), default=0)
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b; without bf16 instructions it is faster in fp32, by an order of magnitude."""
+def _multiply(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = a @ b + bias; without bf16 instructions it is faster in fp32, by an order of magnitude."""
     if a.dtype == torch.bfloat16 and not has_bf16_products():
-        out.copy_(a.float() @ b.float())
-    else:
+        product = a.float() @ b.float()
+        out.copy_(product if bias is None else product + bias)
+    elif bias is None:
         torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
 
 
 @functools.cache
