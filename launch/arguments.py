@@ -233,6 +233,13 @@ def bench_layer_arguments(parser: Parser) -> None:
     )
     add("--precision", choices=("fp32", "bf16"), help="default: both")
     add("--load", choices=("uniform", "skewed"), help="smoe: half to one expert; default: both")
+    add(
+        "--expert-parallel",
+        type=positive,
+        metavar="P",
+        help="smoe: processes of this machine that share the experts, each with N tokens of its "
+        "own and --threads, default 1; default: one process",
+    )
     add("--repeats", type=positive, metavar="N", help="timed runs of each; default 7")
     add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
     add("--device", choices=("cpu", "cuda"), help="default cpu")

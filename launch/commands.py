@@ -268,12 +268,13 @@ def _bench_layer(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from launch.bench.expert_parallel import bench_expert_parallel
     from launch.bench.mumoe import bench_mumoe, mumoe_table
     from launch.bench.smoe import bench_smoe, smoe_table
 
     check_json_path(options.json)
     given = {name: value for name, value in vars(options).items() if value is not None}
-    only = {"smoe": ("top_k", "load"), "mumoe": ("compile",)}
+    only = {"smoe": ("top_k", "load", "expert_parallel"), "mumoe": ("compile",)}
     for kind, names in only.items():
         for name in names:
             if kind != options.kind and name in given:
@@ -296,7 +297,12 @@ def _bench_layer(options: Namespace) -> None:
                     numbers = " ".join(map(str, given["experts"]))
                     raise UsageError(f"--experts: {numbers}: --kind smoe takes one number")
                 arguments["experts"] = given["experts"][0]
-            result = bench_smoe(**arguments)
+            processes = given.get("expert_parallel", 1)
+            result = (
+                bench_smoe(**arguments)
+                if processes == 1
+                else bench_expert_parallel(processes, **arguments)
+            )
             table = smoe_table(result)
         show(result, table, options.json, stdout)
 
@@ -399,6 +405,7 @@ COMMANDS: dict[str, Command] = {
     "bench layer": Command(
         summary="Times a layer of experts, sparse or factorized, beside a dense MLP and peers.",
         example="polyad bench layer --precision bf16 --json layer.json\n"
+        "polyad bench layer --expert-parallel 2 --precision bf16\n"
         "polyad bench layer --kind mumoe --experts 256 --threads 1",
         arguments=bench_layer_arguments,
         handler=_bench_layer,

@@ -10,6 +10,7 @@ P processes that share the experts, X experts of each.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -103,6 +104,23 @@ def split_groups(optimizer: torch.optim.Optimizer) -> None:
         group["name"] = f"group {number}"
     split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
     optimizer.param_groups = [group for group in split if group["params"]]
+
+
+def connect_without_engine(layers: Iterable[SparseMoE]) -> None:
+    """Finds the processes that rows are exchanged with, as an engine does when it is made.
+
+    Args:
+        layers: whose experts `parallelize_experts` has cut over processes. All processes call it.
+    """
+    deepspeed = import_deepspeed()
+    from deepspeed.utils import groups
+
+    forget_groups(1)
+    with comm.quiet():
+        deepspeed.init_distributed(verbose=False)
+    groups.mpu = None
+    for layer in layers:
+        layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
 
 
 class TensorParallelDispatcher(Dispatcher):

@@ -20,6 +20,7 @@ from launch.machine import processor_name
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
 from model.smoe.host import has_bf16_products
+from parallel import comm
 from train.errors import ConfigError
 
 SLOW = 10
@@ -128,7 +129,12 @@ def surroundings(device: str, repeats: int) -> dict[str, Any]:
 
 
 def measure(
-    layers: Mapping[str, nn.Module], tokens_ND: Tensor, repeats: int, *, compiled: bool = False
+    layers: Mapping[str, nn.Module],
+    tokens_ND: Tensor,
+    repeats: int,
+    *,
+    compiled: bool = False,
+    together: bool = False,
 ) -> dict[str, Any]:
     """Times every variant, one of which is called dense, and counts what it keeps.
 
@@ -137,6 +143,8 @@ def measure(
         tokens_ND: What all of them see.
         repeats: How often each is timed; once more goes before.
         compiled: Whether each runs through torch.compile.
+        together: Whether all processes call it: they begin each run at once, and a run takes as
+            long as the process that takes longest.
 
     Returns:
         For each its median seconds, the bytes kept for backward, and both as a multiple of the
@@ -147,7 +155,7 @@ def measure(
         layers = {name: _compile(layer) for name, layer in layers.items()}
     # All variants are instances of one class: dynamo counts them as recompilations of its forward.
     with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
-        rows = _interleaved(layers, tokens_ND, repeats)
+        rows = _interleaved(layers, tokens_ND, repeats, together)
         for name, layer in layers.items():
             rows[name]["saved_bytes"] = saved_bytes(layer, tokens_ND)
     for row in rows.values():
@@ -188,7 +196,7 @@ def _compile(layer: nn.Module) -> nn.Module:
 
 
 def _interleaved(
-    layers: Mapping[str, nn.Module], tokens_ND: Tensor, repeats: int
+    layers: Mapping[str, nn.Module], tokens_ND: Tensor, repeats: int, together: bool
 ) -> dict[str, dict[str, Any]]:
     """Medians of forward, backward and both, taken in turn."""
     gradient_ND = torch.randn(
@@ -200,12 +208,16 @@ def _interleaved(
         for name, layer in layers.items():
             if number > 1 and name in slow:
                 continue
+            if together:
+                comm.barrier()
             started = _now(tokens_ND.device)
             output_ND = layer(tokens_ND)
             half = _now(tokens_ND.device)
             output_ND.backward(gradient_ND)
             ended = _now(tokens_ND.device)
-            times[name].append((half - started, ended - half))
+            taken = torch.tensor([half - started, ended - half], dtype=torch.float64)
+            forward, backward = (comm.max_over_ranks(taken) if together else taken).tolist()
+            times[name].append((forward, backward))
             layer.zero_grad(set_to_none=True)
             tokens_ND.grad = None
         if number == 1:

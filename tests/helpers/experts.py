@@ -27,19 +27,11 @@ def expert_parallel_model(
     source = InitialWeights(build_model(config), 7)
     model = build_model(config)
     assert isinstance(model, GPT2)
-    expert.forget_groups(1)
-    for layer in model.modules():
-        if isinstance(layer, SparseMoE):
-            expert.parallelize_experts(layer, world)
+    layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
+    for layer in layers:
+        expert.parallelize_experts(layer, world)
     if expert_parallel_size > 1:
-        import deepspeed
-        from deepspeed.utils import groups
-
-        with comm.quiet():  # what the engine does first; it finds the group that is there
-            deepspeed.init_distributed("gloo", verbose=False)
-        groups.mpu = None
-        for block in model.blocks:
-            block.feed_forward.dispatcher.set_deepspeed_parallelism()
+        expert.connect_without_engine(layers)
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in model.named_parameters():

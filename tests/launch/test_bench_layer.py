@@ -92,12 +92,31 @@ def test_command_writes_json_alone_and_progress_to_standard_error(capfd):
     assert "bf16, skewed" in captured.err
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_processes_share_the_experts_and_report_once(capfd):
+    arguments = [*OPTIONS, "--expert-parallel=2", "--precision=fp32", "--repeats=1", "--json", "-"]
+    assert run(["bench", "layer", *arguments]) == 0
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert result["expert_parallel"] == 2
+    for load, compared in result["precisions"]["fp32"].items():
+        assert list(compared["variants"]) == [*VARIANTS[:2], "every expert here", *VARIANTS[2:]]
+        # Of both processes' tokens; ours and DeepSpeed's equal the loop over whole experts, or it
+        # would have ended in an error.
+        assert sum(compared["rows_of_experts"]) == 2 * 128, load
+    assert captured.err.count("fp32, skewed") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--top-k", "5", "--experts", "4"], "--top-k: 5 is more than --experts: 4"),
         (["--experts", "1", "--top-k", "1"], "--experts: 1"),
         (["--tokens", "1"], "--tokens: 1"),
+        (["--expert-parallel", "3"], "--experts: 16 is not divisible by --expert-parallel 3"),
+        (["--expert-parallel", "2", "--top-k", "17"], "--top-k: 17 is more than --experts: 16"),
+        (["--expert-parallel", "2", "--kind", "mumoe"], "--expert-parallel: is of --kind smoe"),
         (["--repeats", "0"], "--repeats"),
         (["--precision", "fp16"], "--precision"),
         (["--load", "even"], "--load"),
