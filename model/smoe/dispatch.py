@@ -144,6 +144,8 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
     num_tokens, top_k = row_NK.shape
     rows_MD = _padded(rows_MD, row_NK.view(-1))
+    if top_k == 1 and weights_NK is None:  # a permutation, of which nothing is summed
+        return rows_MD.index_select(0, row_NK.view(-1))
     if rows_MD.device.type != "cpu":
         rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
         if weights_NK is None:
