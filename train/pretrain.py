@@ -4,188 +4,37 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from data.dataset import TokenStream
-from data.mixture import TrainingData
 from data.sampler import micro_batches
 from data.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import (
-    Checkpoint,
-    Weights,
-    WeightsOnly,
-    complete_checkpoints,
-    open_weights,
-)
+from parallel.checkpoint import Checkpoint, WeightsOnly, complete_checkpoints
 from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
-from parallel.dims import Dims
 from parallel.fragments import Source
-from parallel.huggingface import HuggingFaceWeights
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
-from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
+from train.config import RunConfig
 from train.device import Prefetch, allow_tf32
-from train.environment import check_compiler, write_environment
-from train.errors import ConfigError
+from train.environment import write_environment
 from train.fluctuation import FluctuationLog
 from train.loop import Hooks, train_loop
 from train.loss import token_losses
 from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
-from train.run_folder import LOCK_FILE, RunLock
+from train.plan import Plan, open_inputs, plan_of
+from train.run_folder import RunLock
 from train.scoring import score_windows
 from train.startup import Startup
 from train.state import TrainState
-
-LAUNCH_FOLDER = "launch"
-"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run that was checked and can start."""
-
-    config: RunConfig
-    """Resolved: nothing is left to the data."""
-    dims: Dims
-    data: TrainingData
-    resume: Checkpoint | None
-    """What the run goes on from."""
-    init: Weights | None
-    """What a new run takes its weights from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What a run is asked to do, and with which data: both checked, and nothing built."""
-
-    config: RunConfig
-    """Resolved."""
-    dims: Dims
-    data: TrainingData
-
-
-def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
-    """Reads the configuration and opens the data, which takes no library that is slow to import.
-
-    Args:
-        path: the configuration.
-        overrides: `key=value`.
-        world_size: processes.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: one line says what is wrong.
-    """
-    config = load_config(path, overrides)
-    dims = validate(config, world_size)
-    check_compiler(config)
-    data = TrainingData.open(config.data)
-    if config.log.fluctuation and not data.validation():
-        raise ConfigError(
-            f"log.fluctuation: true is not allowed with {data_named(config.data)}, which has no "
-            f"validation split to compare routing on"
-        )
-    config = resolve(config, data.tokenizer.vocab_size)
-    data.samples(config.model.sequence_length, config.seed)
-    return Inputs(config=config, dims=dims, data=data)
-
-
-def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Everything that can be checked before a process group exists or memory is taken.
-
-    Args:
-        path: the configuration.
-        overrides: `key=value`.
-        world_size: processes.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: one line says what is wrong.
-    """
-    return _plan(open_inputs(path, overrides, world_size))
-
-
-def _plan(inputs: Inputs) -> Plan:
-    config, data = inputs.config, inputs.data
-    model = build_model(config.model)
-    resume = find_resume(config, data)
-    init = None
-    if resume is not None:
-        resume.check_model(model)
-    elif config.checkpoint.init_from is not None:
-        init = _open_init(config, data)
-    return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
-
-
-def _open_init(config: RunConfig, data: TrainingData) -> Weights:
-    """What a new run takes its weights from, if it is of this model and knows these token ids."""
-    weights = open_weights(Path(config.checkpoint.init_from or ""))
-    if isinstance(weights, HuggingFaceWeights):
-        weights.check_config(config.model)
-    else:
-        weights.check_model(build_model(config.model))
-    if isinstance(weights, Checkpoint):
-        fingerprint = weights.state["tokenizer_fingerprint"]
-    else:
-        tokenizer = tokenizer_of(weights)
-        fingerprint = tokenizer.fingerprint if tokenizer else None
-    check_tokenizer(
-        data_named(config.data),
-        data.parts[0].data,
-        fingerprint,
-        "checkpoint.init_from",
-        lambda: tokenizer_of(weights),
-    )
-    return weights
-
-
-def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
-    """The newest complete checkpoint of the run's folder, if the folder is this run's.
-
-    Raises:
-        ConfigError: the folder holds another run, or something that is no run.
-    """
-    folder = Path(config.run.folder)
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {
-        LOCK_FILE,
-        LAUNCH_FOLDER,
-    }:
-        return None
-    saved = folder / "config.yaml"
-    if not saved.exists():
-        raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
-    found = complete_checkpoints(folder / "checkpoints")
-    if not found:
-        refuse_changes(load_config(saved), config, folder)
-        return None
-    checkpoint = Checkpoint(found[-1])
-    refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
-    if checkpoint.state["data_fingerprint"] != data.fingerprint:
-        weights = " or mixes it by other weights" if config.data.mixture else ""
-        raise ConfigError(
-            f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "
-            "far"
-        )
-    if checkpoint.training_step > config.train.steps:
-        raise ConfigError(
-            f"train.steps: {config.train.steps} is less than the {checkpoint.training_step} steps "
-            f"that {folder} has done; at least as many are allowed"
-        )
-    return checkpoint
 
 
 def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
@@ -204,7 +53,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     startup.lap("data")
     import_libraries()
     startup.lap("imports")
-    plan = _plan(inputs)
+    plan = plan_of(inputs)
     _say_what_is_not_used(plan)
     config, dims = plan.config, plan.dims
     world = comm.initialize(
