@@ -24,6 +24,7 @@ from data.indexed import build_sample_index
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _EPOCHS_KEPT = 2  # a batch, and what workers fetch ahead, may straddle the end of an epoch
 
 
@@ -257,15 +258,15 @@ def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> 
 def _ignore_signals(worker: int) -> None:
     # A launcher signals every process of the job. The training process then saves a checkpoint
     # and needs its workers for that long; they end when it does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Blocks signals while workers start, which inherit that: they take seconds to ignore them."""
-    blocked = {signal.SIGTERM, signal.SIGINT}
-    # The tracker of multiprocessing starts with the first worker, and unblocks both when it has.
+    blocked = set(_STOP_SIGNALS)
+    # The tracker of multiprocessing starts with the first worker, and unblocks two when it has.
     multiprocessing.resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

@@ -1,8 +1,8 @@
 """The training loop: batches in, steps done, everything said and saved on the way."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data.batches import batch_of_step
 from model.output import RoutingStats
 from parallel import comm
 from parallel.zero import Engine, StepResult
@@ -20,23 +21,34 @@ from train.loss import LossConfig, routing_loss, split_samples
 from train.metrics import Metrics, peak_flops
 from train.routing import RoutingMean, routing_record, update_routers
 from train.schedule import learning_rate
+from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
 from train.state import TrainState
+from train.trace import profiler
 
 NO_OTHER_LOSS = LossConfig()
+REFUSE = -1.0
+"""A largest norm that no gradient has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the loop calls beside training steps."""
+    """What the loop calls beside training steps. All processes call each of them together."""
 
     validate: Callable[[], dict[str, float]] | None
-    """Gives `validation_loss`, in nats a token, and of a mixture that of each source; all processes
-    call it together. None where the data has no validation split."""
+    """Gives `validation_loss`, in nats a token, and of a mixture that of each source. None where
+    the data has no validation split."""
     save: Callable[[TrainState], None]
-    """Writes a checkpoint; all processes call it together."""
+    """Writes a checkpoint."""
+    go_back: Callable[[TrainState, int], Iterator[Tensor] | None]
+    """Takes everything back to the newest checkpoint, the state too, but for a global batch that is
+    left out from now on; gives the micro-batches that follow. None, and nothing is changed, where
+    there is no checkpoint."""
+    documents: Callable[[int], dict[str, list[int]]]
+    """Numbers of the documents that a global batch has tokens of, by the name of their data; the
+    one hook that the main process calls alone."""
     fluctuation: Callable[[], dict[str, float]] | None = None
-    """Compares routing with that of the checkpoint before; all processes call it together, before a
-    checkpoint is written. None where `log.fluctuation` does not ask for it."""
+    """Compares routing with that of the checkpoint before, before a checkpoint is written. None
+    where `log.fluctuation` does not ask for it."""
 
 
 def train_loop(
@@ -66,18 +78,21 @@ def train_loop(
         metrics: on the main process.
 
     Raises:
-        RunError: too many steps in a row were not finite.
+        RunError: too many steps in a row were not finite, or there were too many spikes.
     """
     peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
     tokens_per_step = config.train.global_batch_size * config.model.sequence_length
+    guard = SpikeGuard(config.monitor, Path(config.run.folder), hooks.documents, metrics)
     engine.train()
     saved_at = state.step
-    with _profiler(config, Path(config.run.folder), world) as tick:
+    with profiler(config.log.profile, Path(config.run.folder), world) as tick:
         while state.step < config.train.steps:
             started = time.monotonic()
             rate = learning_rate(
                 config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
             )
+            batch = batch_of_step(state.step, state.left_out)
+            limits = guard.limits(state)
             loss, result, routing = train_step(
                 engine,
                 micro_batches,
@@ -85,10 +100,21 @@ def train_loop(
                 rate,
                 losses=config.loss,
                 progress=(state.step + 1) / config.train.steps,
+                limits=limits if guard.holds else NO_LIMITS,
             )
             seconds = time.monotonic() - started
-            _advance(state, config, tokens_per_step, seconds, loss, result)
+            spike = limits.exceeded(loss, result.grad_norm)
+            _advance(state, config, tokens_per_step, seconds, loss, result, spike=spike)
             tick()
+            if spike and config.monitor.spike_action == "rewind":
+                guard.check_rewinds(state)
+                step, count = state.step, state.spikes
+                following = hooks.go_back(state, batch)
+                if following is not None:
+                    micro_batches, state.spikes = following, count
+                    guard.went_back(step, batch, limits, loss, result.grad_norm, state.step)
+                    saved_at = state.step
+                    continue
             rate_of_tokens = tokens_per_step / seconds
             flops = flops_per_token * rate_of_tokens
             record: dict[str, Any] = {
@@ -103,28 +129,44 @@ def train_loop(
                 "skipped": not result.applied,
                 "skipped_steps": state.skipped_steps,
             } | routing_record(routing)
-            too_many = state.skipped_in_a_row >= config.train.max_skipped_steps
+            if spike:
+                record |= guard.stayed(state.step, batch, limits, loss, result.grad_norm)
+            record |= guard.rewound()
+            end = _why_to_end(state, config)
             done = state.step == config.train.steps
-            due = not too_many and _due(state.step, config.evaluation.every, done)
+            due = end is None and _due(state.step, config.evaluation.every, done)
             if due and hooks.validate is not None:
                 record |= hooks.validate()
                 engine.train()
-            saves = not too_many and _due(state.step, config.checkpoint.every, done)
+            saves = end is None and _due(state.step, config.checkpoint.every, done)
             if saves and hooks.fluctuation is not None:
                 record |= hooks.fluctuation()
                 engine.train()
             record |= memory_statistics(world)
             if metrics is not None:
                 metrics.write(record)
-            if too_many:
+            if end is not None:
                 raise RunError(
-                    f"step {state.step}: {state.skipped_in_a_row} steps in a row had a loss or "
-                    f"gradient that is not finite (train.max_skipped_steps); the last checkpoint "
-                    f"is of step {saved_at}"
+                    f"step {state.step}: {end}; the last checkpoint is of step {saved_at}"
                 )
             if saves:
                 hooks.save(state)
                 saved_at = state.step
+
+
+def _why_to_end(state: TrainState, config: RunConfig) -> str | None:
+    """What too many steps in a row were left out for."""
+    if state.skipped_in_a_row >= config.train.max_skipped_steps:
+        return (
+            f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
+            f"(train.max_skipped_steps)"
+        )
+    if state.spikes_in_a_row > config.monitor.max_skips:
+        return (
+            f"{state.spikes_in_a_row} steps in a row had a loss or gradient far above the ones "
+            f"before and were skipped (monitor.max_skips: {config.monitor.max_skips})"
+        )
+    return None
 
 
 class StepOutcome(NamedTuple):
@@ -145,6 +187,7 @@ def train_step(
     *,
     losses: LossConfig = NO_OTHER_LOSS,
     progress: float = 0.0,
+    limits: Limits = NO_LIMITS,
 ) -> StepOutcome:
     """One optimizer step over the global batch.
 
@@ -156,13 +199,15 @@ def train_step(
         losses: what routed layers add.
         progress: share of the run's steps that are done after this one, for routers that change
             over a run.
+        limits: the same on all processes; with a loss or a norm above them nothing is changed.
 
     Returns:
         What came of it.
     """
     total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
-    result: StepResult | None = None
-    for _ in range(accumulation_steps):
+    for number in range(accumulation_steps):
+        if number:
+            engine.step(learning_rate)  # inside the window: counts it
         input_ids_BT, target_ids_BT = split_samples(next(micro_batches))
         logits_BTV, routing = engine(input_ids_BT)
         loss = engine.token_losses(logits_BTV, target_ids_BT).mean()
@@ -172,9 +217,10 @@ def train_step(
         if added is not None:
             loss = loss + added
         engine.backward(loss)
-        result = engine.step(learning_rate)
-    assert result is not None
     loss_mean, routing = routing_mean.over_ranks(total)
+    spiked = math.isfinite(limits.loss) and loss_mean.item() > limits.loss
+    result = engine.step(learning_rate, REFUSE if spiked else limits.grad_norm)
+    assert result is not None
     if result.applied:
         update_routers(engine.module, routing, progress)
     return StepOutcome(loss_mean.item(), result, routing)
@@ -187,57 +233,23 @@ def _advance(
     seconds: float,
     loss: float,
     result: StepResult,
+    *,
+    spike: bool,
 ) -> None:
     state.step += 1
     state.samples += config.train.global_batch_size
     state.tokens += tokens
     state.seconds += seconds
-    state.skipped_steps += not result.applied
-    state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
+    not_finite = not result.applied and not spike
+    state.skipped_steps += not_finite
+    state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0
+    state.spikes += spike
+    state.spikes_in_a_row = state.spikes_in_a_row + 1 if spike and not result.applied else 0
+    if result.applied:
+        remember(config.monitor, state, loss, result.grad_norm)
     if state.first_loss is None:
         state.first_loss = loss
 
 
 def _due(step: int, every: int, done: bool) -> bool:
     return done or (every > 0 and step % every == 0)
-
-
-def _profiler(
-    config: RunConfig, folder: Path, world: comm.World
-) -> AbstractContextManager[Callable[[], None]]:
-    """A context that gives what to call after every step: a torch profiler's tick, or nothing."""
-    wanted = config.log.profile
-    if wanted.num_steps == 0:
-        return nullcontext(lambda: None)
-    return _Trace(wanted.first_step, wanted.num_steps, folder / "profile", world)
-
-
-class _Trace:
-    """Traces steps first .. first + num - 1 of this process, written as a Chrome trace."""
-
-    def __init__(self, first: int, num: int, folder: Path, world: comm.World) -> None:
-        self._folder, self._rank = folder, world.rank
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if world.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(
-                wait=max(first - 2, 0), warmup=min(first - 1, 1), active=num, repeat=1
-            ),
-            on_trace_ready=self._write,
-            profile_memory=True,
-        )
-
-    def __enter__(self) -> Callable[[], None]:
-        self._profiler.start()
-        return self._profiler.step
-
-    def __exit__(self, *error: object) -> None:
-        self._profiler.stop()
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json"))
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-        (self._folder / f"rank-{self._rank:05d}.txt").write_text(table, encoding="utf-8")

@@ -31,6 +31,7 @@ from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
 from train.plan import Plan, open_inputs, plan_of
+from train.rewind import Rewind, add_batches_left_out, restore_random_numbers, start_state
 from train.run_folder import RunLock
 from train.scoring import score_windows
 from train.startup import Startup
@@ -61,14 +62,15 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     )
     allow_tf32(config.train.tf32, world.device)
     lock = RunLock(Path(config.run.folder), world)
-    state = _start_state(plan)
+    state = start_state(plan, plan.resume)
+    add_batches_left_out(state, Path(config.run.folder), world)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
     checkpoints = Path(config.run.folder) / "checkpoints"
     with explain_out_of_memory(
         lambda: "building the engine", world, to_build(config, dims), checkpoints
     ):
         engine = _build_engine(plan, world)
-    _restore_random_numbers(plan, world, state)
+    restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
     hooks = _hooks(engine, plan, world)
@@ -137,18 +139,8 @@ def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Tenso
         data_parallel_size=plan.dims.data_parallel_size,
         num_workers=config.data.num_workers,
         pin_memory=world.device.type == "cuda",
+        left_out=state.left_out,
     )
-
-
-def _start_state(plan: Plan) -> TrainState:
-    state = TrainState.from_json(plan.resume.state) if plan.resume else TrainState()
-    tokenizer = plan.data.tokenizer
-    state.data_fingerprint = plan.data.fingerprint
-    state.tokenizer_fingerprint = tokenizer.fingerprint
-    state.end_of_text = tokenizer.end_of_text
-    state.vocab_size = tokenizer.vocab_size
-    state.world_size = plan.dims.world_size
-    return state
 
 
 def _build_engine(plan: Plan, world: comm.World) -> Engine:
@@ -176,13 +168,6 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
         token_losses=token_losses,
         compile_model=config.model.compile,
     )
-
-
-def _restore_random_numbers(plan: Plan, world: comm.World, state: TrainState) -> None:
-    """Dropout goes on where it was, or starts from (seed, step, rank) where nothing was saved."""
-    comm.seed_random(plan.config.seed, state.step, world)
-    if plan.resume is not None:
-        plan.resume.restore_random_states(world.device)
 
 
 def _open_run_folder(
@@ -238,7 +223,18 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
                 tokenizer=tokenizer,
             )
 
+    samples = plan.data.samples(config.model.sequence_length, config.seed)
+
+    def documents(batch: int) -> dict[str, list[int]]:
+        size = config.train.global_batch_size
+        return plan.data.documents(samples, range(batch * size, (batch + 1) * size))
+
+    def following(state: TrainState) -> Iterator[Tensor]:
+        return Prefetch(_batches(plan, world, state), world.device)
+
     return Hooks(
+        go_back=Rewind(engine, plan, world, following),
+        documents=documents,
         validate=validate_now if parts else None,
         save=save_now,
         fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,

@@ -1,4 +1,4 @@
-"""Global batches that are left out: by hand, against a naive count, and as every rank reads them."""
+"""Global batches that are left out: by hand, against a naive count, and as each rank reads them."""
 
 import itertools
 
