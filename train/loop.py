@@ -23,6 +23,7 @@ from train.routing import RoutingMean, routing_record, update_routers
 from train.schedule import learning_rate
 from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
 from train.state import TrainState
+from train.stopping import StopAsked, StopSignals
 from train.trace import profiler
 
 NO_OTHER_LOSS = LossConfig()
@@ -46,112 +47,183 @@ class Hooks:
     documents: Callable[[int], dict[str, list[int]]]
     """Numbers of the documents that a global batch has tokens of, by the name of their data; the
     one hook that the main process calls alone."""
+    stop: StopSignals
+    """Whether a signal asks the run to stop. `validate` raises `StopAsked` if one comes meanwhile.
+    """
+    at: Callable[[str], None]
+    """Is told what is done from now on, which is progress."""
     fluctuation: Callable[[], dict[str, float]] | None = None
     """Compares routing with that of the checkpoint before, before a checkpoint is written. None
     where `log.fluctuation` does not ask for it."""
 
 
-def train_loop(
-    engine: Engine,
-    micro_batches: Iterator[Tensor],
-    state: TrainState,
-    config: RunConfig,
-    *,
-    accumulation_steps: int,
-    flops_per_token: int,
-    world: comm.World,
-    hooks: Hooks,
-    metrics: Metrics | None,
-) -> None:
-    """Trains until `config.train.steps`; `state` is brought up to date after every step.
+class TrainLoop:
+    """Trains until `config.train.steps`, or until a signal stops it.
 
     Args:
         engine: model and optimizer.
         micro_batches: this process's, [micro_batch_size, T + 1] token ids, in order, on the
             engine's device.
-        state: progress so far.
+        state: progress so far; brought up to date after every step.
         config: the run's.
         accumulation_steps: micro-batches of this process in a step.
         flops_per_token: of forward and backward, for MFU.
         world: this process.
-        hooks: validation and saving.
+        hooks: validation, saving and the like.
         metrics: on the main process.
-
-    Raises:
-        RunError: too many steps in a row were not finite, or there were too many spikes.
     """
-    peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
-    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
-    guard = SpikeGuard(config.monitor, Path(config.run.folder), hooks.documents, metrics)
-    engine.train()
-    saved_at = state.step
-    with profiler(config.log.profile, Path(config.run.folder), world) as tick:
-        while state.step < config.train.steps:
-            started = time.monotonic()
-            rate = learning_rate(
-                config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
+
+    def __init__(
+        self,
+        engine: Engine,
+        micro_batches: Iterator[Tensor],
+        state: TrainState,
+        config: RunConfig,
+        *,
+        accumulation_steps: int,
+        flops_per_token: int,
+        world: comm.World,
+        hooks: Hooks,
+        metrics: Metrics | None,
+    ) -> None:
+        self._engine, self._batches, self._state, self._config = (
+            engine, micro_batches, state, config
+        )  # fmt: skip
+        self._accumulation_steps, self._world = accumulation_steps, world
+        self._hooks, self._metrics = hooks, metrics
+        self._flops_per_token = flops_per_token
+        self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
+        self._folder = Path(config.run.folder)
+        self._guard = SpikeGuard(config.monitor, self._folder, hooks.documents, metrics)
+        self._saved_at = state.step
+
+    def run(self) -> int:
+        """Trains.
+
+        Returns:
+            0 at the end of the run; the signal that stopped it before, after everything was saved.
+
+        Raises:
+            RunError: too many steps in a row were not finite, or there were too many spikes.
+        """
+        state, hooks = self._state, self._hooks
+        self._engine.train()
+        if state.unfinished is not None:
+            unfinished, state.unfinished = state.unfinished, None
+            self._finish(unfinished, saves=False)
+        with profiler(self._config.log.profile, self._folder, self._world) as tick:
+            while state.step < self._config.train.steps:
+                signal = hooks.stop.agreed()
+                if signal or state.unfinished is not None:
+                    self._save()
+                    return signal
+                hooks.at(f"step {state.step + 1}")
+                record = self._step()
+                tick()
+                if record is not None:
+                    self._finish(record)
+        if state.unfinished is not None:  # the last validation was not finished
+            self._save()
+            return hooks.stop.agreed()
+        return 0
+
+    def _step(self) -> dict[str, Any] | None:
+        """One step; gives its record, or None if it led back to a checkpoint."""
+        state, config = self._state, self._config
+        started = time.monotonic()
+        rate = learning_rate(
+            config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
+        )
+        batch = batch_of_step(state.step, state.left_out)
+        limits = self._guard.limits(state)
+        outcome = train_step(
+            self._engine,
+            self._batches,
+            self._accumulation_steps,
+            rate,
+            losses=config.loss,
+            progress=(state.step + 1) / config.train.steps,
+            limits=limits if self._guard.holds else NO_LIMITS,
+        )
+        loss, result, routing = outcome
+        seconds = time.monotonic() - started
+        tokens = config.train.global_batch_size * config.model.sequence_length
+        spike = limits.exceeded(loss, result.grad_norm)
+        _advance(state, config, tokens, seconds, loss, result, spike=spike)
+        if (
+            spike
+            and config.monitor.spike_action == "rewind"
+            and self._went_back(batch, limits, outcome)
+        ):
+            return None
+        rate_of_tokens = tokens / seconds
+        flops = self._flops_per_token * rate_of_tokens
+        record: dict[str, Any] = {
+            "step": state.step,
+            "loss": loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "tokens_per_second": rate_of_tokens,
+            "step_seconds": seconds,
+            "tokens": state.tokens,
+            "mfu": flops / (self._peak * self._world.size) if self._peak else None,
+            "skipped": not result.applied,
+            "skipped_steps": state.skipped_steps,
+        } | routing_record(routing)
+        if spike:
+            record |= self._guard.stayed(state.step, batch, limits, loss, result.grad_norm)
+        return record | self._guard.rewound()
+
+    def _went_back(self, batch: int, limits: Limits, outcome: "StepOutcome") -> bool:
+        """Back to the newest checkpoint, if there is one."""
+        state = self._state
+        self._guard.check_rewinds(state)
+        step, count = state.step, state.spikes
+        following = self._hooks.go_back(state, batch)
+        if following is None:
+            return False
+        self._batches, state.spikes = following, count
+        norm = outcome.result.grad_norm
+        self._guard.went_back(step, batch, limits, outcome.loss, norm, state.step)
+        self._saved_at = state.step
+        return True
+
+    def _finish(self, record: dict[str, Any], *, saves: bool = True) -> None:
+        """What follows a step: validation, its record, and a checkpoint, each if it is due."""
+        state, config, hooks = self._state, self._config, self._hooks
+        end = _why_to_end(state, config)
+        done = state.step == config.train.steps
+        due = end is None and _due(state.step, config.evaluation.every, done)
+        if due and hooks.validate is not None:
+            hooks.at(f"validation after step {state.step}")
+            try:
+                record = record | hooks.validate()
+            except StopAsked:  # the next start does it, with the same weights
+                state.unfinished = record
+                return
+            finally:
+                self._engine.train()
+        saves = saves and end is None and _due(state.step, config.checkpoint.every, done)
+        if saves and hooks.fluctuation is not None:
+            record |= hooks.fluctuation()
+            self._engine.train()
+        record |= memory_statistics(self._world)
+        if self._metrics is not None:
+            self._metrics.write(record)
+        if end is not None:
+            raise RunError(
+                f"step {state.step}: {end}; the last checkpoint is of step {self._saved_at}"
             )
-            batch = batch_of_step(state.step, state.left_out)
-            limits = guard.limits(state)
-            loss, result, routing = train_step(
-                engine,
-                micro_batches,
-                accumulation_steps,
-                rate,
-                losses=config.loss,
-                progress=(state.step + 1) / config.train.steps,
-                limits=limits if guard.holds else NO_LIMITS,
-            )
-            seconds = time.monotonic() - started
-            spike = limits.exceeded(loss, result.grad_norm)
-            _advance(state, config, tokens_per_step, seconds, loss, result, spike=spike)
-            tick()
-            if spike and config.monitor.spike_action == "rewind":
-                guard.check_rewinds(state)
-                step, count = state.step, state.spikes
-                following = hooks.go_back(state, batch)
-                if following is not None:
-                    micro_batches, state.spikes = following, count
-                    guard.went_back(step, batch, limits, loss, result.grad_norm, state.step)
-                    saved_at = state.step
-                    continue
-            rate_of_tokens = tokens_per_step / seconds
-            flops = flops_per_token * rate_of_tokens
-            record: dict[str, Any] = {
-                "step": state.step,
-                "loss": loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": rate,
-                "tokens_per_second": rate_of_tokens,
-                "step_seconds": seconds,
-                "tokens": state.tokens,
-                "mfu": flops / (peak * world.size) if peak else None,
-                "skipped": not result.applied,
-                "skipped_steps": state.skipped_steps,
-            } | routing_record(routing)
-            if spike:
-                record |= guard.stayed(state.step, batch, limits, loss, result.grad_norm)
-            record |= guard.rewound()
-            end = _why_to_end(state, config)
-            done = state.step == config.train.steps
-            due = end is None and _due(state.step, config.evaluation.every, done)
-            if due and hooks.validate is not None:
-                record |= hooks.validate()
-                engine.train()
-            saves = end is None and _due(state.step, config.checkpoint.every, done)
-            if saves and hooks.fluctuation is not None:
-                record |= hooks.fluctuation()
-                engine.train()
-            record |= memory_statistics(world)
-            if metrics is not None:
-                metrics.write(record)
-            if end is not None:
-                raise RunError(
-                    f"step {state.step}: {end}; the last checkpoint is of step {saved_at}"
-                )
-            if saves:
-                hooks.save(state)
-                saved_at = state.step
+        if saves:
+            self._save()
+
+    def _save(self) -> None:
+        """Writes a checkpoint, unless there is one of this step with the same state."""
+        if self._saved_at == self._state.step and self._state.unfinished is None:
+            return
+        self._hooks.at(f"saving step {self._state.step}")
+        self._hooks.save(self._state)
+        self._saved_at = self._state.step
 
 
 def _why_to_end(state: TrainState, config: RunConfig) -> str | None:

@@ -25,7 +25,7 @@ from train.config import RunConfig
 from train.device import Prefetch, allow_tf32
 from train.environment import write_environment
 from train.fluctuation import FluctuationLog
-from train.loop import Hooks, train_loop
+from train.loop import Hooks, TrainLoop
 from train.loss import token_losses
 from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
@@ -36,6 +36,8 @@ from train.run_folder import RunLock
 from train.scoring import score_windows
 from train.startup import Startup
 from train.state import TrainState
+from train.stopping import StopSignals
+from train.watchdog import Watchdog
 
 
 def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
@@ -50,7 +52,13 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     """
     startup = Startup()
     startup.lap("imports")  # since the process began
+    with StopSignals(comm.environment_world_size()) as stop:
+        return _run(path, overrides, startup, stop)
+
+
+def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSignals) -> TrainState:
     inputs = open_inputs(path, overrides, comm.environment_world_size())
+    stop.limit(inputs.config.monitor.grace_seconds, lambda: _what_is_kept(inputs.config))
     startup.lap("data")
     import_libraries()
     startup.lap("imports")
@@ -61,32 +69,34 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     allow_tf32(config.train.tf32, world.device)
-    lock = RunLock(Path(config.run.folder), world)
+    folder = Path(config.run.folder)
+    lock = RunLock(folder, world)
     state = start_state(plan, plan.resume)
-    add_batches_left_out(state, Path(config.run.folder), world)
+    add_batches_left_out(state, folder, world)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
-    checkpoints = Path(config.run.folder) / "checkpoints"
     with explain_out_of_memory(
-        lambda: "building the engine", world, to_build(config, dims), checkpoints
+        lambda: "building the engine", world, to_build(config, dims), folder / "checkpoints"
     ):
         engine = _build_engine(plan, world)
     restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
-    hooks = _hooks(engine, plan, world)
+    watchdog = Watchdog(folder, world, config.monitor.stall_minutes)
+    hooks = _hooks(engine, plan, world, stop, watchdog)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
         hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
     startup.lap("run_folder")
     explained = explain_out_of_memory(
-        lambda: f"in step {state.step + 1}", world, to_train(config, dims), checkpoints
+        lambda: f"in step {state.step + 1}", world, to_train(config, dims), folder / "checkpoints"
     )
+    stop.wait_for_steps()
     try:
-        batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-        startup.lap("data")
-        with explained:
-            train_loop(
+        with watchdog, explained:
+            batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
+            startup.lap("data")
+            loop = TrainLoop(
                 engine,
-                Prefetch(batches, world.device),
+                Prefetch(watchdog.over(batches), world.device),
                 state,
                 config,
                 accumulation_steps=dims.accumulation_steps(
@@ -97,8 +107,10 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
                 hooks=hooks,
                 metrics=metrics,
             )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_what_is_kept(config)) from None
+            signal = loop.run()
+            if signal:
+                comm.barrier()  # everybody has saved
+                stop.stop(signal)
     finally:
         if metrics is not None:
             metrics.close()
@@ -180,10 +192,13 @@ def _open_run_folder(
     remove_partial(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
-    return Metrics(folder, config.log, state.step, config.train.steps, startup)
+    done = state.step - (state.unfinished is not None)  # that step's record is written anew
+    return Metrics(folder, config.log, done, config.train.steps, startup)
 
 
-def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
+def _hooks(
+    engine: Engine, plan: Plan, world: comm.World, stop: StopSignals, watchdog: Watchdog
+) -> Hooks:
     config = plan.config
     checkpoints = Path(config.run.folder) / "checkpoints"
     parts = plan.data.validation()
@@ -193,6 +208,10 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     content = plan.data.tokenizer_path.read_bytes() if world.is_main else None
     tokenizer = TokenizerCopy(file, content) if content is not None else None
 
+    def go_on(share: float) -> None:
+        watchdog.at(f"validation, {share:.0%} done")
+        stop.check()
+
     def validate_now() -> dict[str, float]:
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
@@ -201,7 +220,12 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
         ):
             losses = {
                 name: score_windows(
-                    engine, split, batch_size=batch_size, world=world, losses=engine.token_losses
+                    engine,
+                    split,
+                    batch_size=batch_size,
+                    world=world,
+                    losses=engine.token_losses,
+                    report=go_on,
                 ).loss
                 for name, split in windows.items()
             }
@@ -230,11 +254,13 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
         return plan.data.documents(samples, range(batch * size, (batch + 1) * size))
 
     def following(state: TrainState) -> Iterator[Tensor]:
-        return Prefetch(_batches(plan, world, state), world.device)
+        return Prefetch(watchdog.over(_batches(plan, world, state)), world.device)
 
     return Hooks(
         go_back=Rewind(engine, plan, world, following),
         documents=documents,
+        stop=stop,
+        at=watchdog.at,
         validate=validate_now if parts else None,
         save=save_now,
         fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,

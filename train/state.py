@@ -31,6 +31,8 @@ class TrainState:
     """Steps skipped for that without one in between that was applied."""
     left_out: list[int] = field(default_factory=list)
     """Global batches that the run went back to a checkpoint without; see `data.batches`."""
+    unfinished: dict[str, Any] | None = None
+    """The record of the last step, where a signal came while it was validated; otherwise None."""
     first_loss: float | None = None
     """Training loss of the run's first step, in nats."""
     seconds: float = 0.0
