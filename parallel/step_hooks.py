@@ -4,6 +4,7 @@ What happens to a refused step is what happens to one that is not finite: nothin
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -66,38 +67,35 @@ class StageZeroHook:
 
 
 class ZeroHook:
-    """In DeepSpeed's step at stages 1 to 3, which has no place for a hook: replaces methods.
+    """In DeepSpeed's step at stages 1 to 3, which has no place for a hook.
 
-    DeepSpeed computes the norm, decides whether something overflowed, tells its loss scaler, and
-    then acts on `overflow`. The loss scale is 1 in all that we use.
+    Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
+    and skips the step if that says so. While a step is taken the question comes here.
 
     Args:
         optimizer: DeepSpeed's, around ours.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
         self.refuse_above = math.inf
         self.grad_norm: float | None = None
         """Of a step that was refused for its norm; DeepSpeed knows that of any other."""
-        self._norm = math.nan
-        update_scale = optimizer._update_scale
-        partitioned = hasattr(optimizer, "_get_norm_groups")  # stage 3
-        name = "_get_norm_groups" if partitioned else "scaled_global_norm"
-        norms = getattr(optimizer, name)
+        module: Any = sys.modules[type(optimizer).__module__]
+        is_invalid, step = module.is_invalid_grad_norm, optimizer.step
 
-        def keep_norm(*args: Any, **kwargs: Any) -> Any:
-            found = norms(*args, **kwargs)
-            if math.isfinite(self.refuse_above):
-                self._norm = float(combine_grad_norm_groups(found) if partitioned else found)
-            return found
+        def judge(norm: Any) -> bool:
+            module.is_invalid_grad_norm = is_invalid  # what is asked later is something else
+            invalid = is_invalid(norm)
+            if above(math.nan if invalid else float(norm), self.refuse_above):
+                self.grad_norm = None if invalid else float(norm)
+                return True
+            return invalid
 
-        def decide(has_overflow: bool = False) -> None:
-            if above(math.nan if has_overflow else self._norm, self.refuse_above):
-                self.grad_norm = None if has_overflow else self._norm
-                has_overflow = optimizer.overflow = True
-            update_scale(has_overflow)
+        def watched_step(*args: Any, **kwargs: Any) -> Any:
+            module.is_invalid_grad_norm = judge
+            try:
+                return step(*args, **kwargs)
+            finally:
+                module.is_invalid_grad_norm = is_invalid
 
-        setattr(optimizer, name, keep_norm)
-        optimizer._update_scale = decide
+        optimizer.step = watched_step

@@ -30,7 +30,7 @@ from train.optimizer import OptimizerConfig
 from train.schedule import ScheduleConfig
 from train.scoring import EvaluationConfig
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 
 class RunFolderConfig(Config):
