@@ -147,6 +147,24 @@ class TrainingData:
         total = sum(part.share for part, _ in found)
         return [ValidationPart(part.name, part.share / total, stream) for part, stream in found]
 
+    def documents(
+        self, samples: "TrainingSamples | MixedSamples", numbers: Sequence[int]
+    ) -> dict[str, list[int]]:
+        """Says which documents samples have tokens of.
+
+        Args:
+            samples: As `samples` gave them.
+            numbers: Of the samples.
+
+        Returns:
+            By the name of each part that has any: their numbers in its train split, ascending.
+        """
+        found: dict[str, set[int]] = {}
+        for number in numbers:
+            source = samples.place(number)[0] if isinstance(samples, MixedSamples) else 0
+            found.setdefault(self.parts[source].name, set()).update(samples.documents(number))
+        return {name: sorted(documents) for name, documents in sorted(found.items())}
+
 
 class MixedSamples(Dataset[torch.Tensor]):
     """Samples of several sources by their global number, without end.
@@ -184,6 +202,11 @@ class MixedSamples(Dataset[torch.Tensor]):
         """
         source, number = self.place(sample)
         return self._sources[source][number]
+
+    def documents(self, sample: int) -> list[int]:
+        """Says which documents of its source a sample has tokens of; see `TrainingSamples`."""
+        source, number = self.place(sample)
+        return self._sources[source].documents(number)
 
     def place(self, sample: int) -> tuple[int, int]:
         """Says where a sample is.

@@ -6,9 +6,10 @@ Samples of all epochs are numbered on without end; step s of a run takes the nex
 """
 
 import contextlib
+import itertools
 import multiprocessing.resource_tracker
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from data.batches import batches_from
 from data.dataset import TokenStream
 from data.errors import DataError
 from data.indexed import build_sample_index
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _EPOCHS_KEPT = 2  # a batch, and what workers fetch ahead, may straddle the end of an epoch
 
 
@@ -77,11 +80,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
         """
         if sample < 0:
             raise IndexError(f"sample {sample}")
-        number, position = divmod(sample, self.samples_per_epoch)
-        epoch = self._epoch(number)
-        row = epoch.sample_order_S[position]
-        first, offset = epoch.sample_starts_S2[row].tolist()
-        last, end = epoch.sample_starts_S2[row + 1].tolist()
+        epoch, (first, offset), (last, end) = self._bounds(sample)
         parts = []
         for place in range(first, last + 1):
             length = end + 1 - offset if place == last else None
@@ -89,6 +88,26 @@ class TrainingSamples(Dataset[torch.Tensor]):
             parts.append(self._stream.read_document(document, offset, length))
             offset = 0
         return torch.from_numpy(np.concatenate(parts))
+
+    def documents(self, sample: int) -> list[int]:
+        """Says which documents a sample has tokens of.
+
+        Args:
+            sample: Its global number, from 0.
+
+        Returns:
+            Their numbers in the split, from 0, in the sample's order. The last one may have given
+            only the last target.
+        """
+        epoch, (first, _), (last, _) = self._bounds(sample)
+        return [int(document) for document in epoch.document_order_D[first : last + 1]]
+
+    def _bounds(self, sample: int) -> tuple[_Epoch, list[int], list[int]]:
+        """The sample's epoch; place in the order of documents, and offset, of its two ends."""
+        number, position = divmod(sample, self.samples_per_epoch)
+        epoch = self._epoch(number)
+        row = epoch.sample_order_S[position]
+        return epoch, epoch.sample_starts_S2[row].tolist(), epoch.sample_starts_S2[row + 1].tolist()
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
@@ -122,17 +141,24 @@ class _MicroBatches(Sampler[list[int]]):
     """The sample numbers of one rank's micro-batches, in order."""
 
     def __init__(
-        self, steps: range, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int
+        self,
+        steps: range,
+        left_out: Collection[int],
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        ranks: int,
     ) -> None:
-        self._steps = steps
+        self._steps, self._left_out = steps, left_out
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._stride = micro_batch_size * ranks
         self._offset = micro_batch_size * rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in self._steps:
-            begin = step * self._global_batch_size
+        batches = batches_from(self._steps.start, self._left_out)
+        for batch in itertools.islice(batches, len(self._steps)):
+            begin = batch * self._global_batch_size
             for start in range(begin, begin + self._global_batch_size, self._stride):
                 first = start + self._offset
                 yield list(range(first, first + self._micro_batch_size))
@@ -152,11 +178,13 @@ def micro_batches(
     data_parallel_size: int = 1,
     num_workers: int = 0,
     pin_memory: bool = False,
+    left_out: Collection[int] = (),
 ) -> Iterator[torch.Tensor]:
     """Reads what one data-parallel rank trains on.
 
-    The global batch of step s is samples s * B to (s + 1) * B - 1, cut into B / m micro-batches;
-    micro-batch j belongs to rank j % D. Whatever D is, the global batch is the same.
+    The global batch of step s is samples s * B to (s + 1) * B - 1 (see `data.batches` where some
+    are left out), cut into B / m micro-batches; micro-batch j belongs to rank j % D. Whatever D is,
+    the global batch is the same.
 
     Args:
         samples: The samples.
@@ -168,6 +196,7 @@ def micro_batches(
         data_parallel_size: D, number of such ranks.
         num_workers: Loader processes; 0 reads in this one.
         pin_memory: Whether to put batches into page-locked memory, for a GPU.
+        left_out: Global batches that no step takes.
 
     Returns:
         Iterator over num_steps * B / (m * D) tensors of token ids, int64, shape (m, T + 1).
@@ -187,6 +216,7 @@ def micro_batches(
         samples,
         batch_sampler=_MicroBatches(
             range(start_step, start_step + num_steps),
+            left_out,
             global_batch_size,
             micro_batch_size,
             data_parallel_rank,
@@ -228,15 +258,15 @@ def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> 
 def _ignore_signals(worker: int) -> None:
     # A launcher signals every process of the job. The training process then saves a checkpoint
     # and needs its workers for that long; they end when it does.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Blocks signals while workers start, which inherit that: they take seconds to ignore them."""
-    blocked = {signal.SIGTERM, signal.SIGINT}
-    # The tracker of multiprocessing starts with the first worker, and unblocks both when it has.
+    blocked = set(_STOP_SIGNALS)
+    # The tracker of multiprocessing starts with the first worker, and unblocks two when it has.
     multiprocessing.resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

@@ -6,6 +6,7 @@ How a command ends is said in `train/errors.py`.
 
 import errno
 import os
+import signal
 import sys
 import time
 import traceback
@@ -15,6 +16,8 @@ from typing import NoReturn
 from launch.commands import COMMANDS
 from launch.machine import is_main, rank_of_process
 from launch.parser import Parser, UsageError, nearest
+from launch.torchrun import tell_launcher
+from train.errors import Stopped
 
 OUTPUT_ERRORS = frozenset(
     {
@@ -67,7 +70,11 @@ def guard(work: Callable[[], int]) -> int:
     except KeyboardInterrupt as stop:
         if is_main():
             _say("; ".join(["interrupted", *map(str, stop.args)]))
-        return 130
+        return 0 if tell_launcher(signal.SIGINT) else 130
+    except Stopped as stop:
+        if is_main():
+            _say(str(stop))
+        return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status
     except BrokenPipeError:  # the reader of our output has gone, as in `polyad validate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1

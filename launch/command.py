@@ -101,7 +101,7 @@ def _check_nodes(nodes: int, via: str, rendezvous: Rendezvous) -> None:
 def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> Path:
     """Checks the run for all processes of all nodes; gives its folder."""
     from parallel.dims import LayoutError
-    from train.pretrain import plan_run
+    from train.plan import plan_run
 
     try:
         plan = plan_run(config, overrides, nodes * processes)

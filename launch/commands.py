@@ -56,8 +56,10 @@ def _prepare(options: Namespace) -> None:
 def _train(options: Namespace) -> None:
     from launch.machine import end_with_launcher, prepare_environment
     from launch.tables import trained_table
+    from launch.torchrun import forget_stop
 
     end_with_launcher()
+    forget_stop()
     prepare_environment()
     from parallel import comm
     from train.pretrain import main as train

@@ -179,7 +179,7 @@ def script_text(
 
 def launch_folder(folder: Path) -> Path:
     """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
-    from train.pretrain import LAUNCH_FOLDER  # not at the top: it brings torch
+    from train.plan import LAUNCH_FOLDER  # not at the top: it brings torch
 
     return folder.absolute() / LAUNCH_FOLDER
 
@@ -194,16 +194,19 @@ _SCRIPT = """\
 # Written by `polyad launch --via slurm`, which overwrites it.
 {directives}
 
-# Near the limit Slurm sends USR1 to this script alone. The trainer does not handle it: the job goes
-# back into the queue, Slurm ends the processes, and the next start goes on from the newest
-# checkpoint. Steps since then are done again, so checkpoint.every has to fit well into the limit.
+# Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes save the
+# step that they are in and end, and the job goes back into the queue. The next start goes on from
+# there.
 woken=0
-requeue() {{
+limit=0
+agents=
+near_the_limit() {{
   woken=1
-  echo "polyad: the time limit is near; requeueing job $SLURM_JOB_ID" >&2
-  scontrol requeue "$SLURM_JOB_ID" || echo "polyad: error: job $SLURM_JOB_ID was not requeued" >&2
+  limit=1
+  echo "polyad: the time limit is near; stopping, then requeueing job $SLURM_JOB_ID" >&2
+  [ -z "$agents" ] || kill -USR1 "$agents"  # srun passes it on to torchrun on each node
 }}
-trap requeue USR1
+trap near_the_limit USR1
 
 cd {workplace} || exit 1
 {exports}
@@ -216,6 +219,7 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}"
 srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c {on_each_node} agent \\
   {agent} &
 agents=$!
+[ "$limit" = 0 ] || kill -USR1 "$agents"
 
 # A signal ends `wait` before the agents have ended.
 while :; do
@@ -224,6 +228,9 @@ while :; do
   status=$?
   [ "$woken" = 1 ] || break
 done
+if [ "$limit" = 1 ] && [ "$status" != 0 ]; then
+  scontrol requeue "$SLURM_JOB_ID" || echo "polyad: error: job $SLURM_JOB_ID was not requeued" >&2
+fi
 exit "$status"
 """
 

@@ -5,12 +5,20 @@ worker which failed first, so that bad input stays apart from a failed run. Host
 are one line too.
 """
 
+import contextlib
 import logging
 import os
 import runpy
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
+
+STOP_FILE = "POLYAD_STOP_FILE"
+"""The environment variable that names a file for this host's workers. Those that stop as a signal
+asked them to write its number there and end with 0, which torchrun does not take for a failure: it
+would start them again."""
 
 
 def main() -> int:
@@ -23,6 +31,15 @@ def main() -> int:
     # Otherwise one store serves every restart, and processes that start again find the addresses of
     # those that ended, and cannot connect (pytorch issue 135712; seen with torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # Slurm's signal before the limit is for the workers, as SIGTERM is. The environment is how
+    # torchrun takes its options too: an older one does not know this one, and dies of the signal.
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    with tempfile.TemporaryDirectory(prefix="polyad-") as folder:
+        os.environ[STOP_FILE] = str(Path(folder) / "stop")
+        return _run() or _stopped()
+
+
+def _run() -> int:
     try:
         # By its name, as a command: this room imports no communication library.
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
@@ -35,6 +52,38 @@ def main() -> int:
             return _rendezvous_status(error)
         raise
     return 0
+
+
+def _stopped() -> int:
+    """128 + the signal that the workers stopped for; 0 if they came to their end."""
+    with contextlib.suppress(OSError, ValueError):
+        return 128 + int(Path(os.environ[STOP_FILE]).read_text(encoding="utf-8"))
+    return 0
+
+
+def forget_stop() -> None:
+    """Takes back what workers of an earlier start left, of which another one failed."""
+    file = os.environ.get(STOP_FILE)
+    if file:
+        Path(file).unlink(missing_ok=True)
+
+
+def tell_launcher(number: int) -> bool:
+    """Leaves word for the torchrun of this host that a worker stopped as it was asked to.
+
+    Args:
+        number: the signal.
+
+    Returns:
+        Whether there is one to read it: then the worker ends with 0.
+    """
+    file = os.environ.get(STOP_FILE)
+    if not file or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    with contextlib.suppress(OSError):
+        Path(file).write_text(str(number), encoding="utf-8")
+        return True
+    return False
 
 
 def _worker_status(rank: int, failure: Any) -> int:

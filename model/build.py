@@ -27,6 +27,12 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
+class ModelSizeError(ValueError):
+    """A model that is too large for any machine: one line that says so."""
+
+    exit_status = 2
+
+
 def build_model(config: ModelConfig) -> nn.Module:
     """Builds a model on the meta device.
 
@@ -38,11 +44,16 @@ def build_model(config: ModelConfig) -> nn.Module:
 
     Raises:
         ValueError: The kind is unknown, or the model refuses its configuration.
+        ModelSizeError: A tensor would have more elements than a number of 64 bits can count.
     """
     if config.kind not in MODELS:
         raise ValueError(f"model.kind: {config.kind!r} is unknown; known: {', '.join(MODELS)}")
-    with torch.device("meta"):
-        return MODELS[config.kind](config)
+    try:
+        with torch.device("meta"):
+            return MODELS[config.kind](config)
+    except (OverflowError, RuntimeError) as error:  # what torch says of shapes, at some length
+        reason = " ".join(str(error).split())[:120]
+        raise ModelSizeError(f"model: its sizes are more than can be counted: {reason}") from None
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -25,7 +25,7 @@ from model.initialization import Initializer, norm_initializers, normal
 from model.interface import FeedForwardContext
 from model.output import ModelOutput, RoutingStats
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class GPT2Config(Config):
@@ -33,7 +33,7 @@ class GPT2Config(Config):
 
     kind: Literal["gpt2"] = "gpt2"
     """Which model this is."""
-    num_layers: Count = 12
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
     """Number of blocks L."""
     hidden_size: Count = 768
     """Width D of the residual stream, in units; a multiple of num_heads."""

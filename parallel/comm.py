@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,11 @@ def environment_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def environment_rank() -> int:
+    """This process's rank among those of torchrun, 0 without it; reads the environment only."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def initialize(
     timeout_minutes: float = 30.0, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
 ) -> World:
@@ -135,6 +140,20 @@ def limit_waiting(timeout_minutes: float) -> None:
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+
+
+def collectives_begun() -> dict[str, int]:
+    """How many collectives this process has begun in each group that it is in.
+
+    All processes of a group begin the same ones: where two numbers differ, the one with the higher
+    waits for the other. Can be called from any thread, while another waits.
+    """
+    if not dist.is_initialized():
+        return {}
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    names = map(distributed_c10d._get_process_group_name, groups)
+    counts = (group._get_sequence_number_for_group() for group in groups)
+    return dict(zip(names, counts, strict=True))
 
 
 def shutdown() -> None:
@@ -202,6 +221,11 @@ def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
 def any_rank(condition: bool) -> bool:
     """Whether the condition holds anywhere: every process gets the same answer."""
     return bool(max_over_ranks(torch.tensor(float(condition), device=_device())).item())
+
+
+def highest(number: int) -> int:
+    """The highest of a number of every process: every process gets the same answer."""
+    return int(max_over_ranks(torch.tensor(number, device=_device())).item())
 
 
 def from_main(value: T | None) -> T:

@@ -5,6 +5,7 @@ every stage: one rule for steps that are not finite, and a gradient norm.
 """
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import nn
 from model.output import ModelOutput
 from parallel import comm
 from parallel.config import ParallelConfig
+from parallel.step_hooks import StageZeroHook, ZeroHook
 
 Precision = Literal["fp32", "bf16"]
 TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,9 +30,11 @@ class StepResult(NamedTuple):
     """What became of an optimizer step, the same on every process."""
 
     applied: bool
-    """False if any process had a loss or gradient that is not finite: nothing changed then."""
+    """False if any process had a loss or gradient that is not finite, or if the norm was refused:
+    nothing changed then."""
     grad_norm: float
-    """L2 norm of the whole gradient before clipping; infinite or NaN if it was not applied."""
+    """L2 norm of the whole gradient before clipping; infinite or NaN if something was not finite.
+    """
 
 
 def import_deepspeed() -> Any:
@@ -65,7 +69,7 @@ def deepspeed_config(
     """DeepSpeed's dictionary for a run.
 
     In bf16 gradients accumulate in fp32 at stages 1 to 3; DeepSpeed has no such mode at stage 0.
-    Stage 0 clips in `_StageZeroHook`, because DeepSpeed's own norm there leaves out experts and
+    Stage 0 clips in `StageZeroHook`, because DeepSpeed's own norm there leaves out experts and
     tensor-parallel shards and is not reported.
     """
     stage = parallel.zero_stage
@@ -89,37 +93,6 @@ def deepspeed_config(
     if precision == "bf16" and stage:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
-
-
-class _StageZeroHook:
-    """Before the optimizer's step at stage 0: the norm, the finite check, the clip."""
-
-    def __init__(self, clip_grad_norm: float, copies: list[int], world: comm.World) -> None:
-        self.clip_grad_norm = clip_grad_norm
-        self.grad_norm: float | None = None
-        self._copies, self._is_cut = copies, any(n != world.size for n in copies)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = self._norm(parameters) if self._is_cut else nn.utils.get_total_norm(gradients)
-        self.grad_norm = norm.item()
-        finite = self.grad_norm - self.grad_norm == 0.0
-        optimizer.overflow = not finite  # type: ignore[attr-defined]  # tells the engine
-        if not finite:
-            for parameter in parameters:
-                parameter.grad = None  # an optimizer without gradients changes nothing
-        elif 0.0 < self.clip_grad_norm < self.grad_norm:
-            # The formula of DeepSpeed's other stages.
-            torch._foreach_mul_(gradients, self.clip_grad_norm / (self.grad_norm + 1e-6))
-
-    def _norm(self, parameters: list[Any]) -> torch.Tensor:
-        """Over all processes, where they hold different parts: what several hold counts once."""
-        # In bf16 these are DeepSpeed's fp32 masters: of the model's parameters the order alone is
-        # left, and by it the number of copies.
-        pairs = [(p.grad, n) for p, n in zip(parameters, self._copies, strict=True)]
-        shares = [g.float().square().sum() / n for g, n in pairs if g is not None]
-        return comm.sum_over_ranks(torch.stack(shares).sum()).sqrt()
 
 
 class Engine:
@@ -153,10 +126,9 @@ class Engine:
         self.world, self.device = world, world.device
         self.token_losses = token_losses
         self.stage: int = config["zero_optimization"]["stage"]
-        self._hook = None
         if self.stage == 0:
-            self._hook = _StageZeroHook(clip_grad_norm, copies, world)
-            optimizer.register_step_pre_hook(self._hook)
+            hook = StageZeroHook(clip_grad_norm, copies, world)
+            optimizer.register_step_pre_hook(hook)
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # of an engine that this process had before
@@ -164,6 +136,7 @@ class Engine:
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=config, mpu=mpu
             )
+        self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
         _restore_dtypes(self.module, dtypes)
         self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
 
@@ -192,11 +165,13 @@ class Engine:
         """
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
-    def step(self, learning_rate: float) -> StepResult | None:
+    def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
         """Follows every `backward`; the last one of a window changes the weights.
 
         Args:
             learning_rate: for all parameters.
+            refuse_above: the same on all processes: with a larger norm of the gradient, before
+                clipping, the step is not applied, as if it were not finite.
 
         Returns:
             None inside the window, the step's result at its end.
@@ -207,14 +182,15 @@ class Engine:
             return None
         for group in self.deepspeed.basic_optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._hook:
-            self._hook.grad_norm = None
+        self._hook.grad_norm, self._hook.refuse_above = None, refuse_above
         self.deepspeed.step()
         applied = self.deepspeed.was_step_applied()
         return StepResult(applied, self._grad_norm())
 
     def _grad_norm(self) -> float:
-        norm = self._hook.grad_norm if self._hook else self.deepspeed.get_global_grad_norm()
+        norm = self._hook.grad_norm
+        if norm is None and self.stage:
+            norm = self.deepspeed.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from data.dataset import PreparedData
 from data.prepare import prepare
+from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and so does every process
@@ -34,6 +35,14 @@ def workers() -> Iterator[Callable[[int], WorkerPool]]:
     yield pool
     for each in pools.values():
         each.stop()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Starts whole runs as processes of their own, which can be killed: `forks.start(...)`."""
+    server = ForkServer()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -25,11 +25,12 @@ from parallel.zero import Precision
 from train.errors import ConfigError
 from train.loss import LossConfig
 from train.metrics import LogConfig
+from train.monitor import MonitorConfig
 from train.optimizer import OptimizerConfig
 from train.schedule import ScheduleConfig
 from train.scoring import EvaluationConfig
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 
 class RunFolderConfig(Config):
@@ -73,6 +74,7 @@ class RunConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    monitor: MonitorConfig = MonitorConfig()
     log: LogConfig = LogConfig()
 
     def to_yaml(self) -> str:
@@ -86,7 +88,8 @@ MAY_CHANGE_ON_RESUME = (
     # What the data is, by path or mixture, its fingerprint says.
     "run", "data.path", "data.mixture", "data.num_workers", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
-    "parallel", "checkpoint", "evaluation", "log", "model.recompute", "model.compile",
+    "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
+    "model.compile",
 )  # fmt: skip
 
 

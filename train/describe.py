@@ -16,7 +16,7 @@ from train.config import RunConfig, load_config, validate
 from train.environment import check_compiler
 from train.errors import ConfigError
 from train.optimizer import OptimizerConfig
-from train.pretrain import plan_run
+from train.plan import plan_run
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 

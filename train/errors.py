@@ -1,10 +1,22 @@
 """How a command ends when it does not succeed. The exit statuses of `polyad` in one place.
 
-0   done
-1   the run failed, or the program has a fault (then with a traceback)
-2   bad input: one line names the key or file, the value, and what is allowed
-130 interrupted from the keyboard
+0        done
+1        the run failed, or the program has a fault (then with a traceback)
+2        bad input: one line names the key or file, the value, and what is allowed
+75       a process of the run stalled, and the line names it with its host: the same command goes on
+         from the last checkpoint, best without that host if it happens there again
+128 + n  stopped by signal n: 130 Ctrl-C (SIGINT), 138 SIGUSR1, 143 SIGTERM. A training run has
+         saved the step that it was in, if there was time, and the same command goes on from there
+
+A scheduler starts a run again after 75, 138 and 143, and after 137 (a process was killed); 1 and 2
+want somebody to look. Under `polyad launch` torchrun starts the processes again by itself after 75
+and 137, as often as --max-restarts says, and never after 128 + n for these three signals.
 """
+
+import signal
+
+STALLED = 75
+"""EX_TEMPFAIL of sysexits.h: a failure that may be gone when one tries again."""
 
 
 class ConfigError(ValueError):
@@ -17,3 +29,16 @@ class RunError(RuntimeError):
     """A run that cannot go on, though its input was good: one line that says why."""
 
     exit_status = 1
+
+
+class Stopped(Exception):
+    """A run that ended because a signal asked it to: one line that says where it goes on.
+
+    Args:
+        number: the signal.
+        line: what is kept.
+    """
+
+    def __init__(self, number: int, line: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; {line}")
+        self.exit_status = 128 + number

@@ -1,8 +1,8 @@
 """The training loop: batches in, steps done, everything said and saved on the way."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from data.batches import batch_of_step
 from model.output import RoutingStats
 from parallel import comm
 from parallel.zero import Engine, StepResult
@@ -20,111 +21,224 @@ from train.loss import LossConfig, routing_loss, split_samples
 from train.metrics import Metrics, peak_flops
 from train.routing import RoutingMean, routing_record, update_routers
 from train.schedule import learning_rate
+from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
 from train.state import TrainState
+from train.stopping import StopAsked, StopSignals
+from train.trace import profiler
 
 NO_OTHER_LOSS = LossConfig()
+REFUSE = -1.0
+"""A largest norm that no gradient has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the loop calls beside training steps."""
+    """What the loop calls beside training steps. All processes call each of them together."""
 
     validate: Callable[[], dict[str, float]] | None
-    """Gives `validation_loss`, in nats a token, and of a mixture that of each source; all processes
-    call it together. None where the data has no validation split."""
+    """Gives `validation_loss`, in nats a token, and of a mixture that of each source. None where
+    the data has no validation split."""
     save: Callable[[TrainState], None]
-    """Writes a checkpoint; all processes call it together."""
+    """Writes a checkpoint."""
+    go_back: Callable[[TrainState, int], Iterator[Tensor] | None]
+    """Takes everything back to the newest checkpoint, the state too, but for a global batch that is
+    left out from now on; gives the micro-batches that follow. None, and nothing is changed, where
+    there is no checkpoint."""
+    documents: Callable[[int], dict[str, list[int]]]
+    """Numbers of the documents that a global batch has tokens of, by the name of their data; the
+    one hook that the main process calls alone."""
+    stop: StopSignals
+    """Whether a signal asks the run to stop. `validate` raises `StopAsked` if one comes meanwhile.
+    """
+    at: Callable[[str], None]
+    """Is told what is done from now on, which is progress."""
     fluctuation: Callable[[], dict[str, float]] | None = None
-    """Compares routing with that of the checkpoint before; all processes call it together, before a
-    checkpoint is written. None where `log.fluctuation` does not ask for it."""
+    """Compares routing with that of the checkpoint before, before a checkpoint is written. None
+    where `log.fluctuation` does not ask for it."""
 
 
-def train_loop(
-    engine: Engine,
-    micro_batches: Iterator[Tensor],
-    state: TrainState,
-    config: RunConfig,
-    *,
-    accumulation_steps: int,
-    flops_per_token: int,
-    world: comm.World,
-    hooks: Hooks,
-    metrics: Metrics | None,
-) -> None:
-    """Trains until `config.train.steps`; `state` is brought up to date after every step.
+class TrainLoop:
+    """Trains until `config.train.steps`, or until a signal stops it.
 
     Args:
         engine: model and optimizer.
         micro_batches: this process's, [micro_batch_size, T + 1] token ids, in order, on the
             engine's device.
-        state: progress so far.
+        state: progress so far; brought up to date after every step.
         config: the run's.
         accumulation_steps: micro-batches of this process in a step.
         flops_per_token: of forward and backward, for MFU.
         world: this process.
-        hooks: validation and saving.
+        hooks: validation, saving and the like.
         metrics: on the main process.
-
-    Raises:
-        RunError: too many steps in a row were not finite.
     """
-    peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
-    tokens_per_step = config.train.global_batch_size * config.model.sequence_length
-    engine.train()
-    saved_at = state.step
-    with _profiler(config, Path(config.run.folder), world) as tick:
-        while state.step < config.train.steps:
-            started = time.monotonic()
-            rate = learning_rate(
-                config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
+
+    def __init__(
+        self,
+        engine: Engine,
+        micro_batches: Iterator[Tensor],
+        state: TrainState,
+        config: RunConfig,
+        *,
+        accumulation_steps: int,
+        flops_per_token: int,
+        world: comm.World,
+        hooks: Hooks,
+        metrics: Metrics | None,
+    ) -> None:
+        self._engine, self._batches, self._state, self._config = (
+            engine, micro_batches, state, config
+        )  # fmt: skip
+        self._accumulation_steps, self._world = accumulation_steps, world
+        self._hooks, self._metrics = hooks, metrics
+        self._flops_per_token = flops_per_token
+        self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
+        self._folder = Path(config.run.folder)
+        self._guard = SpikeGuard(config.monitor, self._folder, hooks.documents, metrics)
+        self._saved_at = state.step
+
+    def run(self) -> int:
+        """Trains.
+
+        Returns:
+            0 at the end of the run; the signal that stopped it before, after everything was saved.
+
+        Raises:
+            RunError: too many steps in a row were not finite, or there were too many spikes.
+        """
+        state, hooks = self._state, self._hooks
+        self._engine.train()
+        if state.unfinished is not None:
+            unfinished, state.unfinished = state.unfinished, None
+            self._finish(unfinished, saves=False)
+        with profiler(self._config.log.profile, self._folder, self._world) as tick:
+            while state.step < self._config.train.steps:
+                signal = hooks.stop.agreed()
+                if signal or state.unfinished is not None:
+                    self._save()
+                    return signal
+                hooks.at(f"step {state.step + 1}")
+                record = self._step()
+                tick()
+                if record is not None:
+                    self._finish(record)
+        if state.unfinished is not None:  # the last validation was not finished
+            self._save()
+            return hooks.stop.agreed()
+        return 0
+
+    def _step(self) -> dict[str, Any] | None:
+        """One step; gives its record, or None if it led back to a checkpoint."""
+        state, config = self._state, self._config
+        started = time.monotonic()
+        rate = learning_rate(
+            config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
+        )
+        batch = batch_of_step(state.step, state.left_out)
+        limits = self._guard.limits(state)
+        outcome = train_step(
+            self._engine,
+            self._batches,
+            self._accumulation_steps,
+            rate,
+            losses=config.loss,
+            progress=(state.step + 1) / config.train.steps,
+            limits=limits if self._guard.holds else NO_LIMITS,
+        )
+        loss, result, routing = outcome
+        seconds = time.monotonic() - started
+        tokens = config.train.global_batch_size * config.model.sequence_length
+        spike = limits.exceeded(loss, result.grad_norm)
+        _advance(state, config, tokens, seconds, loss, result, spike=spike)
+        if (
+            spike
+            and config.monitor.spike_action == "rewind"
+            and self._went_back(batch, limits, outcome)
+        ):
+            return None
+        rate_of_tokens = tokens / seconds
+        flops = self._flops_per_token * rate_of_tokens
+        record: dict[str, Any] = {
+            "step": state.step,
+            "loss": loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "tokens_per_second": rate_of_tokens,
+            "step_seconds": seconds,
+            "tokens": state.tokens,
+            "mfu": flops / (self._peak * self._world.size) if self._peak else None,
+            "skipped": not result.applied,
+            "skipped_steps": state.skipped_steps,
+        } | routing_record(routing)
+        if spike:
+            record |= self._guard.stayed(state.step, batch, limits, loss, result.grad_norm)
+        return record | self._guard.rewound()
+
+    def _went_back(self, batch: int, limits: Limits, outcome: "StepOutcome") -> bool:
+        """Back to the newest checkpoint, if there is one."""
+        state = self._state
+        self._guard.check_rewinds(state)
+        step, count = state.step, state.spikes
+        following = self._hooks.go_back(state, batch)
+        if following is None:
+            return False
+        self._batches, state.spikes = following, count
+        norm = outcome.result.grad_norm
+        self._guard.went_back(step, batch, limits, outcome.loss, norm, state.step)
+        self._saved_at = state.step
+        return True
+
+    def _finish(self, record: dict[str, Any], *, saves: bool = True) -> None:
+        """What follows a step: validation, its record, and a checkpoint, each if it is due."""
+        state, config, hooks = self._state, self._config, self._hooks
+        end = _why_to_end(state, config)
+        done = state.step == config.train.steps
+        due = end is None and _due(state.step, config.evaluation.every, done)
+        if due and hooks.validate is not None:
+            hooks.at(f"validation after step {state.step}")
+            try:
+                record = record | hooks.validate()
+            except StopAsked:  # the next start does it, with the same weights
+                state.unfinished = record
+                return
+            finally:
+                self._engine.train()
+        saves = saves and end is None and _due(state.step, config.checkpoint.every, done)
+        if saves and hooks.fluctuation is not None:
+            record |= hooks.fluctuation()
+            self._engine.train()
+        record |= memory_statistics(self._world)
+        if self._metrics is not None:
+            self._metrics.write(record)
+        if end is not None:
+            raise RunError(
+                f"step {state.step}: {end}; the last checkpoint is of step {self._saved_at}"
             )
-            loss, result, routing = train_step(
-                engine,
-                micro_batches,
-                accumulation_steps,
-                rate,
-                losses=config.loss,
-                progress=(state.step + 1) / config.train.steps,
-            )
-            seconds = time.monotonic() - started
-            _advance(state, config, tokens_per_step, seconds, loss, result)
-            tick()
-            rate_of_tokens = tokens_per_step / seconds
-            flops = flops_per_token * rate_of_tokens
-            record: dict[str, Any] = {
-                "step": state.step,
-                "loss": loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": rate,
-                "tokens_per_second": rate_of_tokens,
-                "step_seconds": seconds,
-                "tokens": state.tokens,
-                "mfu": flops / (peak * world.size) if peak else None,
-                "skipped": not result.applied,
-                "skipped_steps": state.skipped_steps,
-            } | routing_record(routing)
-            too_many = state.skipped_in_a_row >= config.train.max_skipped_steps
-            done = state.step == config.train.steps
-            due = not too_many and _due(state.step, config.evaluation.every, done)
-            if due and hooks.validate is not None:
-                record |= hooks.validate()
-                engine.train()
-            saves = not too_many and _due(state.step, config.checkpoint.every, done)
-            if saves and hooks.fluctuation is not None:
-                record |= hooks.fluctuation()
-                engine.train()
-            record |= memory_statistics(world)
-            if metrics is not None:
-                metrics.write(record)
-            if too_many:
-                raise RunError(
-                    f"step {state.step}: {state.skipped_in_a_row} steps in a row had a loss or "
-                    f"gradient that is not finite (train.max_skipped_steps); the last checkpoint "
-                    f"is of step {saved_at}"
-                )
-            if saves:
-                hooks.save(state)
-                saved_at = state.step
+        if saves:
+            self._save()
+
+    def _save(self) -> None:
+        """Writes a checkpoint, unless there is one of this step with the same state."""
+        if self._saved_at == self._state.step and self._state.unfinished is None:
+            return
+        self._hooks.at(f"saving step {self._state.step}")
+        self._hooks.save(self._state)
+        self._saved_at = self._state.step
+
+
+def _why_to_end(state: TrainState, config: RunConfig) -> str | None:
+    """What too many steps in a row were left out for."""
+    if state.skipped_in_a_row >= config.train.max_skipped_steps:
+        return (
+            f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
+            f"(train.max_skipped_steps)"
+        )
+    if state.spikes_in_a_row > config.monitor.max_skips:
+        return (
+            f"{state.spikes_in_a_row} steps in a row had a loss or gradient far above the ones "
+            f"before and were skipped (monitor.max_skips: {config.monitor.max_skips})"
+        )
+    return None
 
 
 class StepOutcome(NamedTuple):
@@ -145,6 +259,7 @@ def train_step(
     *,
     losses: LossConfig = NO_OTHER_LOSS,
     progress: float = 0.0,
+    limits: Limits = NO_LIMITS,
 ) -> StepOutcome:
     """One optimizer step over the global batch.
 
@@ -156,13 +271,15 @@ def train_step(
         losses: what routed layers add.
         progress: share of the run's steps that are done after this one, for routers that change
             over a run.
+        limits: the same on all processes; with a loss or a norm above them nothing is changed.
 
     Returns:
         What came of it.
     """
     total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
-    result: StepResult | None = None
-    for _ in range(accumulation_steps):
+    for number in range(accumulation_steps):
+        if number:
+            engine.step(learning_rate)  # inside the window: counts it
         input_ids_BT, target_ids_BT = split_samples(next(micro_batches))
         logits_BTV, routing = engine(input_ids_BT)
         loss = engine.token_losses(logits_BTV, target_ids_BT).mean()
@@ -172,9 +289,10 @@ def train_step(
         if added is not None:
             loss = loss + added
         engine.backward(loss)
-        result = engine.step(learning_rate)
-    assert result is not None
     loss_mean, routing = routing_mean.over_ranks(total)
+    spiked = math.isfinite(limits.loss) and loss_mean.item() > limits.loss
+    result = engine.step(learning_rate, REFUSE if spiked else limits.grad_norm)
+    assert result is not None
     if result.applied:
         update_routers(engine.module, routing, progress)
     return StepOutcome(loss_mean.item(), result, routing)
@@ -187,57 +305,23 @@ def _advance(
     seconds: float,
     loss: float,
     result: StepResult,
+    *,
+    spike: bool,
 ) -> None:
     state.step += 1
     state.samples += config.train.global_batch_size
     state.tokens += tokens
     state.seconds += seconds
-    state.skipped_steps += not result.applied
-    state.skipped_in_a_row = 0 if result.applied else state.skipped_in_a_row + 1
+    not_finite = not result.applied and not spike
+    state.skipped_steps += not_finite
+    state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0
+    state.spikes += spike
+    state.spikes_in_a_row = state.spikes_in_a_row + 1 if spike and not result.applied else 0
+    if result.applied:
+        remember(config.monitor, state, loss, result.grad_norm)
     if state.first_loss is None:
         state.first_loss = loss
 
 
 def _due(step: int, every: int, done: bool) -> bool:
     return done or (every > 0 and step % every == 0)
-
-
-def _profiler(
-    config: RunConfig, folder: Path, world: comm.World
-) -> AbstractContextManager[Callable[[], None]]:
-    """A context that gives what to call after every step: a torch profiler's tick, or nothing."""
-    wanted = config.log.profile
-    if wanted.num_steps == 0:
-        return nullcontext(lambda: None)
-    return _Trace(wanted.first_step, wanted.num_steps, folder / "profile", world)
-
-
-class _Trace:
-    """Traces steps first .. first + num - 1 of this process, written as a Chrome trace."""
-
-    def __init__(self, first: int, num: int, folder: Path, world: comm.World) -> None:
-        self._folder, self._rank = folder, world.rank
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if world.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(
-                wait=max(first - 2, 0), warmup=min(first - 1, 1), active=num, repeat=1
-            ),
-            on_trace_ready=self._write,
-            profile_memory=True,
-        )
-
-    def __enter__(self) -> Callable[[], None]:
-        self._profiler.start()
-        return self._profiler.step
-
-    def __exit__(self, *error: object) -> None:
-        self._profiler.stop()
-
-    def _write(self, profiler: torch.profiler.profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json"))
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-        (self._folder / f"rank-{self._rank:05d}.txt").write_text(table, encoding="utf-8")

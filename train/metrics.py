@@ -113,16 +113,36 @@ class Metrics:
         self._config, self._total = config, total_steps
         self._startup = startup
         self._clock = Clock(done_steps, total_steps)
-        path = folder / "metrics.jsonl"
+        self._folder = folder
+        self._console = Console(sys.stderr)
+        self._open(done_steps)
+
+    def _open(self, done_steps: int) -> None:
+        path = self._folder / "metrics.jsonl"
         drop_records_after(path, done_steps)
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._console = Console(sys.stderr)
         self._writer = None
-        if config.tensorboard:
+        if self._config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # TensorBoard drops what an earlier process wrote at this step and after it.
-            self._writer = SummaryWriter(folder / "tensorboard", purge_step=done_steps + 1)
+            # TensorBoard drops what was written before at this step and after it.
+            self._writer = SummaryWriter(self._folder / "tensorboard", purge_step=done_steps + 1)
+
+    def go_back(self, done_steps: int) -> None:
+        """Drops the records of later steps, which will be done again.
+
+        Args:
+            done_steps: of the checkpoint that the run went back to.
+        """
+        self.close()
+        self._clock = Clock(done_steps, self._total)
+        self._open(done_steps)
+
+    def say(self, line: str) -> None:
+        """Prints a line that stays, between those of steps."""
+        self._console.end()
+        self._console.show(line)
+        self._console.end()
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds a step's record everywhere.

@@ -4,188 +4,40 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from data.dataset import TokenStream
-from data.mixture import TrainingData
 from data.sampler import micro_batches
 from data.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import (
-    Checkpoint,
-    Weights,
-    WeightsOnly,
-    complete_checkpoints,
-    open_weights,
-)
+from parallel.checkpoint import Checkpoint, WeightsOnly, complete_checkpoints
 from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
-from parallel.dims import Dims
 from parallel.fragments import Source
-from parallel.huggingface import HuggingFaceWeights
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
-from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
+from train.config import RunConfig
 from train.device import Prefetch, allow_tf32
-from train.environment import check_compiler, write_environment
-from train.errors import ConfigError
+from train.environment import write_environment
 from train.fluctuation import FluctuationLog
-from train.loop import Hooks, train_loop
+from train.loop import Hooks, TrainLoop
 from train.loss import token_losses
 from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
-from train.run_folder import LOCK_FILE, RunLock
+from train.plan import Plan, open_inputs, plan_of
+from train.rewind import Rewind, add_batches_left_out, restore_random_numbers, start_state
+from train.run_folder import RunLock
 from train.scoring import score_windows
 from train.startup import Startup
 from train.state import TrainState
-
-LAUNCH_FOLDER = "launch"
-"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run that was checked and can start."""
-
-    config: RunConfig
-    """Resolved: nothing is left to the data."""
-    dims: Dims
-    data: TrainingData
-    resume: Checkpoint | None
-    """What the run goes on from."""
-    init: Weights | None
-    """What a new run takes its weights from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What a run is asked to do, and with which data: both checked, and nothing built."""
-
-    config: RunConfig
-    """Resolved."""
-    dims: Dims
-    data: TrainingData
-
-
-def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
-    """Reads the configuration and opens the data, which takes no library that is slow to import.
-
-    Args:
-        path: the configuration.
-        overrides: `key=value`.
-        world_size: processes.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: one line says what is wrong.
-    """
-    config = load_config(path, overrides)
-    dims = validate(config, world_size)
-    check_compiler(config)
-    data = TrainingData.open(config.data)
-    if config.log.fluctuation and not data.validation():
-        raise ConfigError(
-            f"log.fluctuation: true is not allowed with {data_named(config.data)}, which has no "
-            f"validation split to compare routing on"
-        )
-    config = resolve(config, data.tokenizer.vocab_size)
-    data.samples(config.model.sequence_length, config.seed)
-    return Inputs(config=config, dims=dims, data=data)
-
-
-def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Everything that can be checked before a process group exists or memory is taken.
-
-    Args:
-        path: the configuration.
-        overrides: `key=value`.
-        world_size: processes.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: one line says what is wrong.
-    """
-    return _plan(open_inputs(path, overrides, world_size))
-
-
-def _plan(inputs: Inputs) -> Plan:
-    config, data = inputs.config, inputs.data
-    model = build_model(config.model)
-    resume = find_resume(config, data)
-    init = None
-    if resume is not None:
-        resume.check_model(model)
-    elif config.checkpoint.init_from is not None:
-        init = _open_init(config, data)
-    return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
-
-
-def _open_init(config: RunConfig, data: TrainingData) -> Weights:
-    """What a new run takes its weights from, if it is of this model and knows these token ids."""
-    weights = open_weights(Path(config.checkpoint.init_from or ""))
-    if isinstance(weights, HuggingFaceWeights):
-        weights.check_config(config.model)
-    else:
-        weights.check_model(build_model(config.model))
-    if isinstance(weights, Checkpoint):
-        fingerprint = weights.state["tokenizer_fingerprint"]
-    else:
-        tokenizer = tokenizer_of(weights)
-        fingerprint = tokenizer.fingerprint if tokenizer else None
-    check_tokenizer(
-        data_named(config.data),
-        data.parts[0].data,
-        fingerprint,
-        "checkpoint.init_from",
-        lambda: tokenizer_of(weights),
-    )
-    return weights
-
-
-def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
-    """The newest complete checkpoint of the run's folder, if the folder is this run's.
-
-    Raises:
-        ConfigError: the folder holds another run, or something that is no run.
-    """
-    folder = Path(config.run.folder)
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {
-        LOCK_FILE,
-        LAUNCH_FOLDER,
-    }:
-        return None
-    saved = folder / "config.yaml"
-    if not saved.exists():
-        raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
-    found = complete_checkpoints(folder / "checkpoints")
-    if not found:
-        refuse_changes(load_config(saved), config, folder)
-        return None
-    checkpoint = Checkpoint(found[-1])
-    refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
-    if checkpoint.state["data_fingerprint"] != data.fingerprint:
-        weights = " or mixes it by other weights" if config.data.mixture else ""
-        raise ConfigError(
-            f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "
-            "far"
-        )
-    if checkpoint.training_step > config.train.steps:
-        raise ConfigError(
-            f"train.steps: {config.train.steps} is less than the {checkpoint.training_step} steps "
-            f"that {folder} has done; at least as many are allowed"
-        )
-    return checkpoint
+from train.stopping import StopSignals
+from train.watchdog import Watchdog
 
 
 def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
@@ -200,42 +52,51 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     """
     startup = Startup()
     startup.lap("imports")  # since the process began
+    with StopSignals(comm.environment_world_size()) as stop:
+        return _run(path, overrides, startup, stop)
+
+
+def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSignals) -> TrainState:
     inputs = open_inputs(path, overrides, comm.environment_world_size())
+    stop.limit(inputs.config.monitor.grace_seconds, lambda: _what_is_kept(inputs.config))
     startup.lap("data")
     import_libraries()
     startup.lap("imports")
-    plan = _plan(inputs)
+    plan = plan_of(inputs)
     _say_what_is_not_used(plan)
     config, dims = plan.config, plan.dims
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     allow_tf32(config.train.tf32, world.device)
-    lock = RunLock(Path(config.run.folder), world)
-    state = _start_state(plan)
+    folder = Path(config.run.folder)
+    lock = RunLock(folder, world)
+    state = start_state(plan, plan.resume)
+    add_batches_left_out(state, folder, world)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
-    checkpoints = Path(config.run.folder) / "checkpoints"
     with explain_out_of_memory(
-        lambda: "building the engine", world, to_build(config, dims), checkpoints
+        lambda: "building the engine", world, to_build(config, dims), folder / "checkpoints"
     ):
         engine = _build_engine(plan, world)
-    _restore_random_numbers(plan, world, state)
+    restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
-    hooks = _hooks(engine, plan, world)
+    watchdog = Watchdog(folder, world, config.monitor.stall_minutes)
+    hooks = _hooks(engine, plan, world, stop, watchdog)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
         hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
     startup.lap("run_folder")
     explained = explain_out_of_memory(
-        lambda: f"in step {state.step + 1}", world, to_train(config, dims), checkpoints
+        lambda: f"in step {state.step + 1}", world, to_train(config, dims), folder / "checkpoints"
     )
+    stop.wait_for_steps()
     try:
-        batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-        startup.lap("data")
-        with explained:
-            train_loop(
+        with watchdog, explained:
+            batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
+            startup.lap("data")
+            loop = TrainLoop(
                 engine,
-                Prefetch(batches, world.device),
+                Prefetch(watchdog.over(batches), world.device),
                 state,
                 config,
                 accumulation_steps=dims.accumulation_steps(
@@ -246,8 +107,10 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
                 hooks=hooks,
                 metrics=metrics,
             )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_what_is_kept(config)) from None
+            signal = loop.run()
+            if signal:
+                comm.barrier()  # everybody has saved
+                stop.stop(signal)
     finally:
         if metrics is not None:
             metrics.close()
@@ -288,18 +151,8 @@ def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Tenso
         data_parallel_size=plan.dims.data_parallel_size,
         num_workers=config.data.num_workers,
         pin_memory=world.device.type == "cuda",
+        left_out=state.left_out,
     )
-
-
-def _start_state(plan: Plan) -> TrainState:
-    state = TrainState.from_json(plan.resume.state) if plan.resume else TrainState()
-    tokenizer = plan.data.tokenizer
-    state.data_fingerprint = plan.data.fingerprint
-    state.tokenizer_fingerprint = tokenizer.fingerprint
-    state.end_of_text = tokenizer.end_of_text
-    state.vocab_size = tokenizer.vocab_size
-    state.world_size = plan.dims.world_size
-    return state
 
 
 def _build_engine(plan: Plan, world: comm.World) -> Engine:
@@ -329,13 +182,6 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
     )
 
 
-def _restore_random_numbers(plan: Plan, world: comm.World, state: TrainState) -> None:
-    """Dropout goes on where it was, or starts from (seed, step, rank) where nothing was saved."""
-    comm.seed_random(plan.config.seed, state.step, world)
-    if plan.resume is not None:
-        plan.resume.restore_random_states(world.device)
-
-
 def _open_run_folder(
     config: RunConfig, state: TrainState, world: comm.World, startup: Startup
 ) -> Metrics | None:
@@ -346,10 +192,13 @@ def _open_run_folder(
     remove_partial(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
-    return Metrics(folder, config.log, state.step, config.train.steps, startup)
+    done = state.step - (state.unfinished is not None)  # that step's record is written anew
+    return Metrics(folder, config.log, done, config.train.steps, startup)
 
 
-def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
+def _hooks(
+    engine: Engine, plan: Plan, world: comm.World, stop: StopSignals, watchdog: Watchdog
+) -> Hooks:
     config = plan.config
     checkpoints = Path(config.run.folder) / "checkpoints"
     parts = plan.data.validation()
@@ -359,6 +208,10 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
     content = plan.data.tokenizer_path.read_bytes() if world.is_main else None
     tokenizer = TokenizerCopy(file, content) if content is not None else None
 
+    def go_on(share: float) -> None:
+        watchdog.at(f"validation, {share:.0%} done")
+        stop.check()
+
     def validate_now() -> dict[str, float]:
         engine.train(False)
         batch_size = config.evaluation.batch_size or config.train.micro_batch_size
@@ -367,7 +220,12 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
         ):
             losses = {
                 name: score_windows(
-                    engine, split, batch_size=batch_size, world=world, losses=engine.token_losses
+                    engine,
+                    split,
+                    batch_size=batch_size,
+                    world=world,
+                    losses=engine.token_losses,
+                    report=go_on,
                 ).loss
                 for name, split in windows.items()
             }
@@ -389,7 +247,20 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
                 tokenizer=tokenizer,
             )
 
+    samples = plan.data.samples(config.model.sequence_length, config.seed)
+
+    def documents(batch: int) -> dict[str, list[int]]:
+        size = config.train.global_batch_size
+        return plan.data.documents(samples, range(batch * size, (batch + 1) * size))
+
+    def following(state: TrainState) -> Iterator[Tensor]:
+        return Prefetch(watchdog.over(_batches(plan, world, state)), world.device)
+
     return Hooks(
+        go_back=Rewind(engine, plan, world, following),
+        documents=documents,
+        stop=stop,
+        at=watchdog.at,
         validate=validate_now if parts else None,
         save=save_now,
         fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,

@@ -11,7 +11,7 @@ PACKAGES = ("torch", "deepspeed", "megatron-core", "tokenizers", "numpy", "pydan
 
 @dataclass
 class TrainState:
-    """Progress of a run. The data position follows from `step` and the batch size."""
+    """Progress of a run. The data position follows from `step`, the batch size and `left_out`."""
 
     step: int = 0
     """Optimizer steps done, skipped ones among them: each has consumed its global batch."""
@@ -22,6 +22,17 @@ class TrainState:
     skipped_steps: int = 0
     """Steps left out because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the last steps that were applied: what a spike is measured by."""
+    recent_grad_norms: list[float] = field(default_factory=list)
+    spikes: int = 0
+    """Steps whose loss or gradient stood out, whatever was done about it."""
+    spikes_in_a_row: int = 0
+    """Steps skipped for that without one in between that was applied."""
+    left_out: list[int] = field(default_factory=list)
+    """Global batches that the run went back to a checkpoint without; see `data.batches`."""
+    unfinished: dict[str, Any] | None = None
+    """The record of the last step, where a signal came while it was validated; otherwise None."""
     first_loss: float | None = None
     """Training loss of the run's first step, in nats."""
     seconds: float = 0.0

@@ -33,7 +33,7 @@ from parallel.checkpoint import complete_checkpoints
 from train.config import validate
 from train.describe import describe
 from train.errors import ConfigError, RunError
-from train.pretrain import plan_run
+from train.plan import plan_run
 from train.resolve import resolve
 from train.study import Run, Study, load_study
 

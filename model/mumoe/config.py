@@ -12,7 +12,7 @@ from model.mumoe.tr import TensorRing, TensorTrain
 from model.mumoe.tucker import Tucker
 
 KEY = "model.feed_forward"
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 # A new factorization is a file, a line here and a name in `FactorizationName`.
 FACTORIZATIONS: dict[str, type[Factorized]] = {

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from model.config import Config
 from model.dense import DenseFeedForwardConfig
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 ScoreName = Literal["linear", "cosine", "random"]
 GraphName = Literal["none", "similarity", "attention"]

@@ -29,9 +29,17 @@ STAND_INS = {
         if [ "$1" = show ]; then printf 'node-1\\nnode-2\\n'; else echo "$@" >> "$LOG"; fi""",
     "srun": """
         while [ "${1#--}" != "$1" ]; do echo "$1" >> "$LOG"; shift; done
-        for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=node-$((node + 1)) "$@"; done""",
+        trap 'echo passed on >> "$LOG"; kill -USR1 "$task"' USR1
+        for node in 0 1; do
+          SLURM_NODEID=$node SLURMD_NODENAME=node-$((node + 1)) "$@" & task=$!
+          wait "$task"; status=$?
+          while kill -0 "$task" 2> /dev/null; do wait "$task"; status=$?; done
+          [ "$status" = 0 ] || exit "$status"
+        done""",
     "python": """
-        printf '%s\\0' "$@"; test -z "$WAIT" || { touch "$WAIT"; sleep 1; exit 7; }""",
+        printf '%s\\0' "$@"; test -n "$WAIT" || exit 0
+        trap 'sleep 0.2; echo saved >> "$LOG"; exit 138' USR1
+        touch "$WAIT"; sleep 20 & wait $!; exit 7""",
 }
 
 
@@ -185,23 +193,24 @@ def test_any_override_comes_through_the_script_unchanged(
     assert words[len(words) - len(overrides) :] == overrides
 
 
-def test_near_the_limit_the_job_requeues_itself_and_waits_for_its_processes(
+def test_near_the_limit_the_processes_stop_and_then_the_job_requeues_itself(
     stand_ins: Path, tmp_path: Path
 ) -> None:
     log, begun = tmp_path / "log", tmp_path / "begun"
     job = subprocess.Popen(
         ["bash", "-c", text_of()],
         env=environment(stand_ins, LOG=str(log), WAIT=str(begun)),
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True},
     )
     until = time.monotonic() + 30
     while not begun.exists() and time.monotonic() < until:
         time.sleep(0.01)
     job.send_signal(signal.SIGUSR1)
-    _, said = job.communicate(timeout=30)
-    assert "requeue 40007" in log.read_text().splitlines()
-    assert "requeueing job 40007" in said
-    assert job.returncode == 7  # of the agents, not 128 + USR1
+    assert job.wait(30) == 138  # of the agents
+    assert job.stderr is not None
+    assert "requeueing job 40007" in job.stderr.readline()
+    steps = [line for line in log.read_text().splitlines() if not line.startswith("--")]
+    assert steps == ["passed on", "saved", "requeue 40007"]
 
 
 def test_without_sbatch_it_is_one_line(

@@ -1,0 +1,101 @@
+"""Between the gradient and the weights: the last look at a step, and whether it is refused.
+
+What happens to a refused step is what happens to one that is not finite: nothing changes.
+"""
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel import comm
+
+
+def above(norm: float, limit: float) -> bool:
+    """Whether a norm is above a limit on any process; the answer is the same on all.
+
+    The norm is the same on all as well, unless a process computes something else: without this
+    question one would skip a step that the others take.
+
+    Args:
+        norm: of the gradient.
+        limit: the same on all processes; infinite: nothing is exchanged.
+    """
+    return math.isfinite(limit) and comm.any_rank(not norm <= limit)
+
+
+class StageZeroHook:
+    """Before the optimizer's step at stage 0: the norm, the finite check, the clip.
+
+    Args:
+        clip_grad_norm: the largest norm, 0 for no clipping.
+        copies: for each parameter, in the optimizer's order, how many processes hold the same part.
+        world: this process.
+    """
+
+    def __init__(self, clip_grad_norm: float, copies: list[int], world: comm.World) -> None:
+        self.clip_grad_norm = clip_grad_norm
+        self.refuse_above = math.inf
+        self.grad_norm: float | None = None
+        self._copies, self._is_cut = copies, any(n != world.size for n in copies)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called by the optimizer."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = self._norm(parameters) if self._is_cut else nn.utils.get_total_norm(gradients)
+        self.grad_norm = norm.item()
+        refused = above(self.grad_norm, self.refuse_above)  # on all processes
+        refused = refused or not math.isfinite(self.grad_norm)
+        optimizer.overflow = refused  # type: ignore[attr-defined]  # tells the engine
+        if refused:
+            for parameter in parameters:
+                parameter.grad = None  # an optimizer without gradients changes nothing
+        elif 0.0 < self.clip_grad_norm < self.grad_norm:
+            # The formula of DeepSpeed's other stages.
+            torch._foreach_mul_(gradients, self.clip_grad_norm / (self.grad_norm + 1e-6))
+
+    def _norm(self, parameters: list[Any]) -> torch.Tensor:
+        """Over all processes, where they hold different parts: what several hold counts once."""
+        # In bf16 these are DeepSpeed's fp32 masters: of the model's parameters the order alone is
+        # left, and by it the number of copies.
+        pairs = [(p.grad, n) for p, n in zip(parameters, self._copies, strict=True)]
+        shares = [g.float().square().sum() / n for g, n in pairs if g is not None]
+        return comm.sum_over_ranks(torch.stack(shares).sum()).sqrt()
+
+
+class ZeroHook:
+    """In DeepSpeed's step at stages 1 to 3, which has no place for a hook.
+
+    Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
+    and skips the step if that says so. While a step is taken the question comes here.
+
+    Args:
+        optimizer: DeepSpeed's, around ours.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.refuse_above = math.inf
+        self.grad_norm: float | None = None
+        """Of a step that was refused for its norm; DeepSpeed knows that of any other."""
+        module: Any = sys.modules[type(optimizer).__module__]
+        is_invalid, step = module.is_invalid_grad_norm, optimizer.step
+
+        def judge(norm: Any) -> bool:
+            module.is_invalid_grad_norm = is_invalid  # what is asked later is something else
+            invalid = is_invalid(norm)
+            if above(math.nan if invalid else float(norm), self.refuse_above):
+                self.grad_norm = None if invalid else float(norm)
+                return True
+            return invalid
+
+        def watched_step(*args: Any, **kwargs: Any) -> Any:
+            module.is_invalid_grad_norm = judge
+            try:
+                return step(*args, **kwargs)
+            finally:
+                module.is_invalid_grad_norm = is_invalid
+
+        optimizer.step = watched_step

@@ -1,0 +1,40 @@
+"""Runs that note which samples their steps are really trained on."""
+
+import hashlib
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from parallel import comm
+from train import loop
+from train.pretrain import main
+
+
+def digest(row_T: torch.Tensor) -> str:
+    """A sample by its token ids."""
+    return hashlib.sha256(row_T.numpy().tobytes()).hexdigest()[:16]
+
+
+def run_and_note(config: Path, notes: Path, *overrides: str) -> int:
+    """`polyad train`; each data-parallel rank writes its micro-batches, in order, as digests."""
+    split = loop.split_samples
+    taken: list[list[str]] = []
+
+    def noting(batch_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.append([digest(row) for row in batch_BT])
+        return split(batch_BT)
+
+    with mock.patch.object(loop, "split_samples", noting):
+        steps = main(config, overrides).step
+    notes.mkdir(exist_ok=True)
+    (notes / f"{comm.rank():03d}").write_text(json.dumps(taken))
+    return steps
+
+
+def global_batches(notes: Path, global_batch_size: int) -> list[list[str]]:
+    """The samples of each step: micro-batch j of a step is that of rank j % D."""
+    ranks = [json.loads(path.read_text()) for path in sorted(notes.iterdir())]
+    flat = [sample for turn in zip(*ranks, strict=True) for micro in turn for sample in micro]
+    return [flat[i : i + global_batch_size] for i in range(0, len(flat), global_batch_size)]

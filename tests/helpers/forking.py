@@ -1,0 +1,193 @@
+"""Real runs in processes that begin in milliseconds: forked from one that has imported everything.
+
+A run can be killed outright, stopped or signalled, as one that a launcher started, and what is left
+of it is on the disk alone. Its processes are no children of the test's: a server's, which reaps
+them.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class ForkedRun:
+    """A run's processes, in the order of their ranks."""
+
+    server: "ForkServer"
+    pids: list[int]
+    logs: list[Path]
+    statuses: dict[int, int] = field(default_factory=dict)
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Sends a signal to some ranks, or to all."""
+        for rank in ranks or range(len(self.pids)):
+            if self.pids[rank] not in self.statuses:
+                os.kill(self.pids[rank], number)
+
+    def running(self) -> bool:
+        """Whether any process still runs."""
+        self.statuses |= self.server.ask("reap", self.pids)
+        return len(self.statuses) < len(self.pids)
+
+    def wait(self, timeout: float = 60.0) -> list[int]:
+        """Exit statuses by rank, of a shell; kills what has not ended by then, and fails."""
+        until = time.monotonic() + timeout
+        while self.running():
+            if time.monotonic() > until:
+                self.kill()
+                raise AssertionError(f"still running after {timeout} s: {self.text()}")
+            time.sleep(0.005)
+        return [self.statuses[pid] for pid in self.pids]
+
+    def kill(self) -> None:
+        """SIGKILL to all, and waits."""
+        while self.running():
+            self.signal(signal.SIGKILL)
+            time.sleep(0.002)
+
+    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        """Waits for something to come true while the run goes on."""
+        end = time.monotonic() + timeout
+        while not condition():
+            if not self.running() or time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"the run ended, or took too long: {self.text()}")
+            time.sleep(0.002)
+
+    def text(self) -> str:
+        """What all ranks printed."""
+        return "".join(log.read_text() for log in self.logs if log.exists())
+
+
+class ForkServer:
+    """Starts runs; one server serves many, one after the other or at once."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def start(
+        self,
+        folder: Path,
+        arguments: list[str],
+        *,
+        processes: int = 2,
+        before: Callable[[int], None] | None = None,
+        **environment: str,
+    ) -> ForkedRun:
+        """Starts `polyad ARGUMENTS` in several processes, as torchrun would.
+
+        Args:
+            folder: for what they print.
+            arguments: the command line.
+            processes: ranks.
+            before: is called with the rank in each process; of a module of `tests.helpers`.
+            environment: more variables.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(folder.glob("log-*")))
+        logs = [folder / f"log-{number + rank:04d}" for rank in range(processes)]
+        for log in logs:
+            log.touch()
+        pids = self.ask("start", arguments, [str(log) for log in logs], environment, before)
+        return ForkedRun(self, pids, logs)
+
+    def ask(self, *request: Any) -> Any:
+        """A request to the server, and its answer."""
+        if self._pipe is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs,))
+            self._process.start()
+            theirs.close()
+        self._pipe.send(request)
+        return self._pipe.recv()
+
+    def stop(self) -> None:
+        """Ends the server."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    import torch
+
+    torch.set_num_threads(1)
+    import launch.cli  # noqa: F401
+    import train.pretrain  # noqa: F401
+    from launch.machine import prepare_environment
+    from parallel.imports import import_libraries
+
+    prepare_environment()
+    import_libraries()
+    while True:
+        try:
+            what, *arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        pipe.send(_start(*arguments) if what == "start" else _reap(*arguments))
+
+
+def _start(
+    arguments: list[str],
+    logs: list[str],
+    environment: dict[str, str],
+    before: Callable[[int], None] | None,
+) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank, log in enumerate(logs):
+        pid = os.fork()
+        if pid == 0:
+            if len(logs) > 1:
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(logs)),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                }  # fmt: skip
+            os.environ |= environment
+            _run(arguments, log, lambda rank=rank: before(rank) if before else None)
+        pids.append(pid)
+    return pids
+
+
+def _run(arguments: list[str], log: str, before: Callable[[], None]) -> None:
+    status = 70
+    try:
+        os.setsid()
+        sink = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        from launch.cli import run
+
+        before()
+        status = run(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _reap(pids: list[int]) -> dict[int, int]:
+    ended = {}
+    for pid in pids:
+        try:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            continue
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            ended[pid] = code if code >= 0 else 128 - code
+    return ended

@@ -1,0 +1,72 @@
+"""Runs with a bad batch: its loss or its gradient is many times that of others, wherever read."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from data.batches import batches_from
+from train.loss import token_losses
+from train.plan import plan_run
+from train.pretrain import main
+
+
+def run_with_bad_batches(
+    config: Path, what: str, bad: tuple[int, ...], *overrides: str
+) -> tuple[int, list[int]]:
+    """`polyad train` where some global batches are bad; gives steps done and batches left out.
+
+    Args:
+        config: of the run.
+        what: `loss`: 6 times as high, its gradient too; `gradient`: 400 times, at the same loss.
+        bad: the batches.
+        overrides: `key=value`.
+    """
+    with mock.patch("train.pretrain.token_losses", spoiling(config, what, bad)):
+        state = main(config, overrides)
+    return state.step, state.left_out
+
+
+def error_with_bad_batches(*args: object) -> tuple[str, str, int]:
+    """As `run_with_bad_batches`; the error that it ends with: class, text, exit status."""
+    try:
+        run_with_bad_batches(*args)  # type: ignore[arg-type]
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "exit_status", -1)
+    return "none", "", 0
+
+
+def run_without(config: Path, left_out: tuple[int, ...], *overrides: str) -> int:
+    """The reference: the same run, told of the batches from its beginning."""
+
+    def others(start: int, _: object = ()) -> itertools.chain[int]:
+        taken = (b for b in itertools.count() if b not in left_out)
+        return itertools.islice(taken, start, None)  # type: ignore[return-value]
+
+    assert list(itertools.islice(others(1), 3)) == list(
+        itertools.islice(batches_from(1, left_out), 3)
+    )
+    with mock.patch("data.sampler.batches_from", others):
+        return main(config, overrides).step
+
+
+def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:
+    """Losses of every token as ever, but for the samples of bad batches, known by their targets."""
+    plan = plan_run(config, ["run.folder=" + str(config.parent / "no-such-run")], 1)
+    size, length = plan.config.train.global_batch_size, plan.config.model.sequence_length
+    samples = plan.data.samples(length, plan.config.seed)
+    rows = torch.stack([samples[b * size + i][1:] for b in bad for i in range(size)])
+
+    def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        plain = token_losses(logits, targets)
+        if targets.shape[1] != rows.shape[1] or not torch.is_grad_enabled():
+            return plain
+        hit = (targets[:, None] == rows[None]).all(-1).any(-1)[:, None]
+        factor = torch.where(hit, 6.0 if what == "loss" else 400.0, 1.0)
+        if what == "loss":
+            return plain * factor
+        return plain + (factor - 1) * (plain - plain.detach())
+
+    return losses

@@ -1,0 +1,113 @@
+"""Signals and failures under torchrun's agent, with real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.command import torchrun
+from launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
+from parallel.checkpoint import complete_checkpoints
+
+pytestmark = pytest.mark.distributed
+
+
+def test_word_of_a_stop_is_left_for_our_agent_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STOP_FILE, raising=False)
+    assert not tell_launcher(15)
+    monkeypatch.setenv(STOP_FILE, str(tmp_path / "stop"))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not tell_launcher(15)  # of an agent further up, whose worker this is not
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert _stopped() == 0
+    assert tell_launcher(signal.SIGUSR1)
+    assert _stopped() == 138
+    forget_stop()  # the next start of the workers
+    assert _stopped() == 0
+
+
+def start(config: Path, *overrides: str, restarts: int = 3) -> "subprocess.Popen[str]":
+    words = ["evaluation.every=0", "log.tensorboard=false", *overrides]
+    command = torchrun(config, words, processes_per_node=2, max_restarts=restarts)
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    return subprocess.Popen(
+        command,
+        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True},
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(condition: Callable[[], object], agent: "subprocess.Popen[str]") -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert agent.poll() is None, agent.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def steps(run: Path) -> list[int]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.open()] if path.exists() else []
+
+
+def workers_of(agent: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return psutil.Process(agent.pid).children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [("SIGTERM", "agent"), ("SIGUSR1", "agent"), ("SIGUSR1", "worker"), ("SIGINT", "worker")],
+)
+def test_a_stop_is_not_taken_for_a_failure(config: Path, number: str, whom: str) -> None:
+    asked = signal.Signals[number]
+    run = config.parent / "run"
+    agent = start(config, "train.steps=100000", "checkpoint.every=0")
+    wait_for(lambda: len(steps(run)) >= 2, agent)
+    target = psutil.Process(agent.pid) if whom == "agent" else workers_of(agent)[1]
+    target.send_signal(asked)
+    _, said = agent.communicate(timeout=60)
+    assert agent.returncode == 128 + asked
+    (newest,) = complete_checkpoints(run / "checkpoints")
+    assert newest.name == f"step-{steps(run)[-1]:08d}"
+    errors = [line for line in said.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert str(newest) in errors[0]
+    assert said.count("first step done") == 1  # it was not started again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["killed", "frozen"])
+def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind: str) -> None:
+    """A frozen one is found by the watchdog; torchrun kills it after its 30 seconds."""
+    run = config.parent / "run"
+    words = ["train.steps=40", "checkpoint.every=5", "monitor.stall_minutes=0.05"]
+    agent = start(config, *words)
+    wait_for(lambda: complete_checkpoints(run / "checkpoints"), agent)
+    workers_of(agent)[1].send_signal(signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+    _, said = agent.communicate(timeout=180)
+    assert agent.returncode == 0, said
+    assert steps(run) == list(range(1, 41))
+    assert said.count("first step done") == 2
+    assert ("rank 1 (" in said and "stalled for 3 s" in said) == (kind == "frozen")
+
+
+@pytest.mark.slow
+def test_workers_whose_agent_is_killed_end_at_once(config: Path) -> None:
+    """Whoever starts the run again is not to find the old ones writing."""
+    run = config.parent / "run"
+    agent = start(config, "train.steps=100000", "checkpoint.every=0")
+    wait_for(lambda: len(steps(run)) >= 2, agent)
+    workers = workers_of(agent)
+    agent.kill()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    assert not complete_checkpoints(run / "checkpoints")

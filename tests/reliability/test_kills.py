@@ -1,0 +1,119 @@
+"""SIGKILL at any moment: the run always goes on, and ends as one that nothing happened to, bitwise.
+
+One run of two processes is killed again and again, at moments that a seed chooses, two thirds of
+them while a checkpoint is written. Every start is a run of its own, forked from a process that has
+imported everything: the 20 kills take as many starts.
+"""
+
+import contextlib
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.checkpoint import complete_checkpoints
+from tests.helpers.forking import ForkedRun
+from tests.helpers.runs import records, write_config
+from tests.helpers.training import tensors
+
+pytestmark = pytest.mark.distributed
+
+EVERY = 2
+SAVE_SECONDS = 0.02
+"""About what a save takes here."""
+KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+
+
+def saving(run: Path, since: float = 0.0) -> bool:
+    """Whether a checkpoint is being written that was begun after a moment."""
+    for path in (run / "checkpoints").glob(".*partial*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ctime > since:
+                return True
+    return False
+
+
+def kill_at_a_moment(process: ForkedRun, run: Path, chance: random.Random) -> str:
+    """Kills one process or all, and whatever is left of them after it; says when."""
+    begun = time.time()
+    when = chance.choice(["saving", "saving", "any"])
+    ranks = chance.choice([(0,), (1,), (0, 1)])
+    if when == "saving":
+        for _ in range(chance.choice([0, 1, 2])):  # let so many saves of this start pass
+            wait_for(lambda: saving(run, begun), process)
+            wait_for(lambda: not saving(run, begun), process)
+        wait_for(lambda: saving(run, begun), process)
+        time.sleep(chance.random() * SAVE_SECONDS)
+    else:
+        time.sleep(chance.random() * 1.5)  # start-up, steps, validation
+    process.signal(signal.SIGKILL, *ranks)
+    if len(ranks) == 1:
+        # Its peer hears of it through the closed connection; a launcher would kill it then.
+        time.sleep(0.02)
+    process.kill()
+    return f"{when} {ranks}"
+
+
+@pytest.mark.parametrize(
+    ("kills", "stage", "seed"),
+    [
+        (20, 1, 0),
+        *[pytest.param(50, stage, 100 + stage, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)],
+    ],
+)
+def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage, seed):
+    # Long enough that no start comes to the end: each gets on by a few checkpoints at most.
+    steps = 4 * kills
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, train__steps=steps, checkpoint__every=EVERY,
+        evaluation__every=8, evaluation__max_windows=2, model__dropout=0.1,
+        parallel__zero_stage=stage, log__tensorboard=False, log__every=1000,
+        monitor__spike_warmup=8, monitor__spike_window=16,
+    )  # fmt: skip
+    run, chance, done, log = tmp_path / "run", random.Random(seed), 0, []
+    while done < kills:
+        process = forks.start(tmp_path, ["train", str(config)])
+        moment = kill_at_a_moment(process, run, chance)
+        if set(process.statuses.values()) == {0}:  # it came to its end: begin another one
+            assert complete_checkpoints(run / "checkpoints")[-1].name == f"step-{steps:08d}"
+            check_whole(run, steps)
+            run.rename(tmp_path / f"done-{done}")
+            continue
+        done += 1
+        newest = complete_checkpoints(run / "checkpoints")
+        log.append((moment, newest[-1].name if newest else None))
+        assert "Traceback" not in process.logs[0].read_text() or 137 in process.statuses.values()
+    (tmp_path / "kills.json").write_text(json.dumps(log))
+    assert forks.start(tmp_path, ["train", str(config)]).wait(120) == [0, 0]
+    check_whole(run, steps)
+    whole = f"run.folder={tmp_path / 'whole'}"
+    assert forks.start(tmp_path, ["train", str(config), whole]).wait(120) == [0, 0]
+    ours, theirs = records(run), records(tmp_path / "whole")
+    assert [[r.get(k) for k in KEYS] for r in ours] == [[r.get(k) for k in KEYS] for r in theirs]
+    last = f"checkpoints/step-{steps:08d}"
+    one, other = tensors(run / last), tensors(tmp_path / "whole" / last)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in other)
+    states = [
+        json.loads((at / last / "state.json").read_text()) for at in (run, tmp_path / "whole")
+    ]
+    for key in ("samples", "tokens", "recent_losses", "recent_grad_norms", "left_out"):
+        assert states[0][key] == states[1][key]
+    # The moments were what they were meant to be: most kills hit a save or its neighbourhood.
+    assert sum(moment.startswith("saving") for moment, _ in log) > kills / 2
+
+
+def wait_for(condition: Callable[[], bool], process: ForkedRun, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while process.running() and not condition() and time.monotonic() < until:
+        time.sleep(0.0005)
+
+
+def check_whole(run: Path, steps: int) -> None:
+    assert [record["step"] for record in records(run)] == list(range(1, steps + 1))
+    assert not saving(run)

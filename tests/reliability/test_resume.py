@@ -1,0 +1,148 @@
+"""Going on exactly: bitwise on the same layout, and with the same global batches on any other.
+
+The data has 7 and a bit global batches an epoch, so that runs cross the end of several.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import PreparedData
+from data.prepare import prepare
+from tests.helpers.consumed import digest, global_batches, run_and_note
+from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
+from tests.helpers.training import tensors
+
+pytestmark = pytest.mark.distributed
+
+T, B, SEED, STEPS = 32, 8, 3, 14
+KEYS = ("step", "loss", "grad_norm", "validation_loss", "tokens", "samples")
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory, texts):
+    """Some 50 samples."""
+    folder = tmp_path_factory.mktemp("small")
+    lines = texts.read_text().splitlines()
+    short = [json.dumps({"text": json.loads(line)["text"][:70]}) for line in lines]
+    (folder / "texts.jsonl").write_text("\n".join(short))
+    prepare(
+        str(folder / "texts.jsonl"), "train:300", folder / "data", validation_fraction=0.1,
+        report=lambda line: None,
+    )  # fmt: skip
+    return folder / "data"
+
+
+def naive_samples(data, epochs):
+    """Digests of all samples in their order, by laying documents end to end and cutting."""
+    stream = PreparedData.open(data).split("train")
+    bounds = np.concatenate([[0], np.cumsum(stream.document_lengths)])
+    tokens, found = stream.read(0, stream.num_tokens), []
+    for epoch in range(epochs):
+        order, shuffle = (
+            np.random.Generator(np.random.PCG64((SEED, epoch, purpose))) for purpose in (0, 1)
+        )
+        laid = np.concatenate(
+            [tokens[bounds[d] : bounds[d + 1]] for d in order.permutation(stream.num_documents)]
+        )
+        count = (len(laid) - 1) // T
+        rows = torch.from_numpy(np.stack([laid[i * T : (i + 1) * T + 1] for i in range(count)]))
+        found += [digest(rows[i]) for i in shuffle.permutation(count)]
+    return found, count
+
+
+def test_the_data_is_as_small_as_these_tests_need_it(small_data):
+    _, count = naive_samples(small_data, 1)
+    assert count // B == 7
+    assert count % B  # so that a global batch lies across the end of an epoch
+
+
+CASES = [
+    ("dense", 1, "bf16"),
+    ("smoe", 0, "fp32"),
+    ("cp", 3, "bf16"),
+    *[
+        pytest.param(kind, stage, precision, marks=pytest.mark.slow)
+        for kind, stage, precision in [
+            *[("dense", stage, "bf16") for stage in (0, 2, 3)],
+            *[("smoe", 1, "bf16"), ("smoe", 2, "bf16"), ("tr", 2, "fp32"), ("tr", 1, "bf16")],
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("kind", "stage", "precision"), CASES)
+def test_a_run_in_pieces_is_bitwise_the_run_in_one(
+    workers, small_data, tmp_path, kind, stage, precision
+):
+    """With accumulation and dropout; cut within an epoch, and around the batch across its end."""
+    configs = {}
+    for name in ("whole", "pieces"):
+        (tmp_path / name).mkdir()
+        configs[name] = write_config(
+            tmp_path / name / "config.yaml", small_data, train__steps=STEPS, seed=SEED,
+            model__feed_forward=FEED_FORWARDS[kind], model__dropout=0.2,
+            train__precision=precision, parallel__zero_stage=stage, checkpoint__every=0,
+            evaluation__every=4, log__tensorboard=False,
+            monitor__spike_warmup=8, monitor__spike_window=8,
+        )  # fmt: skip
+    assert workers(2).run(run, configs["whole"]) == [STEPS] * 2
+    for steps in (3, 7, 8, STEPS):
+        assert workers(2).run(run, configs["pieces"], f"train.steps={steps}") == [steps] * 2
+    whole, pieces = tmp_path / "whole" / "run", tmp_path / "pieces" / "run"
+    ours, theirs = records(pieces), records(whole)
+    # A piece validates at its end too.
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {k: mine[k] for k in KEYS if k in other} == {k: other[k] for k in KEYS if k in other}
+    last = f"checkpoints/step-{STEPS:08d}"
+    one, other = tensors(pieces / last), tensors(whole / last)
+    assert one.keys() == other.keys()
+    assert [key for key in other if not torch.equal(one[key], other[key])] == []
+
+
+def test_every_layout_takes_the_same_global_batches_none_twice_and_none_left_out(
+    workers, small_data, tmp_path
+):
+    """Over 2, 1 and 4 processes in turn, cut anywhere; one batch the run went back without."""
+    config = write_config(
+        tmp_path / "config.yaml", small_data, seed=SEED, checkpoint__every=0, evaluation__every=0,
+        log__tensorboard=False,
+    )  # fmt: skip
+    left_out = 6
+    (tmp_path / "run").mkdir()
+    taken = []
+    for number, (processes, micro, steps) in enumerate([(2, 2, 5), (1, 8, 8), (4, 1, 20)]):
+        notes = tmp_path / f"notes-{number}"
+        options = [f"train.steps={steps}", f"train.micro_batch_size={micro}"]
+        assert set(workers(processes).run(run_and_note, config, notes, *options)) == {steps}
+        taken += global_batches(notes, B)
+        if number == 0:
+            event = {"action": "rewind", "batch": left_out}
+            (tmp_path / "run" / "spikes.jsonl").write_text(json.dumps(event) + "\n")
+        if number == 1:
+            (tmp_path / "run" / "spikes.jsonl").unlink()  # by now the checkpoint knows
+    samples, count = naive_samples(small_data, 5)
+    expected = [samples[i * B : (i + 1) * B] for i in range(21)]
+    del expected[left_out]
+    assert taken == expected
+    # In words: each sample of the first epoch once, but for those of the batch that was left out.
+    first = [sample for batch in taken for sample in batch][: count - B]
+    assert sorted(first) == sorted(samples[: left_out * B] + samples[(left_out + 1) * B : count])
+
+
+def test_samples_read_ahead_are_not_lost(workers, small_data, tmp_path):
+    """Loader workers are a few batches ahead of the step at which a run ends."""
+    config = write_config(
+        tmp_path / "config.yaml", small_data, seed=SEED, checkpoint__every=0, evaluation__every=0,
+        log__tensorboard=False,
+    )  # fmt: skip
+    taken = []
+    for number, steps in enumerate((2, 4)):
+        notes = tmp_path / f"notes-{number}"
+        options = [f"train.steps={steps}", "data.num_workers=1"]
+        assert workers(1).run(run_and_note, config, notes, *options) == [steps]
+        taken += global_batches(notes, B)
+    samples, _ = naive_samples(small_data, 1)
+    assert taken == [samples[i * B : (i + 1) * B] for i in range(4)]

@@ -1,0 +1,158 @@
+"""What a run will do, checked before a process group exists or memory is taken."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.mixture import TrainingData
+from model.build import build_model
+from parallel.checkpoint import Checkpoint, Weights, complete_checkpoints, open_weights
+from parallel.dims import Dims
+from parallel.huggingface import HuggingFaceWeights
+from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
+from train.environment import check_compiler
+from train.errors import ConfigError
+from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
+from train.run_folder import LOCK_FILE
+
+LAUNCH_FOLDER = "launch"
+"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run that was checked and can start."""
+
+    config: RunConfig
+    """Resolved: nothing is left to the data."""
+    dims: Dims
+    data: TrainingData
+    resume: Checkpoint | None
+    """What the run goes on from."""
+    init: Weights | None
+    """What a new run takes its weights from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run is asked to do, and with which data: both checked, and nothing built."""
+
+    config: RunConfig
+    """Resolved."""
+    dims: Dims
+    data: TrainingData
+
+
+def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
+    """Reads the configuration and opens the data, which takes no library that is slow to import.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    config = load_config(path, overrides)
+    dims = validate(config, world_size)
+    check_compiler(config)
+    data = TrainingData.open(config.data)
+    if config.log.fluctuation and not data.validation():
+        raise ConfigError(
+            f"log.fluctuation: true is not allowed with {data_named(config.data)}, which has no "
+            f"validation split to compare routing on"
+        )
+    config = resolve(config, data.tokenizer.vocab_size)
+    data.samples(config.model.sequence_length, config.seed)
+    return Inputs(config=config, dims=dims, data=data)
+
+
+def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
+    """Everything that can be checked before a process group exists or memory is taken.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    return plan_of(open_inputs(path, overrides, world_size))
+
+
+def plan_of(inputs: Inputs) -> Plan:
+    """As `plan_run`, of what `open_inputs` gave."""
+    config, data = inputs.config, inputs.data
+    model = build_model(config.model)
+    resume = find_resume(config, data)
+    init = None
+    if resume is not None:
+        resume.check_model(model)
+    elif config.checkpoint.init_from is not None:
+        init = _open_init(config, data)
+    return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
+
+
+def _open_init(config: RunConfig, data: TrainingData) -> Weights:
+    """What a new run takes its weights from, if it is of this model and knows these token ids."""
+    weights = open_weights(Path(config.checkpoint.init_from or ""))
+    if isinstance(weights, HuggingFaceWeights):
+        weights.check_config(config.model)
+    else:
+        weights.check_model(build_model(config.model))
+    if isinstance(weights, Checkpoint):
+        fingerprint = weights.state["tokenizer_fingerprint"]
+    else:
+        tokenizer = tokenizer_of(weights)
+        fingerprint = tokenizer.fingerprint if tokenizer else None
+    check_tokenizer(
+        data_named(config.data),
+        data.parts[0].data,
+        fingerprint,
+        "checkpoint.init_from",
+        lambda: tokenizer_of(weights),
+    )
+    return weights
+
+
+def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
+    """The newest complete checkpoint of the run's folder, if the folder is this run's.
+
+    Raises:
+        ConfigError: the folder holds another run, or something that is no run.
+    """
+    folder = Path(config.run.folder)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
+    if not folder.exists() or {path.name for path in folder.iterdir()} <= {
+        LOCK_FILE,
+        LAUNCH_FOLDER,
+    }:
+        return None
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
+    found = complete_checkpoints(folder / "checkpoints")
+    if not found:
+        refuse_changes(load_config(saved), config, folder)
+        return None
+    checkpoint = Checkpoint(found[-1])
+    refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
+    if checkpoint.state["data_fingerprint"] != data.fingerprint:
+        weights = " or mixes it by other weights" if config.data.mixture else ""
+        raise ConfigError(
+            f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "
+            "far"
+        )
+    if checkpoint.training_step > config.train.steps:
+        raise ConfigError(
+            f"train.steps: {config.train.steps} is less than the {checkpoint.training_step} steps "
+            f"that {folder} has done; at least as many are allowed"
+        )
+    return checkpoint

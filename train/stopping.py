@@ -1,0 +1,143 @@
+"""Signals that ask a run to stop: all processes agree on a step, save it, and end.
+
+A handler runs in the main thread, between two steps of Python: it notes the signal, and the loop
+asks all processes after each step and each batch of validation whether one has a signal. Where the
+main thread is stuck in C (a collective whose peer is gone), a second thread still hears of the
+signal, through a pipe that Python's C handler writes to, and ends the process when the grace is
+over.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from parallel import comm
+from train.errors import Stopped
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopAsked(Exception):
+    """A signal came to some process while something was done that need not be finished."""
+
+
+class StopSignals:
+    """Hears of signals, within a `with` block of the main thread; elsewhere it hears of none.
+
+    Args:
+        world_size: processes of the run. One alone stops at once until `wait_for_steps`; several
+            have to agree first.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._at_once = world_size == 1
+        self._signal = 0
+        self._grace = 25.0
+        self._kept: Callable[[], str] = lambda: "the same command starts it again"
+        self._before: dict[int, Any] = {}
+        self._launcher = os.getppid()
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        threading.Thread(target=self._watch, name="polyad-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._before:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before_fd)
+        self._writer.close()  # the thread reads its end, and ends
+        # torchrun signals every process when one has failed: what a peer's end then does to the
+        # others is no news.
+        gone = isinstance(error, RuntimeError) and not hasattr(error, "exit_status")
+        if gone and self._signal and comm.environment_world_size() > 1:
+            raise Stopped(self._signal, f"other processes had ended; {self._kept()}") from None
+
+    def limit(self, grace_seconds: float, kept: Callable[[], str]) -> None:
+        """Says how long stopping may take, and what will be kept of the run.
+
+        Args:
+            grace_seconds: from the signal to the end of the process, whatever it is doing.
+            kept: gives a few words on where the run goes on.
+        """
+        self._grace, self._kept = grace_seconds, kept
+
+    def wait_for_steps(self) -> None:
+        """From now on a signal waits for the end of the step, which is worth saving."""
+        self._at_once = False
+
+    def agreed(self) -> int:
+        """The signal that some process has, or 0; all processes call this, and get the same."""
+        return comm.highest(self._signal)
+
+    def check(self) -> None:
+        """Called by all processes in the middle of what need not be finished.
+
+        Raises:
+            StopAsked: on all of them, if some process has a signal.
+        """
+        if self.agreed():
+            raise StopAsked
+
+    def stop(self, number: int) -> None:
+        """Ends the run as it was asked.
+
+        Raises:
+            Stopped: or KeyboardInterrupt, for Ctrl-C.
+        """
+        raise _error(number, self._kept())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self._signal = self._signal, self._signal or number
+        if self._at_once or (again and number == signal.SIGINT):  # Ctrl-C twice means it
+            raise _error(number, self._kept())
+
+    def _watch(self) -> None:
+        """The thread: waits for a signal, and then for the end of the grace."""
+        ends = float("inf")
+        number = 0
+        while True:
+            wait = max(0.0, ends - time.monotonic()) if number else None
+            ready, _, _ = select.select([self._reader], [], [], wait)
+            if not ready:
+                break
+            heard = self._reader.recv(64)
+            if not heard:
+                self._reader.close()
+                return
+            asked = [each for each in heard if each in SIGNALS]
+            if asked and not number:
+                number, ends = asked[0], time.monotonic() + self._grace
+                if os.getppid() != self._launcher:
+                    # Whoever started this process was killed, and may start the run again at once:
+                    # nobody is to write beside it.
+                    os._exit(128 + number)
+        if not comm.environment_rank():
+            line = _error(number, f"the step did not end within {self._grace:g} s; {self._kept()}")
+            with contextlib.suppress(OSError):
+                print(f"polyad: error: {line}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+
+def _error(number: int, kept: str) -> BaseException:
+    return KeyboardInterrupt(kept) if number == signal.SIGINT else Stopped(number, kept)

@@ -1,0 +1,268 @@
+"""Finds the process that a run waits for, and says where it stands.
+
+A thread of every process writes a heartbeat into the run's folder now and then: what its main
+thread is doing, how many collectives it has begun in each group, and its stack. Rank 0 reads them
+all, and rank 1 too, for the case that rank 0 is the one. If a process has not moved for the time
+allowed, the ones to blame are
+
+- those that write no heartbeats any more: stopped, frozen, or on a host that is gone;
+- else those that stand still and wait for nobody: in no group have they begun more collectives
+  than another process. One that waits in a collective has begun it.
+
+The reader names them, writes all stacks into `stalls.txt`, and every process whose thread still
+runs ends with the status that `train/errors.py` lists.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from parallel import comm
+from train.errors import STALLED
+
+T = TypeVar("T")
+WATCH_FOLDER = ".watch"
+STALLS_FILE = "stalls.txt"
+VERDICT_FILE = "verdict"
+NAMED = 8
+"""Processes that a line names; all stacks are in the file."""
+
+
+@dataclass(kw_only=True)
+class Beat:
+    """What a process says of itself."""
+
+    rank: int
+    host: str
+    pid: int
+    number: int
+    """Of the heartbeat."""
+    place: str
+    moves: int
+    """How often the place has changed."""
+    begun: dict[str, int]
+    """Collectives begun, by group."""
+    stack: list[str] = field(default_factory=list)
+    """Of the main thread, the innermost call last."""
+
+
+class Watchdog:
+    """Watches this process, and as rank 0 or 1 all of them; use as a context.
+
+    Args:
+        folder: the run's, which all processes share.
+        world: this process.
+        stall_minutes: without progress; 0 does nothing at all.
+    """
+
+    def __init__(self, folder: Path, world: comm.World, stall_minutes: float) -> None:
+        self._folder, self._watch, self._world = folder, folder / WATCH_FOLDER, world
+        self._limit = 60 * stall_minutes
+        self._interval = min(self._limit / 8, 60.0)
+        self._main = threading.get_ident()
+        self._place, self._moves, self._number = "its start", 0, 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Watchdog":
+        if not self._limit:
+            return self
+        if self._world.is_main:  # of a start before this one
+            shutil.rmtree(self._watch, ignore_errors=True)
+            self._watch.mkdir(parents=True)
+        comm.barrier()
+        self._thread = threading.Thread(target=self._run, name="polyad-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            # Whoever is last finds nothing to remove; on the way out of an error nobody waits.
+            with contextlib.suppress(OSError):
+                (self._watch / _name(self._world.rank)).unlink()
+                self._stack_file().unlink()
+            with contextlib.suppress(OSError):
+                self._watch.rmdir()
+
+    def at(self, place: str) -> None:
+        """Says what the main thread does from now on, which is progress.
+
+        Args:
+            place: as in "step 12: reading data".
+        """
+        self._place, self._moves = place, self._moves + 1
+
+    def over(self, items: Iterator[T]) -> Iterator[T]:
+        """Hands items on, and says when they are being read."""
+        while True:
+            place = self._place
+            self.at(f"reading data for {place}")
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self.at(place)
+            yield item
+
+    def _run(self) -> None:
+        judge = Judge(self._world.size, self._limit)
+        reads = self._world.rank < 2
+        with self._stack_file().open("w") as stacks:
+            while not self._ended.wait(self._interval if self._number else 0):
+                # Where this thread cannot run either, since some C code keeps Python's lock, torch
+                # or the like hangs: a thread of C then writes all stacks.
+                faulthandler.dump_traceback_later(self._limit, file=stacks)
+                with contextlib.suppress(OSError):  # a full disk is for the main thread to tell
+                    self._beat()
+                if (self._watch / VERDICT_FILE).exists():
+                    os._exit(STALLED)
+                if reads:
+                    blamed = judge.blame(read_beats(self._watch, self._world.size), _now())
+                    speaks = not self._world.rank or any(beat.rank == 0 for beat in blamed)
+                    if blamed and speaks and not self._ended.is_set():
+                        self._end(blamed, judge)
+
+    def _beat(self) -> None:
+        self._number += 1
+        frame = sys._current_frames().get(self._main)
+        beat = Beat(
+            rank=self._world.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            number=self._number,
+            place=self._place,
+            moves=self._moves,
+            begun=comm.collectives_begun(),
+            stack=[line.rstrip() for line in traceback.format_stack(frame)] if frame else [],
+        )
+        path = self._watch / _name(self._world.rank)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(beat)), encoding="utf-8")
+        partial.replace(path)
+
+    def _end(self, blamed: list[Beat], judge: "Judge") -> NoReturn:
+        with contextlib.suppress(OSError):
+            (self._watch / VERDICT_FILE).touch()
+        text = judge.report(blamed, self._watch)
+        with contextlib.suppress(OSError), (self._folder / STALLS_FILE).open("a") as file:
+            others = [beat for beat in judge.beats if beat not in blamed[:NAMED]]
+            waiting = "\n".join(stack_of(beat, self._watch) for beat in others)
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n{waiting}\n\n")
+        print(text, file=sys.stderr, flush=True)
+        os._exit(STALLED)
+
+    def _stack_file(self) -> Path:
+        return self._watch / f"{_name(self._world.rank)}.stack"
+
+
+class Judge:
+    """Compares heartbeats over time, by one clock: those of hosts may differ.
+
+    Args:
+        size: processes.
+        limit: seconds without progress.
+    """
+
+    def __init__(self, size: int, limit: float) -> None:
+        self._size, self._limit = size, limit
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._moved: dict[int, tuple[object, float]] = {}
+        self.beats: list[Beat] = []
+
+    def blame(self, beats: list[Beat], now: float) -> list[Beat]:
+        """Says who the run waits for.
+
+        Args:
+            beats: the newest of each process that has written one.
+            now: seconds.
+
+        Returns:
+            Those to blame; none as long as everything moves.
+        """
+        self.beats = beats
+        for beat in beats:
+            if self._heard.get(beat.rank, (None, 0.0))[0] != beat.number:
+                self._heard[beat.rank] = beat.number, now
+            progress = beat.moves, sorted(beat.begun.items())
+            if self._moved.get(beat.rank, (None, 0.0))[0] != progress:
+                self._moved[beat.rank] = progress, now
+        silent = [b for b in beats if now - self._heard[b.rank][1] > self._limit]
+        if silent:
+            return silent
+        still = [b for b in beats if now - self._moved[b.rank][1] > self._limit]
+        return [b for b in still if not any(_waits_for(b, other) for other in beats)]
+
+    def report(self, blamed: list[Beat], folder: Path) -> str:
+        """What is said of them: a line, and the stack of each.
+
+        Args:
+            blamed: as `blame` gave them.
+            folder: of the heartbeats.
+        """
+        names = ", ".join(f"rank {b.rank} ({b.host}, process {b.pid})" for b in blamed[:NAMED])
+        names += f" and {len(blamed) - NAMED} more" if len(blamed) > NAMED else ""
+        places = " and ".join(sorted({b.place for b in blamed}))
+        now = max(seen for _, seen in self._heard.values())
+        silent = any(now - self._heard[b.rank][1] > self._limit for b in blamed)
+        if silent:
+            what = f"without a sign of life, stopped or its host gone; last seen in {places}"
+        elif len(blamed) == self._size > 1:
+            what = f"in {places}; no process is behind the others"
+        else:
+            what = f"in {places}"
+        line = f"polyad: error: stalled for {self._limit:g} s: {names}, {what}"
+        return "\n".join([line, *(stack_of(beat, folder) for beat in blamed[:NAMED])])
+
+
+def stack_of(beat: Beat, folder: Path) -> str:
+    """Where a process stands, or stood at its last heartbeat.
+
+    Args:
+        beat: its last.
+        folder: of the heartbeats.
+    """
+    dumped = ""
+    with contextlib.suppress(OSError):
+        dumped = (folder / f"{_name(beat.rank)}.stack").read_text(errors="replace")
+    stack = dumped.splitlines() or [line for entry in beat.stack for line in entry.splitlines()]
+    return "\n".join([f"rank {beat.rank} in {beat.place}:", *(f"  {line}" for line in stack)])
+
+
+def read_beats(folder: Path, size: int) -> list[Beat]:
+    """The newest heartbeat of each process that has written one.
+
+    Args:
+        folder: of the heartbeats.
+        size: processes.
+    """
+    beats = []
+    for rank in range(size):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            beats.append(Beat(**json.loads((folder / _name(rank)).read_text(encoding="utf-8"))))
+    return beats
+
+
+def _waits_for(one: Beat, other: Beat) -> bool:
+    return any(one.begun[g] > other.begun[g] for g in one.begun.keys() & other.begun.keys())
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _now() -> float:
+    return time.monotonic()
