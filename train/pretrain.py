@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,16 @@ from data.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import (
-    Checkpoint,
-    Weights,
-    WeightsOnly,
-    complete_checkpoints,
-    open_weights,
-)
-from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
+from parallel.checkpoint import Checkpoint, WeightsOnly
+from parallel.checkpoint_writer import TokenizerCopy, save
+from parallel.commit import Retention, complete_checkpoints, remove_leftovers
 from parallel.dims import Dims
 from parallel.fragments import Source
 from parallel.huggingface import HuggingFaceWeights
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
+from parallel.verification import newest_that_opens, newest_verified
+from parallel.weights import Weights, open_weights
 from parallel.zero import Engine
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
 from train.device import Prefetch, allow_tf32
@@ -168,12 +165,12 @@ def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
     saved = folder / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
-    found = complete_checkpoints(folder / "checkpoints")
-    if not found:
+    checkpoint = newest_that_opens(folder / "checkpoints")
+    if checkpoint is None:
         refuse_changes(load_config(saved), config, folder)
         return None
-    checkpoint = Checkpoint(found[-1])
-    refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
+    origin = str(checkpoint.folder)
+    refuse_changes(parse_config(checkpoint.config_yaml, origin=origin), config, folder)
     if checkpoint.state["data_fingerprint"] != data.fingerprint:
         weights = " or mixes it by other weights" if config.data.mixture else ""
         raise ConfigError(
@@ -205,16 +202,17 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     import_libraries()
     startup.lap("imports")
     plan = _plan(inputs)
-    _say_what_is_not_used(plan)
     config, dims = plan.config, plan.dims
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     allow_tf32(config.train.tf32, world.device)
     lock = RunLock(Path(config.run.folder), world)
+    checkpoints = Path(config.run.folder) / "checkpoints"
+    plan = replace(plan, resume=newest_verified(plan.resume, checkpoints))
+    _say_what_is_not_used(plan)
     state = _start_state(plan)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
-    checkpoints = Path(config.run.folder) / "checkpoints"
     with explain_out_of_memory(
         lambda: "building the engine", world, to_build(config, dims), checkpoints
     ):
@@ -343,7 +341,7 @@ def _open_run_folder(
     if not world.is_main:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    remove_partial(folder / "checkpoints")
+    remove_leftovers(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
     return Metrics(folder, config.log, state.step, config.train.steps, startup)
@@ -387,6 +385,7 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
                 state=values,
                 config_yaml=config.to_yaml(),
                 tokenizer=tokenizer,
+                keep=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
             )
 
     return Hooks(
