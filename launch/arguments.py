@@ -170,6 +170,25 @@ def validate_arguments(parser: Parser) -> None:
     add("--without-data", action="store_true", help="where the data is not; set model.vocab_size")
 
 
+def checkpoint_arguments(parser: Parser) -> None:
+    """Those of `polyad checkpoint list` and `verify`."""
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="a run, its checkpoints folder, or one of them")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def checkpoint_delete_arguments(parser: Parser) -> None:
+    """Those of `polyad checkpoint delete`."""
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="FOLDER", help="one checkpoint: .../step-NNNNNNNN")
+    add(
+        "--even-the-last-good",
+        action="store_true",
+        help="though no good one is left of that run then",
+    )
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
 def bench_data_arguments(parser: Parser) -> None:
     """Those of `polyad bench data`."""
     add = parser.add_argument
