@@ -26,7 +26,7 @@ from parallel.commit import (
     write_shard,
 )
 from parallel.fragments import MASTER, Fragment, fragments, persistent_buffers
-from parallel.storage import make_folder, remove_tree
+from parallel.storage import make_folder, reason_of, remove_tree
 from parallel.tensor_file import DTYPE_NAMES, Entry
 from parallel.zero import Engine
 
@@ -178,7 +178,7 @@ def together(step: int, work: Callable[[], T]) -> T:
     try:
         result = work()
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        reason = reason_of(error)
     raise_together(step, reason)
     return result
 

@@ -33,6 +33,10 @@ class CheckpointConfig(Config):
     every: int = Field(default=0, ge=0)
     """Optimizer steps between checkpoints; 0 saves at the end of the run only."""
 
+    asynchronous: bool = False
+    """Whether training goes on while another process writes a snapshot, which takes as much more
+    memory on the host as this process's part of a checkpoint. The end of a run waits for it."""
+
     keep_last: int | None = Field(default=None, ge=1)
     """So many of the newest checkpoints stay, older ones are deleted; None keeps all. One whose
     manifest or sizes are wrong does not count."""

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 
+def reason_of(error: OSError) -> str:
+    """What a disk refused, in a few words."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
 def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> int:
     """Writes a file and waits until its content is on the disk; its name is not yet.
 

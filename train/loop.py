@@ -33,7 +33,11 @@ class Hooks:
     """Gives `validation_loss`, in nats a token, and of a mixture that of each source; all processes
     call it together. None where the data has no validation split."""
     save: Callable[[TrainState], None]
-    """Writes a checkpoint; all processes call it together."""
+    """Writes a checkpoint, or begins to; all processes call it together."""
+    saving: Callable[[], None] = lambda: None
+    """Looks how far that is; all processes call it together after every step."""
+    saved: Callable[[], None] = lambda: None
+    """Waits until it is done; all processes call it together before they end."""
     fluctuation: Callable[[], dict[str, float]] | None = None
     """Compares routing with that of the checkpoint before; all processes call it together, before a
     checkpoint is written. None where `log.fluctuation` does not ask for it."""
@@ -116,7 +120,9 @@ def train_loop(
             record |= memory_statistics(world)
             if metrics is not None:
                 metrics.write(record)
+            hooks.saving()
             if too_many:
+                hooks.saved()
                 raise RunError(
                     f"step {state.step}: {state.skipped_in_a_row} steps in a row had a loss or "
                     f"gradient that is not finite (train.max_skipped_steps); the last checkpoint "
@@ -125,6 +131,7 @@ def train_loop(
             if saves:
                 hooks.save(state)
                 saved_at = state.step
+    hooks.saved()
 
 
 class StepOutcome(NamedTuple):

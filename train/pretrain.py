@@ -18,13 +18,14 @@ from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
 from parallel.checkpoint import Checkpoint, WeightsOnly
-from parallel.checkpoint_writer import TokenizerCopy, save
+from parallel.checkpoint_writer import TokenizerCopy
 from parallel.commit import Retention, complete_checkpoints, remove_leftovers
 from parallel.dims import Dims
 from parallel.fragments import Source
 from parallel.huggingface import HuggingFaceWeights
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
+from parallel.saver import Saver
 from parallel.verification import newest_that_opens, newest_verified
 from parallel.weights import Weights, open_weights
 from parallel.zero import Engine
@@ -217,10 +218,11 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
         lambda: "building the engine", world, to_build(config, dims), checkpoints
     ):
         engine = _build_engine(plan, world)
+        saver = _saver(engine, config)
     _restore_random_numbers(plan, world, state)
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
-    hooks = _hooks(engine, plan, world)
+    hooks = _hooks(engine, saver, plan, world)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
         hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
     startup.lap("run_folder")
@@ -247,6 +249,7 @@ def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_what_is_kept(config)) from None
     finally:
+        saver.close()
         if metrics is not None:
             metrics.close()
         lock.release()
@@ -327,6 +330,16 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
     )
 
 
+def _saver(engine: Engine, config: RunConfig) -> Saver:
+    wanted = config.checkpoint
+    return Saver(
+        engine,
+        Path(config.run.folder) / "checkpoints",
+        keep=Retention(wanted.keep_last, wanted.keep_every),
+        asynchronous=wanted.asynchronous,
+    )
+
+
 def _restore_random_numbers(plan: Plan, world: comm.World, state: TrainState) -> None:
     """Dropout goes on where it was, or starts from (seed, step, rank) where nothing was saved."""
     comm.seed_random(plan.config.seed, state.step, world)
@@ -347,7 +360,7 @@ def _open_run_folder(
     return Metrics(folder, config.log, state.step, config.train.steps, startup)
 
 
-def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
+def _hooks(engine: Engine, saver: Saver, plan: Plan, world: comm.World) -> Hooks:
     config = plan.config
     checkpoints = Path(config.run.folder) / "checkpoints"
     parts = plan.data.validation()
@@ -378,19 +391,13 @@ def _hooks(engine: Engine, plan: Plan, world: comm.World) -> Hooks:
         with explain_out_of_memory(
             lambda: f"saving step {state.step}", world, to_build(config, plan.dims), checkpoints
         ):
-            save(
-                engine,
-                checkpoints,
-                state.step,
-                state=values,
-                config_yaml=config.to_yaml(),
-                tokenizer=tokenizer,
-                keep=Retention(config.checkpoint.keep_last, config.checkpoint.keep_every),
-            )
+            saver.save(state.step, values, config.to_yaml(), tokenizer)
 
     return Hooks(
         validate=validate_now if parts else None,
         save=save_now,
+        saving=saver.poll,
+        saved=saver.finish,
         fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,
     )
 

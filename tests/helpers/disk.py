@@ -103,7 +103,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         path, _, flags = arguments
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and not isinstance(path, int):
             _AUDITED.append(("create", os.fsdecode(path)))
-    elif event in _EVENTS:
+    elif event in _EVENTS and not isinstance(arguments[0], int):
         _AUDITED.append((_EVENTS[event], os.fsdecode(arguments[0])))
 
 

@@ -1,26 +1,73 @@
 """Saves of a tiny model with its disk recorded or failing, called in worker processes."""
 
+import mmap
+import os
 import resource
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from parallel import comm
-from parallel.checkpoint_writer import SaveError, save
-from parallel.commit import Retention
+import psutil
+import torch
+
+from parallel import comm, snapshot, snapshot_process
+from parallel.checkpoint_writer import SaveError
+from parallel.commit import Retention, complete_checkpoints
 from parallel.fragments import fragments
 from parallel.manifest import CheckpointError, Manifest
+from parallel.saver import Saver
 from parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml
 
-Saving = Callable[[Engine, Path, int, Retention], None]
+Save = Callable[[int], None]
 
 
-def save_now(engine: Engine, folder: Path, step: int, keep: Retention) -> None:
-    """The synchronous way."""
-    save(engine, folder, step, state={"step": step}, config_yaml=model_yaml(Case()), keep=keep)
+@contextmanager
+def saving(engine: Engine, folder: Path, last: int | None, *, way: str) -> Iterator[Save]:
+    """Gives what saves a step and returns once it is done, in this way.
+
+    `snapshot` is as `process`, but the orders are done by a thread of this process, where they can
+    be recorded and failed.
+    """
+    thread = mock.patch.object(snapshot, "_start", _Thread) if way == "snapshot" else nullcontext()
+    with thread:
+        keep = Retention(last=last)
+        saver = Saver(engine, folder, keep=keep, asynchronous=way != "synchronous")
+
+        def save(step: int) -> None:
+            saver.save(step, {"step": step}, model_yaml(Case()), None)
+            saver.finish()
+
+        try:
+            yield save
+        finally:
+            saver.close()
+
+
+class _Thread:
+    """A writing process that is a thread; the part of `Popen` that is used."""
+
+    def __init__(self, descriptor: int) -> None:
+        (orders, stdin), (stdout, answers) = os.pipe(), os.pipe()
+        self.stdin, self.stdout, self.pid = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), 0
+        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        arguments = (os.fdopen(orders), os.fdopen(answers, "w"), memory)
+        self._thread = threading.Thread(target=snapshot_process.serve, args=arguments)
+        self._thread.start()
+
+    def kill(self) -> None:
+        """Nothing is left running: it ends with its orders."""
+
+    def wait(self) -> int:
+        self._thread.join()
+        return 0
 
 
 def change(engine: Engine, step: int) -> None:
@@ -30,7 +77,7 @@ def change(engine: Engine, step: int) -> None:
             fragment.view(field).fill_(step)
 
 
-def record_saves(case: Case, folder: str, steps: list[int], last: int) -> dict[str, Any]:
+def record_saves(case: Case, folder: str, steps: list[int], last: int, way: str) -> dict[str, Any]:
     """Saves several times; gives all operations, where each save ended, and what it left.
 
     The folder's parent is there and empty.
@@ -38,18 +85,24 @@ def record_saves(case: Case, folder: str, steps: list[int], last: int) -> dict[s
     engine, _ = build_engine(case)
     path = Path(folder)
     ends, trees = [], []
-    with recorded() as recorder, audited(path.parent) as seen:
+    with (
+        recorded() as recorder,
+        audited(path.parent) as seen,
+        saving(engine, path, last, way=way) as save,
+    ):
         for step in steps:
             change(engine, step)
-            save_now(engine, path, step, Retention(last=last))
+            save(step)
             comm.barrier()
-            ends.append(recorder.operations[-1][0])
+            ends.append(time.monotonic_ns())
             trees.append(read_tree(path))
             comm.barrier()
     return {"operations": recorder.operations, "ends": ends, "trees": trees, "audited": seen}
 
 
-def failing_save(case: Case, folder: str, faults: list[tuple[int, int, int]]) -> list[Any]:
+def failing_save(
+    case: Case, folder: str, faults: list[tuple[int, int, int]], way: str
+) -> list[Any]:
     """For each (rank, operation, errno) a save that meets it.
 
     Every save is of step 2 and begins with a good checkpoint of step 1.
@@ -61,14 +114,18 @@ def failing_save(case: Case, folder: str, faults: list[tuple[int, int, int]]) ->
     engine, _ = build_engine(case)
     path, results = Path(folder), []
     change(engine, 1)
-    save_now(engine, path, 1, Retention())
+    with saving(engine, path, None, way=way) as save:
+        save(1)
     change(engine, 2)
     before = read_tree(path)
     for rank, number, error in faults:
         comm.barrier()
-        with recorded(number if comm.rank() == rank else None, error) as recorder:
+        with (
+            recorded(number if comm.rank() == rank else None, error) as recorder,
+            saving(engine, path, 2, way=way) as save,
+        ):
             try:
-                save_now(engine, path, 2, Retention(last=2))
+                save(2)
                 text = "none"
             except SaveError as caught:
                 text = str(caught)
@@ -99,19 +156,103 @@ def _only_step_1(path: Path) -> None:
     (path / "latest").write_text("step-00000001\n")
 
 
-def save_in_little_room(case: Case, folder: str, size: int) -> tuple[str, dict[str, Any]]:
+def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[str, dict[str, Any]]:
     """A save in which the kernel itself refuses rank 0 files of more than `size` bytes."""
     engine, world = build_engine(case)
-    save_now(engine, Path(folder), 1, Retention())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if world.is_main:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        save_now(engine, Path(folder), 2, Retention())
-        text = "none"
-    except SaveError as error:
-        text = str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with saving(engine, Path(folder), None, way=way) as save:
+        save(1)
+        writers = [child.pid for child in psutil.Process().children()]
+        limited = [0, *writers] if world.is_main else []
+        try:
+            for process in limited:
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (size, before[1]))
+            save(2)
+            text = "none"
+        except SaveError as error:
+            text = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     comm.barrier()
     return text, read_tree(Path(folder))
+
+
+def save_both_ways(case: Case, folder: str) -> None:
+    """A checkpoint in `process`, of weights that change while it is written, and the same before
+    that in `synchronous`.
+    """
+    engine, _ = build_engine(case)
+    change_a_little(engine)
+    root = Path(folder)
+    with saving(engine, root / "synchronous", None, way="synchronous") as save:
+        save(1)
+    saver = Saver(engine, root / "process", keep=Retention(), asynchronous=True)
+    saver.save(1, {"step": 1}, model_yaml(Case()), None)
+    change(engine, 7)
+    saver.finish()
+    saver.close()
+
+
+def change_a_little(engine: Engine) -> None:
+    """Moments that are not zero, and other ones on every process."""
+    for fragment in fragments(engine).values():
+        for number, field in enumerate(engine.state_fields):
+            view = fragment.view(field)
+            view.copy_(torch.arange(fragment.start, fragment.start + fragment.numel) + number)
+        if "step" in fragment.state:
+            fragment.state["step"].fill_(5)
+
+
+def second_save_waits(case: Case, folder: str) -> list[str]:
+    """What is there before and after a second save, whose first one was held up for a while."""
+    engine, world = build_engine(case)
+    path = Path(folder)
+    saver = Saver(engine, path, keep=Retention(), asynchronous=True)
+    assert saver.writer_id is not None
+    if world.is_main:
+        os.kill(saver.writer_id, signal.SIGSTOP)
+    saver.save(1, {"step": 1}, model_yaml(case), None)
+    for _ in range(3):
+        saver.poll()
+    comm.barrier()
+    before = [path.name for path in complete_checkpoints(path)]
+    comm.barrier()
+    started = time.monotonic()
+    if world.is_main:
+        threading.Timer(1.0, os.kill, (saver.writer_id, signal.SIGCONT)).start()
+    saver.save(2, {"step": 2}, model_yaml(case), None)
+    comm.barrier()
+    waited = time.monotonic() - started
+    # The second one may be done as well by now.
+    between = [path.name for path in complete_checkpoints(path)][:1]
+    saver.finish()
+    after = [path.name for path in complete_checkpoints(path)]
+    saver.close()
+    return [str(waited > 0.9), *before, "|", *between, "|", *after]
+
+
+def save_with_a_dead_writer(case: Case, folder: str) -> tuple[str, str]:
+    """How a run hears of a writer of rank 1 that was killed: in a step, and at the next save."""
+    engine, world = build_engine(case)
+    lines = []
+    for in_a_step in (True, False):
+        saver = Saver(engine, Path(folder), keep=Retention(), asynchronous=True)
+        assert saver.writer_id is not None
+        if world.rank == 1:
+            os.kill(saver.writer_id, signal.SIGKILL)
+            os.waitid(os.P_PID, saver.writer_id, os.WEXITED | os.WNOWAIT)
+        comm.barrier()
+        try:
+            saver.save(1, {}, model_yaml(case), None)
+            if in_a_step:
+                for _ in range(200):
+                    saver.poll()
+                    time.sleep(0.01)
+            else:
+                saver.save(2, {}, model_yaml(case), None)
+            lines.append("none")
+        except SaveError as error:
+            lines.append(str(error))
+        saver.close()
+        comm.barrier()
+    return lines[0], lines[1]

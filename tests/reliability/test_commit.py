@@ -19,27 +19,47 @@ from tests.helpers.training import Case
 
 pytestmark = pytest.mark.distributed
 
-STEPS, LAST = [1, 2, 3], 2  # the third save is the first that removes one
+STEPS, LAST = [1, 2], 1  # the second save removes the first
 TINY = GPT2Config(num_layers=1, hidden_size=12, num_heads=2, sequence_length=9, vocab_size=31)
 CASE = Case(stage=1, model=TINY)
+# By the training process itself, or from a snapshot: there a thread takes the place of the writing
+# process and does the same orders, where they can be recorded and failed.
+WAYS = ("synchronous", "snapshot")
 
 
 class BrokenPromise(AssertionError):
     """A moment at which there was no complete checkpoint, or half of one."""
 
 
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def recording(workers, tmp_path_factory):
-    root = tmp_path_factory.mktemp("recorded")
-    ranks = workers(2).run(record_saves, CASE, str(root / "checkpoints"), STEPS, LAST)
-    operations = sorted(o for rank in ranks for o in rank["operations"])
-    return {
-        "root": root,
-        "operations": operations,
-        "ends": [max(rank["ends"][n] for rank in ranks) for n in range(len(STEPS))],
-        "trees": ranks[0]["trees"],
-        "ranks": ranks,
-    }
+def recorded(workers, tmp_path_factory):
+    made = {}
+
+    def record(way):
+        if way not in made:
+            root = tmp_path_factory.mktemp("recorded")
+            arguments = (CASE, str(root / "checkpoints"), STEPS, LAST, way)
+            ranks = workers(2).run(record_saves, *arguments)
+            made[way] = {
+                "root": root,
+                "operations": sorted(o for rank in ranks for o in rank["operations"]),
+                "ends": [max(rank["ends"][n] for rank in ranks) for n in range(len(STEPS))],
+                "trees": ranks[0]["trees"],
+                "ranks": ranks,
+            }
+        return made[way]
+
+    return record
+
+
+@pytest.fixture
+def recording(recorded, way):
+    return recorded(way)
 
 
 def replay(recording, operations, folder, *, every_write):
@@ -115,13 +135,13 @@ def test_after_a_power_cut_at_any_moment_there_is_a_complete_checkpoint(recordin
     kinds = {operation[1] for operation in recording["operations"]}
     assert {"create", "write", "sync", "sync_folder", "rename", "unlink", "rmdir"} <= kinds
     states = replay(recording, recording["operations"], tmp_path, every_write=False)
-    assert states > 100
+    assert states > 80
 
 
 @pytest.mark.slow
 def test_after_a_kill_between_any_two_writes_too(recording, tmp_path):
     states = replay(recording, recording["operations"], tmp_path, every_write=True)
-    assert states > 400
+    assert states > 200
 
 
 def is_sync_of(*endings):
@@ -138,14 +158,16 @@ def is_sync_of(*endings):
         pytest.param(is_sync_of("checkpoints"), id="the rename is not"),
     ],
 )
-def test_the_proof_notices_what_is_left_out(recording, tmp_path, left_out):
+def test_the_proof_notices_what_is_left_out(recorded, tmp_path, left_out):
+    recording = recorded("synchronous")
     operations = [o for o in recording["operations"] if not left_out(o)]
     assert len(operations) < len(recording["operations"])
     with pytest.raises(BrokenPromise):
         replay(recording, operations, tmp_path, every_write=False)
 
 
-def test_the_proof_notices_a_checkpoint_that_is_removed_file_by_file(recording, tmp_path):
+def test_the_proof_notices_a_checkpoint_that_is_removed_file_by_file(recorded, tmp_path):
+    recording = recorded("synchronous")
     operations = [
         (at, kind, path.replace(".step-00000001.deleted", "step-00000001"), what)
         for at, kind, path, what in recording["operations"]
@@ -162,9 +184,9 @@ def test_nothing_changes_the_disk_but_what_was_recorded(recording):
         assert rank["audited"] == ours
 
 
-def operations_of(workers, folder):
+def operations_of(workers, folder, way):
     """What each process does in a save of step 2."""
-    ranks = workers(2).run(record_saves, CASE, str(folder / "checkpoints"), [1, 2], 2)
+    ranks = workers(2).run(record_saves, CASE, str(folder / "checkpoints"), [1, 2], 2, way)
     return [[o for o in rank["operations"] if o[0] > rank["ends"][0]] for rank in ranks]
 
 
@@ -177,12 +199,16 @@ def some_of(operations):
         seen.add(path)
 
 
-def assert_refused_and_kept(workers, folder, faults):
+def assert_refused_and_kept(workers, folder, faults, way):
     (folder / "failing").mkdir()
-    ranks = workers(2).run(failing_save, CASE, str(folder / "failing" / "checkpoints"), faults)
-    for (rank, number, error), *results in zip(faults, *ranks, strict=True):
+    ranks = workers(2).run(failing_save, CASE, str(folder / "failing" / "checkpoints"), faults, way)
+    not_met = 0
+    for (rank, _, error), *results in zip(faults, *ranks, strict=True):
         text, failed, old_is_whole, new = results[rank]
-        assert failed is not None, f"the fault of rank {rank} at {number} was not met"
+        if failed is None:  # snapshot: another process was quicker to make the folder
+            not_met += 1
+            assert (text, new, way) == ("none", "whole", "snapshot")
+            continue
         assert results[1 - rank][0] == text  # the same line everywhere
         assert "\n" not in text
         assert text.startswith(f"step 2 could not be saved: rank {rank}: {folder}")
@@ -191,34 +217,36 @@ def assert_refused_and_kept(workers, folder, faults):
         assert new != "broken", failed
         # What failed after the rename was only the pointer, or telling the disk.
         assert new == "absent" or failed[1].endswith(("checkpoints", "latest", "latest.partial"))
+    assert not_met < len(faults) / 5
 
 
-def test_any_error_of_the_disk_is_one_line_and_leaves_what_was_there(workers, tmp_path):
+def test_any_error_of_the_disk_is_one_line_and_leaves_what_was_there(workers, tmp_path, way):
     errors = (errno.ENOSPC, errno.EIO, errno.EACCES)
     faults = [
         (rank, number, errors[(rank + number) % 3])
-        for rank, operations in enumerate(operations_of(workers, tmp_path))
+        for rank, operations in enumerate(operations_of(workers, tmp_path, way))
         for number in some_of(operations)
     ]
     assert len(faults) > 15
-    assert_refused_and_kept(workers, tmp_path, faults)
+    assert_refused_and_kept(workers, tmp_path, faults, way)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=os.strerror)
-def test_every_operation_may_fail(workers, tmp_path, error):
+def test_every_operation_may_fail(workers, tmp_path, error, way):
     faults = [
         (rank, number, error)
-        for rank, operations in enumerate(operations_of(workers, tmp_path))
+        for rank, operations in enumerate(operations_of(workers, tmp_path, way))
         for number in range(len(operations))
     ]
     assert len(faults) > 60
-    assert_refused_and_kept(workers, tmp_path, faults)
+    assert_refused_and_kept(workers, tmp_path, faults, way)
 
 
-def test_a_disk_that_the_kernel_says_is_full_is_one_line(workers, tmp_path):
+@pytest.mark.parametrize("way", ["synchronous", "process"])
+def test_a_file_that_the_kernel_finds_too_large_is_one_line(workers, tmp_path, way):
     folder = tmp_path / "checkpoints"
-    (text, tree), (other, _) = workers(2).run(save_in_little_room, CASE, str(folder), 10_000)
+    (text, tree), (other, _) = workers(2).run(save_in_little_room, CASE, str(folder), 10_000, way)
     assert text == other
     assert text.startswith("step 2 could not be saved: rank 0: ")
     assert "rank-00000.safetensors: File too large" in text

@@ -337,3 +337,21 @@ def test_as_many_checkpoints_stay_as_are_asked_for(workers, config, tmp_path):
     assert workers(1).run(run, config, *keys, "train.steps=7") == [7]
     names = [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
     assert names == [f"step-0000000{step}" for step in (3, 6, 7)]
+
+
+def test_a_run_that_saves_while_it_trains_leaves_the_same_checkpoints(
+    workers, finished, config, tmp_path
+):
+    keys = ("checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=4")
+    assert workers(2).run(run, config, *keys) == [6, 6]
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name[-1] for path in complete_checkpoints(folder)] == ["3", "4", "5", "6"]
+    assert sorted(path.name for path in folder.iterdir())[0] == "latest"  # nothing was left over
+    for step in (3, 6):
+        ours, theirs = (
+            tensors(place / f"step-0000000{step}")
+            for place in (folder, finished / "run" / "checkpoints")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert workers(2).run(run, config, *keys, "train.steps=8") == [8, 8]  # and goes on
