@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from launch.arguments import (
+    bench_checkpoint_arguments,
     bench_data_arguments,
     bench_layer_arguments,
     bench_routing_arguments,
@@ -275,6 +276,24 @@ def _bench_data(options: Namespace) -> None:
         show(result, data_table(result), options.json, stdout)
 
 
+def _bench_checkpoint(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_checkpoint(
+            options.folder,
+            repeats=options.repeats,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+        )
+        show(result, checkpoint_bench_table(result), options.json, stdout)
+
+
 def _bench_step(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
@@ -437,6 +456,12 @@ COMMANDS: dict[str, Command] = {
         "polyad bench data --config configs/gpt2/355m.yaml --megabytes 32",
         arguments=bench_data_arguments,
         handler=_bench_data,
+    ),
+    "bench checkpoint": Command(
+        summary="Times saving and loading GPT-2 124M with its moments beside a plain write.",
+        example="polyad bench checkpoint --folder runs --json checkpoint.json",
+        arguments=bench_checkpoint_arguments,
+        handler=_bench_checkpoint,
     ),
     "bench step": Command(
         summary="Times a training step of GPT-2 124M beside transformers', or of a muMoE's.",

@@ -256,3 +256,13 @@ def save_with_a_dead_writer(case: Case, folder: str) -> tuple[str, str]:
         saver.close()
         comm.barrier()
     return lines[0], lines[1]
+
+
+def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
+    """`polyad bench checkpoint` of a tiny model."""
+    from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+
+    result = bench_checkpoint(
+        Path(folder), repeats=2, steps=1, sequence_length=model.sequence_length, model=model
+    )
+    return result, checkpoint_bench_table(result)
