@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from model.build import ModelConfig
@@ -45,18 +45,26 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         manifest = Manifest(folder)
-        index = json.loads(manifest.content("index.json"))
         self.training_step = manifest.step
-        self.tensors: dict[str, dict[str, Any]] = index["tensors"]
-        self.state: dict[str, Any] = json.loads(manifest.content("state.json"))
-        self.config_yaml = manifest.content("config.yaml").decode()
+        self.tensors: dict[str, dict[str, Any]] = _read_object(manifest, "index.json")["tensors"]
+        self.state: dict[str, Any] = _read_object(manifest, "state.json")
+        self.config_yaml = _read_text(manifest, "config.yaml")
         self.manifest = manifest
+        _refuse_what_is_no_safetensors(manifest)
         self._verified: set[tuple[str, int]] = set()
 
     def model_config(self) -> ModelConfig:
-        """The configuration of its model, complete."""
-        tree = yaml.safe_load(self.config_yaml)
-        return TypeAdapter(ModelConfig).validate_python(tree["model"])
+        """The configuration of its model, complete.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        path = self.folder / "config.yaml"
+        try:
+            tree = yaml.safe_load(self.config_yaml)
+            return TypeAdapter[ModelConfig](ModelConfig).validate_python(tree["model"])
+        except (yaml.YAMLError, RecursionError, TypeError, KeyError, ValidationError):
+            raise damaged(path, "it has no section `model` of a known model") from None
 
     def small_file(self, name: str) -> Path | None:
         """A file beside the weights, verified; None if it is not there.
@@ -168,6 +176,39 @@ class Checkpoint:
         return values
 
 
+def _read_text(manifest: Manifest, name: str) -> str:
+    try:
+        return manifest.content(name).decode()
+    except UnicodeDecodeError:
+        raise damaged(manifest.folder / name, "it is no text") from None
+
+
+def _read_object(manifest: Manifest, name: str) -> dict[str, Any]:
+    """A JSON file that is what it should be, whoever wrote the manifest."""
+    try:
+        value = json.loads(_read_text(manifest, name))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        value = None
+    if not isinstance(value, dict) or (name == "index.json" and "tensors" not in value):
+        raise damaged(manifest.folder / name, "it is none of a Polyad checkpoint")
+    return value
+
+
+def _refuse_what_is_no_safetensors(manifest: Manifest) -> None:
+    """Looks at the first bytes of tensor files: only their positions are used after that."""
+    for name, record in manifest.files.items():
+        if not name.endswith(".safetensors"):
+            continue
+        with (manifest.folder / name).open("rb") as file:
+            head = file.read(9)
+        if int.from_bytes(head[:8], "little") > record.bytes - 8 or head[8:] != b"{":
+            pickled = head.startswith((b"PK\x03\x04", b"\x80"))
+            what = "a pickle, which could run code" if pickled else "no safetensors file"
+            raise damaged(manifest.folder / name, f"it is {what}")
+
+
 class WeightsOnly:
     """A checkpoint as the start of another run: its weights, but no moments and no steps."""
 
@@ -209,6 +250,11 @@ def find_checkpoint(path: Path) -> Path:
             return found[-1]
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, a run has several. A "
+            f"pickle (.pt, .bin) is not read: it could run code"
+        )
     if is_huggingface_folder(path) or is_plain_folder(path):
         kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
         raise CheckpointError(

@@ -40,6 +40,7 @@ from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
 from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
+from train.room import check_room
 from train.run_folder import LOCK_FILE, RunLock
 from train.scoring import score_windows
 from train.startup import Startup
@@ -121,6 +122,7 @@ def _plan(inputs: Inputs) -> Plan:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
         init = _open_init(config, data)
+    check_room(config, model, resume)
     return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
 
 
