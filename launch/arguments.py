@@ -170,6 +170,25 @@ def validate_arguments(parser: Parser) -> None:
     add("--without-data", action="store_true", help="where the data is not; set model.vocab_size")
 
 
+def checkpoint_arguments(parser: Parser) -> None:
+    """Those of `polyad checkpoint list` and `verify`."""
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="a run, its checkpoints folder, or one of them")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def checkpoint_delete_arguments(parser: Parser) -> None:
+    """Those of `polyad checkpoint delete`."""
+    add = parser.add_argument
+    add("folders", type=Path, nargs="+", metavar="FOLDER", help="one checkpoint: .../step-NNNNNNNN")
+    add(
+        "--even-the-last-good",
+        action="store_true",
+        help="though no good one is left of that run then",
+    )
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
 def bench_data_arguments(parser: Parser) -> None:
     """Those of `polyad bench data`."""
     add = parser.add_argument
@@ -192,6 +211,17 @@ def bench_data_arguments(parser: Parser) -> None:
     )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
     override_arguments(parser)
+
+
+def bench_checkpoint_arguments(parser: Parser) -> None:
+    """Those of `polyad bench checkpoint`."""
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path(), metavar="DIR", help="on the disk to measure; here")
+    add("--repeats", type=positive, default=5, metavar="N", help="of everything; default 5")
+    add("--steps", type=positive, default=5, metavar="N", help="of training in each; default 5")
+    add("--batch-size", type=positive, default=1, metavar="B", help="of a step; default 1")
+    add("--sequence-length", type=positive, default=128, metavar="T", help="default 128")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
 def bench_step_arguments(parser: Parser) -> None:

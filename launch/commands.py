@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from launch.arguments import (
+    bench_checkpoint_arguments,
     bench_data_arguments,
     bench_layer_arguments,
     bench_routing_arguments,
     bench_step_arguments,
+    checkpoint_arguments,
+    checkpoint_delete_arguments,
     config_arguments,
     convert_arguments,
     evaluate_arguments,
@@ -221,6 +224,35 @@ def _validate(options: Namespace) -> None:
         show(description, description_table(description), options.json, stdout)
 
 
+def _checkpoint_list(options: Namespace) -> None:
+    from launch.checkpoints import checkpoint_table, list_checkpoints
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = list_checkpoints(options.folder)
+        show(result, checkpoint_table(result), options.json, stdout)
+
+
+def _checkpoint_verify(options: Namespace) -> int:
+    from launch.checkpoints import checkpoint_table, verify_checkpoints
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = verify_checkpoints(options.folder)
+        show(result, checkpoint_table(result), options.json, stdout)
+    return 0 if result["good"] else 2
+
+
+def _checkpoint_delete(options: Namespace) -> None:
+    from launch.checkpoints import checkpoint_table, delete_checkpoints
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        last_too = options.even_the_last_good
+        result = delete_checkpoints(options.folders, even_the_last_good=last_too)
+        show(result, checkpoint_table(result), options.json, stdout)
+
+
 def _bench_data(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
@@ -244,6 +276,24 @@ def _bench_data(options: Namespace) -> None:
         else:
             result = bench_data_of(options.config, options.overrides, **arguments)
         show(result, data_table(result), options.json, stdout)
+
+
+def _bench_checkpoint(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_checkpoint(
+            options.folder,
+            repeats=options.repeats,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+        )
+        show(result, checkpoint_bench_table(result), options.json, stdout)
 
 
 def _bench_step(options: Namespace) -> None:
@@ -389,12 +439,37 @@ COMMANDS: dict[str, Command] = {
         arguments=study_arguments,
         handler=_study,
     ),
+    "checkpoint list": Command(
+        summary="Lists the checkpoints of a run: step, size, and whether one is damaged.",
+        example="polyad checkpoint list runs/quickstart/run",
+        arguments=checkpoint_arguments,
+        handler=_checkpoint_list,
+    ),
+    "checkpoint verify": Command(
+        summary="Reads every byte of checkpoints; exit status 2 if one is damaged.",
+        example="polyad checkpoint verify runs/quickstart/run --json -\n"
+        "polyad checkpoint verify runs/quickstart/run/checkpoints/step-00000100",
+        arguments=checkpoint_arguments,
+        handler=_checkpoint_verify,
+    ),
+    "checkpoint delete": Command(
+        summary="Deletes checkpoints, but not the last good one of a run.",
+        example="polyad checkpoint delete runs/quickstart/run/checkpoints/step-00000100",
+        arguments=checkpoint_delete_arguments,
+        handler=_checkpoint_delete,
+    ),
     "bench data": Command(
         summary="Times encoding beside the tokenizers library, and the loader beside training.",
         example="polyad bench data --json data.json\n"
         "polyad bench data --config configs/gpt2/355m.yaml --megabytes 32",
         arguments=bench_data_arguments,
         handler=_bench_data,
+    ),
+    "bench checkpoint": Command(
+        summary="Times saving and loading GPT-2 124M with its moments beside a plain write.",
+        example="polyad bench checkpoint --folder runs --json checkpoint.json",
+        arguments=bench_checkpoint_arguments,
+        handler=_bench_checkpoint,
     ),
     "bench step": Command(
         summary="Times a training step of GPT-2 124M beside transformers', or of a muMoE's.",

@@ -1,53 +1,33 @@
-"""Sharded checkpoints that do not depend on the layout that wrote them.
+"""Sharded checkpoints that do not depend on the layout that wrote them: reading.
 
-A checkpoint is a folder `step-NNNNNNNN`:
-
-    rank-00000.safetensors ...   what each process holds: fp32 master weights, optimizer state,
-                                 buffers (from rank 0), random states; every byte once
-    index.json                   for each tensor its global shape and its chunks: offset and size in
-                                 the tensor, optimizer step, file, first byte, crc32
-    state.json                   step, data position, versions: what the loop hands over
-    config.yaml                  the resolved configuration
-    tokenizer.json               the tokenizer, so that the checkpoint can be used anywhere; of
-                                 SentencePiece tokenizer.model
-    manifest.json                every file's size and crc32; written last: without it, it is none
-
-Nothing in it can hold code. Readers map the files and touch only the bytes that they need.
+The format, and what is promised of it, is described in `CHECKPOINTS.md`. Nothing in a checkpoint
+can hold code. Readers map the files and touch only the bytes that they need, each verified before
+it is used.
 """
 
 import json
 import math
-import re
-import zlib
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from pydantic import ConfigDict, PrivateAttr, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from model.build import ModelConfig, build_model, initial_value, place
-from model.config import Config
+from model.build import ModelConfig
 from parallel import comm
-from parallel.fragments import MASTER, persistent_buffers
-from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
-from parallel.plain_weights import PlainWeights, is_plain_folder
+from parallel.commit import complete_checkpoints
+from parallel.fragments import MASTER
+from parallel.huggingface import is_huggingface_folder
+from parallel.manifest import MANIFEST_FILE, CheckpointError, Manifest, damaged, digest
+from parallel.plain_weights import is_plain_folder
 from parallel.tensor_file import DTYPE_NAMES
 from parallel.tensor_folder import differing_shapes
-from parallel.zero import DTYPES, Precision
 
-FORMAT_VERSION = 1
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: one line that names it and says why."""
-
-    exit_status = 2
 
 
 class Checkpoint:
@@ -64,29 +44,38 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = _Manifest.read(folder)
+        manifest = Manifest(folder)
         self.training_step = manifest.step
-        self.tensors: dict[str, dict[str, Any]] = json.loads(manifest.text("index.json"))["tensors"]
-        self.state: dict[str, Any] = json.loads(manifest.text("state.json"))
-        self.config_yaml = manifest.text("config.yaml")
-        self._manifest = manifest
+        self.tensors: dict[str, dict[str, Any]] = _read_object(manifest, "index.json")["tensors"]
+        self.state: dict[str, Any] = _read_object(manifest, "state.json")
+        self.config_yaml = _read_text(manifest, "config.yaml")
+        self.manifest = manifest
+        _refuse_what_is_no_safetensors(manifest)
         self._verified: set[tuple[str, int]] = set()
 
     def model_config(self) -> ModelConfig:
-        """The configuration of its model, complete."""
-        tree = yaml.safe_load(self.config_yaml)
-        return TypeAdapter(ModelConfig).validate_python(tree["model"])
+        """The configuration of its model, complete.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        path = self.folder / "config.yaml"
+        try:
+            tree = yaml.safe_load(self.config_yaml)
+            return TypeAdapter[ModelConfig](ModelConfig).validate_python(tree["model"])
+        except (yaml.YAMLError, RecursionError, TypeError, KeyError, ValidationError):
+            raise damaged(path, "it has no section `model` of a known model") from None
 
     def small_file(self, name: str) -> Path | None:
-        """A file beside the weights, verified if the manifest lists it; None if it is not there.
+        """A file beside the weights, verified; None if it is not there.
 
         Raises:
             CheckpointError: it is damaged.
         """
-        if name in self._manifest.files:
-            self._manifest.content(name)
-        path = self.folder / name
-        return path if path.is_file() else None
+        if name not in self.manifest.files:
+            return None
+        self.manifest.content(name)
+        return self.folder / name
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the weights by name."""
@@ -178,83 +167,46 @@ class Checkpoint:
         values = np.memmap(path, _NUMPY[about["dtype"]], "r", chunk["begin"], size)
         place = chunk["file"], chunk["begin"]
         if place not in self._verified:
-            if zlib.crc32(values.data) != chunk["crc32"]:
-                raise _damaged(path, f"the crc32 of the chunk at byte {chunk['begin']} differs")
+            algorithm = self.manifest.algorithm
+            if digest(values.data, algorithm) != chunk[algorithm]:
+                raise damaged(
+                    path, f"the {algorithm} of the chunk at byte {chunk['begin']:,} differs"
+                )
             self._verified.add(place)
         return values
 
 
-class _Manifest(Config):
-    """`manifest.json`, and the small files that it vouches for."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    format: Literal["polyad-checkpoint"]
-    version: int
-    step: int
-    files: dict[str, "_File"]
-    _folder: Path = PrivateAttr()
-
-    @classmethod
-    def read(cls, folder: Path) -> "_Manifest":
-        """Reads it and compares the sizes of all files that it lists.
-
-        Raises:
-            CheckpointError: it is missing, damaged or newer, or a file is missing or truncated.
-        """
-        path = folder / "manifest.json"
-        if not path.is_file():
-            raise CheckpointError(f"{folder}: is not a complete checkpoint: no manifest.json")
-        try:
-            manifest = cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            raise _damaged(path, "it is no manifest of a Polyad checkpoint") from None
-        if manifest.version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{folder}: format version {manifest.version} is newer than {FORMAT_VERSION}, "
-                f"which this Polyad reads"
-            )
-        for name in {"index.json", "state.json", "config.yaml"} - manifest.files.keys():
-            raise _damaged(path, f"it does not list {name}")
-        for name, about in manifest.files.items():
-            if not (folder / name).is_file():
-                raise _damaged(folder / name, "missing, though the manifest lists it")
-            size = (folder / name).stat().st_size
-            if size != about.bytes:
-                raise _damaged(folder / name, f"{size} bytes, the manifest says {about.bytes}")
-        manifest._folder = folder
-        return manifest
-
-    def text(self, name: str) -> str:
-        """A small file of text, verified; see `content`."""
-        return self.content(name).decode()
-
-    def content(self, name: str) -> bytes:
-        """A small file, verified.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        data = (self._folder / name).read_bytes()
-        if zlib.crc32(data) != self.files[name].crc32:
-            raise _damaged(self._folder / name, "its crc32 differs from the manifest's")
-        return data
+def _read_text(manifest: Manifest, name: str) -> str:
+    try:
+        return manifest.content(name).decode()
+    except UnicodeDecodeError:
+        raise damaged(manifest.folder / name, "it is no text") from None
 
 
-class _File(Config):
-    bytes: int
-    crc32: int
+def _read_object(manifest: Manifest, name: str) -> dict[str, Any]:
+    """A JSON file that is what it should be, whoever wrote the manifest."""
+    try:
+        value = json.loads(_read_text(manifest, name))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        value = None
+    if not isinstance(value, dict) or (name == "index.json" and "tensors" not in value):
+        raise damaged(manifest.folder / name, "it is none of a Polyad checkpoint")
+    return value
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
-    advice = ""
-    if STEP_FOLDER.fullmatch(path.parent.name):
-        advice = f"; without {path.parent.name} the run goes on from an older checkpoint"
-    return CheckpointError(f"{path}: damaged: {what}{advice}")
-
-
-Weights: TypeAlias = Checkpoint | HuggingFaceWeights | PlainWeights
-"""A model's weights, whoever wrote them: names, shapes and whole tensors, one at a time."""
+def _refuse_what_is_no_safetensors(manifest: Manifest) -> None:
+    """Looks at the first bytes of tensor files: only their positions are used after that."""
+    for name, record in manifest.files.items():
+        if not name.endswith(".safetensors"):
+            continue
+        with (manifest.folder / name).open("rb") as file:
+            head = file.read(9)
+        if int.from_bytes(head[:8], "little") > record.bytes - 8 or head[8:] != b"{":
+            pickled = head.startswith((b"PK\x03\x04", b"\x80"))
+            what = "a pickle, which could run code" if pickled else "no safetensors file"
+            raise damaged(manifest.folder / name, f"it is {what}")
 
 
 class WeightsOnly:
@@ -285,31 +237,24 @@ class WeightsOnly:
         return self._checkpoint.buffer(name)
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints below a run's `checkpoints` folder that were committed, oldest first."""
-    if not folder.is_dir():
-        return []
-    steps = {
-        int(match[1]): path
-        for path in folder.iterdir()
-        if (match := STEP_FOLDER.fullmatch(path.name)) and (path / "manifest.json").is_file()
-    }
-    return [steps[step] for step in sorted(steps)]
-
-
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the newest of the run folder it is.
 
     Raises:
         CheckpointError: there is none.
     """
-    if (path / "manifest.json").is_file() and (path / "index.json").is_file():
+    if (path / MANIFEST_FILE).is_file() and (path / "index.json").is_file():
         return path
     for folder in (path / "checkpoints", path):
         if found := complete_checkpoints(folder):
             return found[-1]
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, a run has several. A "
+            f"pickle (.pt, .bin) is not read: it could run code"
+        )
     if is_huggingface_folder(path) or is_plain_folder(path):
         kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
         raise CheckpointError(
@@ -317,46 +262,3 @@ def find_checkpoint(path: Path) -> Path:
             f"checkpoint of it"
         )
     raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
-
-
-def open_weights(path: Path) -> Weights:
-    """The weights that a path means: a checkpoint, a run's newest one, a Hugging Face folder of
-    GPT-2, or a folder of safetensors under our names.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
-    """
-    if is_huggingface_folder(path):
-        return HuggingFaceWeights(path)
-    if is_plain_folder(path):
-        return PlainWeights(path)
-    return Checkpoint(find_checkpoint(path))
-
-
-def load_model(
-    path: Path | str,
-    device: torch.device | str = "cpu",
-    precision: Precision = "fp32",
-) -> nn.Module:
-    """A model with the weights that a path means, on one device, in evaluation mode.
-
-    Args:
-        path: as of `open_weights`.
-        device: where it goes.
-        precision: of its parameters.
-
-    Returns:
-        The model; no process group is needed.
-    """
-    stored = open_weights(Path(path))
-    model = build_model(stored.model_config())
-    if isinstance(stored, Checkpoint):  # the others compared names and shapes when they were opened
-        stored.check_model(model)
-    weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
-    buffers = [name for name, _ in persistent_buffers(model)]
-    place(model, weights, device, DTYPES[precision])
-    place(
-        model, ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers()), device
-    )
-    place(model, ((name, stored.buffer(name)) for name in buffers), device)
-    return model.eval()

@@ -1,26 +1,43 @@
 """Writes checkpoints: every process its own fragments, nothing gathered. The format is in
-`checkpoint.py`.
+`CHECKPOINTS.md`.
 """
 
+import contextlib
 import json
 import math
-import os
-import shutil
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from data.manifest import TokenizerFile
 from parallel import comm
-from parallel.checkpoint import FORMAT_VERSION
+from parallel.commit import (
+    Piece,
+    Retention,
+    Shard,
+    commit,
+    staging_folder,
+    step_folder,
+    write_rest,
+    write_shard,
+)
 from parallel.fragments import MASTER, Fragment, fragments, persistent_buffers
-from parallel.tensor_file import DTYPE_NAMES, Entry, write_safetensors
+from parallel.storage import make_folder, reason_of, remove_tree
+from parallel.tensor_file import DTYPE_NAMES, Entry
 from parallel.zero import Engine
+
+T = TypeVar("T")
+KEEP_ALL = Retention()
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written: one line with the reason, on every process."""
+
+    exit_status = 1
 
 
 class TokenizerCopy(NamedTuple):
@@ -50,6 +67,11 @@ class Chunk:
         key = f"{self.name}/{self.field}/{','.join(map(str, self.offset))}"
         return Entry(key, self.values.dtype, self.size, self.make or (lambda: self.values))
 
+    def piece(self) -> Piece:
+        """The chunk as the index tells of it."""
+        dtype = DTYPE_NAMES[self.values.dtype]
+        return Piece(self.name, self.field, dtype, self.shape, self.offset, self.size, self.step)
+
 
 def save(
     engine: Engine,
@@ -59,11 +81,13 @@ def save(
     state: dict[str, Any],
     config_yaml: str,
     tokenizer: TokenizerCopy | None = None,
+    keep: Retention = KEEP_ALL,
 ) -> Path:
     """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
 
     In the order that makes a crash harmless: shards, then index and manifest in a staging folder,
-    all flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`.
+    all flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then
+    the removal of older ones.
 
     Args:
         engine: what to save.
@@ -72,33 +96,27 @@ def save(
         state: JSON values for `state.json`, the same on every process.
         config_yaml: the resolved configuration.
         tokenizer: the one whose ids the model knows.
+        keep: which older checkpoints stay.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        OSError: on every process, if writing failed on any.
+        SaveError: on every process, if writing failed on any; older checkpoints are as they were.
     """
-    final = folder / f"step-{step:08d}"
-    staging = folder / f".{final.name}.partial"
-    _together(lambda: _fresh_folder(staging) if comm.rank() == 0 else None)
-    shard = _together(lambda: _write_shard(staging, comm.rank(), _chunks(engine)))
-    shards = comm.gather_to_main(shard)
-
-    def commit() -> None:
-        if shards is None:
-            return
-        _write_rest(staging, step, shards, _small_files(state, config_yaml, tokenizer))
-        if final.exists():  # left incomplete by a crash, or a later step of a run that went back
-            shutil.rmtree(final)
-        staging.rename(final)
-        _sync_folder(folder)
-
-    _together(commit)
-    if comm.rank() == 0:
-        _write_bytes(folder / "latest.partial", f"{final.name}\n".encode())
-        (folder / "latest.partial").replace(folder / "latest")
-    return final
+    staging = comm.from_main(staging_folder(folder, step))
+    try:
+        together(step, lambda: make_folder(staging) if comm.rank() == 0 else None)
+        chunks = list(chunks_of(engine))  # views, not copies
+        shard = together(step, lambda: shard_of(staging, comm.rank(), chunks))
+        shards = comm.gather_to_main(shard)
+        others = small_files(state, config_yaml, tokenizer)
+        together(step, lambda: commit(staging, step, shards, others, keep) if shards else None)
+    except SaveError:
+        if comm.rank() == 0:
+            remove_quietly(staging)
+        raise
+    return folder / step_folder(step)
 
 
 def save_weights(
@@ -130,13 +148,13 @@ def save_weights(
         for name, shape in shapes.items()
     ]  # fmt: skip
     chunks += [_buffer_chunk(name, buffer) for name, buffer in buffers.items()]
-    shard = _write_shard(folder, 0, chunks)
-    _write_rest(folder, 0, [shard], _small_files(state, config_yaml, tokenizer))
+    write_rest(folder, 0, [shard_of(folder, 0, chunks)], small_files(state, config_yaml, tokenizer))
 
 
-def _small_files(
+def small_files(
     state: dict[str, Any], config_yaml: str, tokenizer: TokenizerCopy | None
 ) -> dict[str, bytes]:
+    """What lies beside the tensors, by name."""
     files = {
         "state.json": json.dumps(state, indent=1).encode(),
         "config.yaml": config_yaml.encode(),
@@ -144,50 +162,47 @@ def _small_files(
     return files | ({tokenizer.name: tokenizer.content} if tokenizer is not None else {})
 
 
-def _write_rest(
-    staging: Path,
-    step: int,
-    shards: list[tuple[list[dict[str, Any]], dict[str, Any]]],
-    others: dict[str, bytes],
-) -> None:
-    """Writes the index of what all shards hold, and the other files; the manifest last."""
-    index = json.dumps(_index([entries for entries, _ in shards]))
-    files = {name: about for _, written in shards for name, about in written.items()}
-    for name, data in ({"index.json": index.encode()} | others).items():
-        _write_bytes(staging / name, data)
-        files[name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    manifest = {"format": "polyad-checkpoint", "version": FORMAT_VERSION, "step": step}
-    text = json.dumps(manifest | {"files": files}, indent=1)
-    _write_bytes(staging / "manifest.json", text.encode())
-    _sync_folder(staging)
+def shard_of(staging: Path, rank: int, chunks: Sequence[Chunk]) -> Shard:
+    """Writes the chunks of a process from where they are."""
+    tensors = [chunk.entry().raw() for chunk in chunks]
+    return write_shard(staging, rank, tensors, [chunk.piece() for chunk in chunks])
 
 
-def remove_partial(folder: Path) -> None:
-    """Removes what a crash left of checkpoints that were never committed."""
-    for path in folder.glob(".step-*.partial"):
-        shutil.rmtree(path)
+def together(step: int, work: Callable[[], T]) -> T:
+    """Runs one phase on every process; if it fails on any, it fails on all and none hangs.
 
-
-def _together(work: Callable[[], Any]) -> Any:
-    """Runs one phase on every process; if it fails on any, it fails on all and none hangs."""
-    error: OSError | None = None
-    result = None
+    Raises:
+        SaveError: on every process, with the reason of the first that failed.
+    """
+    reason = None
     try:
         result = work()
-    except OSError as caught:
-        error = caught
-    if comm.any_rank(error is not None):
-        raise error or OSError("another process could not write its part of the checkpoint")
+    except OSError as error:
+        reason = reason_of(error)
+    raise_together(step, reason)
     return result
 
 
-def _fresh_folder(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
+def raise_together(step: int, reason: str | None) -> None:
+    """Ends a save on every process if any of them has a reason to.
+
+    Raises:
+        SaveError: with the reason of the first.
+    """
+    if not comm.any_rank(reason is not None):
+        return
+    reasons = {rank: text for rank, text in enumerate(comm.from_all(reason)) if text}
+    first = min(reasons)
+    raise SaveError(f"step {step} could not be saved: rank {first}: {reasons[first]}")
 
 
-def _chunks(engine: Engine) -> Iterator[Chunk]:
+def remove_quietly(staging: Path) -> None:
+    """Gives back the room of a checkpoint that failed; what cannot be removed is left."""
+    with contextlib.suppress(OSError):
+        remove_tree(staging)
+
+
+def chunks_of(engine: Engine) -> Iterator[Chunk]:
     """What this process writes: every element of every tensor on exactly one process."""
     for name, fragment in fragments(engine).items():
         start, stop = _share(fragment, *_replica(engine, fragment))
@@ -234,55 +249,6 @@ def _share(fragment: Fragment, rank: int, replicas: int) -> tuple[int, int]:
     """The part of a fragment that this process writes where several hold it: an equal share."""
     first = fragment.start + fragment.numel * rank // replicas
     return first, fragment.start + fragment.numel * (rank + 1) // replicas
-
-
-def _write_shard(
-    staging: Path, rank: int, chunks: Iterable[Chunk]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Writes a safetensors file; beside the state it holds one chunk at a time.
-
-    Returns:
-        Index entries, and {file name: size and crc32}.
-    """
-    listed = list(chunks)  # views, not copies
-    path = staging / f"rank-{rank:05d}.safetensors"
-    written = write_safetensors(path, [chunk.entry() for chunk in listed])
-    entries = [
-        {
-            "name": chunk.name, "field": chunk.field, "shape": chunk.shape,
-            "dtype": DTYPE_NAMES[chunk.values.dtype], "offset": chunk.offset, "size": chunk.size,
-            "step": chunk.step, "file": path.name, "begin": tensor.begin, "crc32": tensor.crc32,
-        }
-        for chunk, tensor in zip(listed, written.tensors, strict=True)
-    ]  # fmt: skip
-    return entries, {path.name: {"bytes": written.bytes, "crc32": written.crc32}}
-
-
-def _index(shards: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Index entries of all processes, grouped by tensor and field."""
-    tensors: dict[str, dict[str, Any]] = {}
-    for entry in (entry for shard in shards for entry in shard):
-        name, field = entry.pop("name"), entry.pop("field")
-        shape, dtype = entry.pop("shape"), entry.pop("dtype")
-        fields = tensors.setdefault(name, {})
-        about = fields.setdefault(field, {"shape": shape, "dtype": dtype, "chunks": []})
-        about["chunks"].append(entry)
-    return {"tensors": tensors}
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

@@ -184,6 +184,11 @@ def rank() -> int:
     return dist.get_rank()
 
 
+def size() -> int:
+    """Processes of the world."""
+    return dist.get_world_size()
+
+
 def barrier() -> None:
     """Waits for all processes."""
     dist.barrier()
@@ -233,6 +238,13 @@ def from_main(value: T | None) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=_device())
     return box[0]  # type: ignore[return-value]
+
+
+def from_all(value: T) -> list[T]:
+    """Every rank's value in rank order, on every rank. Small Python values only."""
+    everyone: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone  # type: ignore[return-value]
 
 
 def gather_to_main(value: T) -> list[T] | None:

@@ -33,6 +33,17 @@ class CheckpointConfig(Config):
     every: int = Field(default=0, ge=0)
     """Optimizer steps between checkpoints; 0 saves at the end of the run only."""
 
+    asynchronous: bool = False
+    """Whether training goes on while another process writes a snapshot, which takes as much more
+    memory on the host as this process's part of a checkpoint. The end of a run waits for it."""
+
+    keep_last: int | None = Field(default=None, ge=1)
+    """So many of the newest checkpoints stay, older ones are deleted; None keeps all. One whose
+    manifest or sizes are wrong does not count."""
+
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints whose step is a multiple stay for ever, whatever `keep_last` says; 0: none."""
+
     init_from: str | None = None
     """A checkpoint, a run or a Hugging Face folder of GPT-2 whose weights start a new run: no
     moments, no data position."""

@@ -26,7 +26,7 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from parallel.checkpoint import Weights, find_checkpoint, open_weights
+from parallel.checkpoint import find_checkpoint
 from parallel.checkpoint_writer import TokenizerCopy, save_weights
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import is_huggingface_folder
@@ -34,6 +34,7 @@ from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from parallel.plain_weights import is_plain_folder
 from parallel.tensor_file import Entry, write_safetensors
 from parallel.tensor_folder import WEIGHTS_FILE, differing_shapes
+from parallel.weights import Weights, open_weights
 from train.config import RunConfig, RunFolderConfig, TrainConfig
 from train.errors import ConfigError
 from train.resolve import tokenizer_of

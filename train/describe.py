@@ -15,7 +15,7 @@ from train.comparison import comparison_rows, factorized_experts
 from train.config import RunConfig, load_config, validate
 from train.environment import check_compiler
 from train.errors import ConfigError
-from train.optimizer import OptimizerConfig
+from train.optimizer import num_state_tensors
 from train.plan import plan_run
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
@@ -150,13 +150,6 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
         "graph": feed_forward.graph,
         "blocks": routed,
     }
-
-
-def num_state_tensors(config: OptimizerConfig) -> int:
-    """Tensors of a weight's shape that the optimizer keeps beside the master weight."""
-    if config.kind == "adamw":
-        return 2
-    return 1 if config.momentum else 0
 
 
 def memory_per_process(

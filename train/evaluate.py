@@ -15,7 +15,8 @@ from data.errors import DataError
 from data.manifest import SplitInfo, SplitName
 from data.windows import EvaluationWindows
 from parallel import comm
-from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
+from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.weights import load_model
 from train.config import RunConfig, flatten, parse_config
 from train.device import allow_tf32
 from train.errors import ConfigError, RunError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from data.tokenizer import Tokenizer
 from model.cache import KeyValueCache
 from model.gpt2 import GPT2Config
-from parallel.checkpoint import load_model, open_weights
+from parallel.weights import load_model, open_weights
 from parallel.zero import Precision
 from train.errors import ConfigError
 from train.resolve import need_tokenizer

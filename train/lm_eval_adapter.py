@@ -14,7 +14,7 @@ import torch
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
-from parallel.checkpoint import load_model, open_weights
+from parallel.weights import load_model, open_weights
 from parallel.zero import DTYPES, Precision
 from train.errors import ConfigError
 from train.generate import Sampling, TextStream, generate_ids

@@ -39,7 +39,11 @@ class Hooks:
     """Gives `validation_loss`, in nats a token, and of a mixture that of each source. None where
     the data has no validation split."""
     save: Callable[[TrainState], None]
-    """Writes a checkpoint."""
+    """Writes a checkpoint, or begins to."""
+    saving: Callable[[], None]
+    """Looks how far that is; called after every step."""
+    saved: Callable[[], None]
+    """Waits until it is done; called before the run ends."""
     go_back: Callable[[TrainState, int], Iterator[Tensor] | None]
     """Takes everything back to the newest checkpoint, the state too, but for a global batch that is
     left out from now on; gives the micro-batches that follow. None, and nothing is changed, where
@@ -98,7 +102,7 @@ class TrainLoop:
         self._saved_at = state.step
 
     def run(self) -> int:
-        """Trains.
+        """Trains, and waits for the last checkpoint.
 
         Returns:
             0 at the end of the run; the signal that stopped it before, after everything was saved.
@@ -106,6 +110,11 @@ class TrainLoop:
         Raises:
             RunError: too many steps in a row were not finite, or there were too many spikes.
         """
+        signal = self._train()
+        self._hooks.saved()
+        return signal
+
+    def _train(self) -> int:
         state, hooks = self._state, self._hooks
         self._engine.train()
         if state.unfinished is not None:
@@ -210,7 +219,9 @@ class TrainLoop:
         record |= memory_statistics(self._world)
         if self._metrics is not None:
             self._metrics.write(record)
+        hooks.saving()
         if end is not None:
+            hooks.saved()
             raise RunError(
                 f"step {state.step}: {end}; the last checkpoint is of step {self._saved_at}"
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from parallel import comm
-from parallel.checkpoint import complete_checkpoints
+from parallel.commit import complete_checkpoints
 from parallel.dims import Dims, LayoutError
 from train.config import RunConfig, validate
 from train.errors import ConfigError, RunError

@@ -57,3 +57,10 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
+
+
+def num_state_tensors(config: OptimizerConfig) -> int:
+    """Tensors of a weight's shape that the optimizer keeps beside the master weight."""
+    if config.kind == "adamw":
+        return 2
+    return 1 if config.momentum else 0

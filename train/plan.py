@@ -7,13 +7,16 @@ from pathlib import Path
 
 from data.mixture import TrainingData
 from model.build import build_model
-from parallel.checkpoint import Checkpoint, Weights, complete_checkpoints, open_weights
+from parallel.checkpoint import Checkpoint
 from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
+from parallel.verification import newest_that_opens
+from parallel.weights import Weights, open_weights
 from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
 from train.environment import check_compiler
 from train.errors import ConfigError
 from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
+from train.room import check_room
 from train.run_folder import LOCK_FILE
 
 LAUNCH_FOLDER = "launch"
@@ -93,6 +96,7 @@ def plan_of(inputs: Inputs) -> Plan:
         resume.check_model(model)
     elif config.checkpoint.init_from is not None:
         init = _open_init(config, data)
+    check_room(config, model, resume)
     return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
 
 
@@ -138,12 +142,12 @@ def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
     saved = folder / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
-    found = complete_checkpoints(folder / "checkpoints")
-    if not found:
+    checkpoint = newest_that_opens(folder / "checkpoints")
+    if checkpoint is None:
         refuse_changes(load_config(saved), config, folder)
         return None
-    checkpoint = Checkpoint(found[-1])
-    refuse_changes(parse_config(checkpoint.config_yaml, origin=str(found[-1])), config, folder)
+    origin = str(checkpoint.folder)
+    refuse_changes(parse_config(checkpoint.config_yaml, origin=origin), config, folder)
     if checkpoint.state["data_fingerprint"] != data.fingerprint:
         weights = " or mixes it by other weights" if config.data.mixture else ""
         raise ConfigError(

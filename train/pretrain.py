@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from data.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import Checkpoint, WeightsOnly, complete_checkpoints
-from parallel.checkpoint_writer import TokenizerCopy, remove_partial, save
+from parallel.checkpoint import Checkpoint, WeightsOnly
+from parallel.checkpoint_writer import TokenizerCopy
+from parallel.commit import Retention, complete_checkpoints, remove_leftovers
 from parallel.fragments import Source
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
+from parallel.saver import Saver
+from parallel.verification import newest_verified
 from parallel.zero import Engine
 from train.config import RunConfig
 from train.device import Prefetch, allow_tf32
@@ -63,7 +67,6 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     import_libraries()
     startup.lap("imports")
     plan = plan_of(inputs)
-    _say_what_is_not_used(plan)
     config, dims = plan.config, plan.dims
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
@@ -71,6 +74,8 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     allow_tf32(config.train.tf32, world.device)
     folder = Path(config.run.folder)
     lock = RunLock(folder, world)
+    plan = replace(plan, resume=newest_verified(plan.resume, folder / "checkpoints"))
+    _say_what_is_not_used(plan)
     state = start_state(plan, plan.resume)
     add_batches_left_out(state, folder, world)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
@@ -78,11 +83,12 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         lambda: "building the engine", world, to_build(config, dims), folder / "checkpoints"
     ):
         engine = _build_engine(plan, world)
+        saver = _saver(engine, config)
     restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
     metrics = _open_run_folder(config, state, world, startup)
     watchdog = Watchdog(folder, world, config.monitor.stall_minutes)
-    hooks = _hooks(engine, plan, world, stop, watchdog)
+    hooks = _hooks(engine, saver, plan, world, stop, watchdog)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
         hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
     startup.lap("run_folder")
@@ -112,6 +118,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
                 comm.barrier()  # everybody has saved
                 stop.stop(signal)
     finally:
+        saver.close()
         if metrics is not None:
             metrics.close()
         lock.release()
@@ -182,6 +189,16 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
     )
 
 
+def _saver(engine: Engine, config: RunConfig) -> Saver:
+    wanted = config.checkpoint
+    return Saver(
+        engine,
+        Path(config.run.folder) / "checkpoints",
+        keep=Retention(wanted.keep_last, wanted.keep_every),
+        asynchronous=wanted.asynchronous,
+    )
+
+
 def _open_run_folder(
     config: RunConfig, state: TrainState, world: comm.World, startup: Startup
 ) -> Metrics | None:
@@ -189,7 +206,7 @@ def _open_run_folder(
     if not world.is_main:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    remove_partial(folder / "checkpoints")
+    remove_leftovers(folder / "checkpoints")
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_environment(folder, world.size)
     done = state.step - (state.unfinished is not None)  # that step's record is written anew
@@ -197,7 +214,12 @@ def _open_run_folder(
 
 
 def _hooks(
-    engine: Engine, plan: Plan, world: comm.World, stop: StopSignals, watchdog: Watchdog
+    engine: Engine,
+    saver: Saver,
+    plan: Plan,
+    world: comm.World,
+    stop: StopSignals,
+    watchdog: Watchdog,
 ) -> Hooks:
     config = plan.config
     checkpoints = Path(config.run.folder) / "checkpoints"
@@ -238,14 +260,7 @@ def _hooks(
         with explain_out_of_memory(
             lambda: f"saving step {state.step}", world, to_build(config, plan.dims), checkpoints
         ):
-            save(
-                engine,
-                checkpoints,
-                state.step,
-                state=values,
-                config_yaml=config.to_yaml(),
-                tokenizer=tokenizer,
-            )
+            saver.save(state.step, values, config.to_yaml(), tokenizer)
 
     samples = plan.data.samples(config.model.sequence_length, config.seed)
 
@@ -257,12 +272,14 @@ def _hooks(
         return Prefetch(watchdog.over(_batches(plan, world, state)), world.device)
 
     return Hooks(
-        go_back=Rewind(engine, plan, world, following),
+        go_back=Rewind(engine, saver, plan, world, following),
         documents=documents,
         stop=stop,
         at=watchdog.at,
         validate=validate_now if parts else None,
         save=save_now,
+        saving=saver.poll,
+        saved=saver.finish,
         fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,
     )
 

@@ -9,7 +9,8 @@ from data.dataset import PreparedData
 from data.errors import DataError
 from data.manifest import TOKENIZER_FILES
 from data.tokenizer import Tokenizer
-from parallel.checkpoint import Checkpoint, Weights
+from parallel.checkpoint import Checkpoint
+from parallel.weights import Weights
 from train.config import RunConfig, parse_config
 from train.errors import ConfigError
 

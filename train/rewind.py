@@ -7,8 +7,10 @@ from pathlib import Path
 from torch import Tensor
 
 from parallel import comm
-from parallel.checkpoint import Checkpoint, complete_checkpoints
+from parallel.checkpoint import Checkpoint
 from parallel.fragments import fill
+from parallel.saver import Saver
+from parallel.verification import newest_that_opens, newest_verified
 from parallel.zero import Engine
 from train.plan import Plan
 from train.spikes import batches_left_out
@@ -58,6 +60,7 @@ class Rewind:
 
     Args:
         engine: whose weights and optimizer state go back.
+        saver: of the run's checkpoints, one of which may still be written.
         plan: the run's.
         world: this process.
         batches: gives the micro-batches that follow a state.
@@ -66,11 +69,13 @@ class Rewind:
     def __init__(
         self,
         engine: Engine,
+        saver: Saver,
         plan: Plan,
         world: comm.World,
         batches: Callable[[TrainState], Iterator[Tensor]],
     ) -> None:
-        self._engine, self._plan, self._world, self._batches = engine, plan, world, batches
+        self._engine, self._saver, self._plan = engine, saver, plan
+        self._world, self._batches = world, batches
 
     def __call__(self, state: TrainState, batch: int) -> Iterator[Tensor] | None:
         """Takes everything back, the state in place.
@@ -79,12 +84,11 @@ class Rewind:
             state: of the run; afterwards that of the checkpoint, but for the batches left out.
             batch: the global batch that is left out.
         """
+        self._saver.finish()
         folder = Path(self._plan.config.run.folder) / "checkpoints"
-        found = complete_checkpoints(folder) if self._world.is_main else []
-        newest = comm.from_main(str(found[-1]) if found else "")
-        if not newest:
+        checkpoint = newest_verified(newest_that_opens(folder), folder)
+        if checkpoint is None:
             return None
-        checkpoint = Checkpoint(Path(newest))
         left_out = sorted({*state.left_out, batch})
         fill(self._engine, checkpoint)
         then = start_state(self._plan, checkpoint)

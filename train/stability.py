@@ -10,7 +10,8 @@ import torch
 from data.manifest import SplitName
 from data.windows import EvaluationWindows, SpreadWindows
 from parallel import comm
-from parallel.checkpoint import Checkpoint, find_checkpoint, load_model
+from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.weights import load_model
 from train.config import flatten
 from train.device import allow_tf32
 from train.errors import ConfigError

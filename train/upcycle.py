@@ -17,9 +17,9 @@ from model.config import Config
 from model.dense import DenseFeedForwardConfig
 from model.smoe.config import SparseMoEConfig
 from model.smoe.upcycling import copies, dense_tensor
-from parallel.checkpoint import Weights
 from parallel.fragments import persistent_buffers
 from parallel.tensor_folder import differing_shapes
+from parallel.weights import Weights
 from train.config import RunConfig, apply_override, describe
 from train.errors import ConfigError
 

@@ -29,7 +29,7 @@ from launch.study.folder import (
 )
 from launch.study.results import summarize
 from launch.study.tables import finished_line, plan_table, progress_line
-from parallel.checkpoint import complete_checkpoints
+from parallel.commit import complete_checkpoints
 from train.config import validate
 from train.describe import describe
 from train.errors import ConfigError, RunError

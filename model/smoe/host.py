@@ -295,7 +295,7 @@ def _most_rows(groups: list[list[_Span]]) -> int:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = a @ b + bias; without bf16 instructions it is faster in fp32, by an order of magnitude."""
+    """out = a @ b + bias; without bf16 instructions fp32 is faster, by an order of magnitude."""
     if a.dtype == torch.bfloat16 and not has_bf16_products():
         product = a.float() @ b.float()
         out.copy_(product if bias is None else product + bias)

@@ -1,5 +1,7 @@
 """Whole runs, called in worker processes: configuration to checkpoint, and evaluation."""
 
+import contextlib
+import io
 import json
 import os
 from pathlib import Path
@@ -45,6 +47,12 @@ def write_config(path: Path, data: Path, **changes: Any) -> Path:
 def run(config: Path, *overrides: str) -> int:
     """`polyad train`; returns the steps done."""
     return main(config, overrides).step
+
+
+def run_and_listen(config: Path, *overrides: str) -> tuple[int, str]:
+    """`polyad train`; returns the steps done, and what was written to standard error."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(config, overrides).step, said.getvalue()
 
 
 def run_expecting_error(config: Path, *overrides: str) -> tuple[str, str, int]:

@@ -9,13 +9,10 @@ import pytest
 import safetensors
 import torch
 
-from parallel.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    complete_checkpoints,
-    find_checkpoint,
-    load_model,
-)
+from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.commit import complete_checkpoints
+from parallel.manifest import CheckpointError
+from parallel.weights import load_model
 from tests.helpers.training import MODEL, Case, global_batch, mumoe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -272,7 +269,9 @@ def test_a_flipped_byte_in_a_shard_is_refused_by_name(saved, tmp_path, layout):
     chunk = Checkpoint(path).tensors["token_embedding.weight"]["master"]["chunks"][0]
     data[chunk["begin"] + 5] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: damaged: the crc32 of"):
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000.safetensors: damaged: the xxh3 of the chunk"
+    ):
         load_model(path)
     # What is elsewhere in the file can still be read.
     Checkpoint(path).whole("token_embedding.weight", "exp_avg")
@@ -283,7 +282,7 @@ def test_a_changed_small_file_of_the_same_size_is_refused(saved, tmp_path, name)
     path = copy(saved(TWO), tmp_path / "step-00000003")
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
-    with pytest.raises(CheckpointError, match=rf"{name}: damaged: its crc32 differs"):
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: the xxh3 of bytes 0 to"):
         Checkpoint(path)
 
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from parallel.checkpoint import Checkpoint, load_model
+from parallel.checkpoint import Checkpoint
+from parallel.weights import load_model
 from tests.helpers.pairwise import pairwise
 from tests.helpers.training import Case, global_batch, moe_model, resave, tensors, train
 

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt2 import GPT2Config
 from model.huggingface import HuggingFaceError
-from parallel.checkpoint import load_model
 from parallel.fragments import MASTER
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.dataset import PreparedData
 from launch.cli import run as polyad
-from parallel.checkpoint import Checkpoint, load_model
+from parallel.checkpoint import Checkpoint
 from parallel.fragments import MASTER
+from parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import FEED_FORWARDS, evaluation, run, run_expecting_error, write_config
 from tests.helpers.training import tensors

@@ -10,7 +10,7 @@ import torch
 
 from data.dataset import PreparedData
 from launch.output import strict
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluation, run, write_config
 from train.evaluate import result_table

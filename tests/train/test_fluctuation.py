@@ -8,7 +8,7 @@ import torch
 from data.dataset import PreparedData
 from data.windows import EvaluationWindows, SpreadWindows
 from model.smoe.selection import Selected
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.runs import records, run, run_expecting_error, write_config
 from train.fluctuation import (
     Probe,

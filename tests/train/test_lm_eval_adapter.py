@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.runs import run, write_config
 from train import harness
 from train.convert import convert

@@ -5,7 +5,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch.cli import run as polyad
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
 from train.generate import Sampling, generate
 

@@ -13,8 +13,15 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from parallel.checkpoint import complete_checkpoints
-from tests.helpers.runs import FEED_FORWARDS, records, run, run_expecting_error, write_config
+from parallel.commit import complete_checkpoints
+from tests.helpers.runs import (
+    FEED_FORWARDS,
+    records,
+    run,
+    run_and_listen,
+    run_expecting_error,
+    write_config,
+)
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
@@ -280,8 +287,67 @@ def test_missing_data_is_refused(workers, config):
     assert "data.path: is missing" in refused(workers, config, "data.path=null")
 
 
-def test_damaged_checkpoints_are_refused_by_name(workers, finished, config, tmp_path):
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    workers, finished, config, tmp_path, damage
+):
     shutil.copytree(finished / "run", tmp_path / "run")
-    path = tmp_path / "run" / "checkpoints" / "step-00000006" / "rank-00001.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
-    assert str(path) in refused(workers, config)
+    folder = tmp_path / "run" / "checkpoints"
+    good = tensors(folder / "step-00000006")
+    path = folder / "step-00000006" / "rank-00001.safetensors"
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-8])
+    else:
+        flip(path, 5)  # in the header, which nobody but verification reads
+    (steps, said), (_, silent) = workers(2).run(run_and_listen, config)
+    assert steps == 6
+    assert "damaged" not in silent
+    (warning,) = [line for line in said.splitlines() if "damaged" in line]
+    assert warning.startswith(f"polyad: warning: {path}: damaged: ")
+    assert warning.endswith("; the run goes on from step-00000003")
+    again = tensors(folder / "step-00000006")
+    assert all(torch.equal(again[key], good[key]) for key in good)
+
+
+def test_a_run_without_a_good_checkpoint_is_refused(workers, finished, config, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    paths = [
+        tmp_path / "run" / "checkpoints" / f"step-0000000{step}" / "rank-00000.safetensors"
+        for step in (3, 6)
+    ]
+    for path in paths:
+        flip(path, -1)
+    text = refused(workers, config)
+    assert all(f"{path}: damaged: the xxh3 of bytes 0 to" in text for path in paths)
+    assert "no good checkpoint is left" in text
+
+
+def test_as_many_checkpoints_stay_as_are_asked_for(workers, config, tmp_path):
+    keys = ("checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.keep_every=3")
+    assert workers(1).run(run, config, *keys, "train.steps=7") == [7]
+    names = [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert names == [f"step-0000000{step}" for step in (3, 6, 7)]
+
+
+def test_a_run_that_saves_while_it_trains_leaves_the_same_checkpoints(
+    workers, finished, config, tmp_path
+):
+    keys = ("checkpoint.asynchronous=true", "checkpoint.every=1", "checkpoint.keep_last=4")
+    assert workers(2).run(run, config, *keys) == [6, 6]
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name[-1] for path in complete_checkpoints(folder)] == ["3", "4", "5", "6"]
+    assert sorted(path.name for path in folder.iterdir())[0] == "latest"  # nothing was left over
+    for step in (3, 6):
+        ours, theirs = (
+            tensors(place / f"step-0000000{step}")
+            for place in (folder, finished / "run" / "checkpoints")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert workers(2).run(run, config, *keys, "train.steps=8") == [8, 8]  # and goes on

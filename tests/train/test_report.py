@@ -13,7 +13,7 @@ import torch
 from data.dataset import PreparedData
 from data.prepare import prepare
 from launch.cli import run as polyad
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.runs import run, write_config
 from train.probing import routed_layers
 from train.report.command import report

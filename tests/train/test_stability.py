@@ -13,7 +13,7 @@ from data.dataset import PreparedData
 from data.prepare import prepare
 from launch.cli import run as polyad
 from launch.output import strict
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.runs import evaluation, records, run, write_config
 from train.errors import ConfigError
 from train.evaluate import result_table

@@ -3,14 +3,15 @@
 import io
 import json
 import shutil
-import zlib
 
 import pytest
+import xxhash
 
 from data.dataset import PreparedData
 from data.prepare import prepare
 from launch.cli import run as polyad
-from parallel.checkpoint import Checkpoint, CheckpointError, find_checkpoint
+from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.manifest import CheckpointError, FileRecord, render
 from tests.helpers.runs import run, write_config
 from train.convert import convert
 from train.generate import Sampling, generate
@@ -55,7 +56,7 @@ def test_its_file_is_the_data_s_and_the_manifest_lists_it(trained):
     name = KINDS[kind]
     assert (checkpoint / name).read_bytes() == content
     listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    assert listed[name] == {"bytes": len(content), "crc32": zlib.crc32(content)}
+    assert listed[name] == {"bytes": len(content), "xxh3": [xxhash.xxh3_64_hexdigest(content)]}
     assert not set(KINDS.values()) - {name} & listed.keys()
 
 
@@ -75,7 +76,7 @@ def test_a_changed_file_is_refused_by_name_when_it_is_needed(trained, tmp_path, 
     (tmp_path / "step-00000002" / KINDS[kind]).write_bytes(changed)
     assert polyad(["generate", str(tmp_path / "step-00000002"), "--prompt", "x"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert f"{KINDS[kind]}: damaged: its crc32 differs" in line
+    assert f"{KINDS[kind]}: damaged: the xxh3 of bytes 0 to" in line
 
 
 def test_it_generates_away_from_its_data(trained, tmp_path):
@@ -117,8 +118,12 @@ def test_an_older_checkpoint_finds_it_in_its_data(trained, tmp_path):
     old = tmp_path / "step-00000002"
     shutil.copytree(find_checkpoint(folder), old)
     manifest = json.loads((old / "manifest.json").read_text())
-    del manifest["files"][KINDS[kind]]
-    (old / "manifest.json").write_text(json.dumps(manifest))
+    files = {
+        name: FileRecord(about["bytes"], tuple(about["xxh3"]))
+        for name, about in manifest["files"].items()
+        if name != KINDS[kind]
+    }
+    (old / "manifest.json").write_bytes(render(manifest["step"], files))
     (old / KINDS[kind]).unlink()
     assert tokenizer_of(Checkpoint(old)) is None
     shutil.copytree(folder.parent / "elsewhere", folder.parent / "data")

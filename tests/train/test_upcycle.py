@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from launch.cli import run as polyad
 from model.build import build_model, initial_value, initial_values
 from model.gpt2 import GPT2Config
-from parallel.checkpoint import Checkpoint, load_model
+from parallel.checkpoint import Checkpoint
+from parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, records, run, write_config
 from train.convert import conversion_table, convert

@@ -10,13 +10,9 @@ from data.manifest import SplitName
 from model.build import build_model, count_parameters
 from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
-from parallel.checkpoint import (
-    STEP_FOLDER,
-    Checkpoint,
-    complete_checkpoints,
-    find_checkpoint,
-    load_model,
-)
+from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.commit import STEP_FOLDER, complete_checkpoints
+from parallel.weights import load_model
 from train.config import RunConfig, load_config, parse_config
 from train.describe import active_expert_parameters, expert_parameters
 from train.errors import ConfigError

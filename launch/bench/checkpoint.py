@@ -1,0 +1,240 @@
+"""`polyad bench checkpoint`: what saving costs a run, beside a plain write of the same bytes.
+
+One process trains GPT-2 124M. In turn: a synchronous save, a plain write, an asynchronous save
+during which training goes on, reading it all to verify it, and loading it. Medians count.
+"""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.output import align
+from model.build import build_model
+from model.gpt2 import GPT2Config
+from parallel import comm
+from parallel.checkpoint import Checkpoint
+from parallel.commit import Retention, step_folder
+from parallel.config import ParallelConfig
+from parallel.dims import Dims
+from parallel.fragments import fill
+from parallel.manifest import PIECE_BYTES, Manifest
+from parallel.parallelize import InitialWeights, parallelize
+from parallel.saver import Saver
+from parallel.storage import write_file
+from parallel.zero import Engine
+from train.errors import ConfigError
+from train.evaluate import Progress
+from train.loop import train_step
+from train.loss import token_losses
+from train.optimizer import OptimizerConfig, build_optimizer
+
+STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
+"""Of the synchronous save, and of the plain write."""
+LEARNING_RATE = 1e-4
+Times = dict[str, list[float]]
+
+
+def bench_checkpoint(
+    folder: Path,
+    *,
+    repeats: int = 5,
+    steps: int = 5,
+    batch_size: int = 1,
+    sequence_length: int = 128,
+    model: GPT2Config | None = None,
+) -> dict[str, Any]:
+    """Times saves and loads of one process.
+
+    Args:
+        folder: on the disk that is measured; what is written there is removed.
+        repeats: of everything; another one goes before.
+        steps: of training, in each repeat, while nothing is written.
+        batch_size: samples of a step.
+        sequence_length: tokens of each.
+        model: another size than 124M.
+
+    Returns:
+        JSON values: medians, and both goals.
+
+    Raises:
+        ConfigError: there is no such folder, or no room in it.
+    """
+    config = model or GPT2Config(sequence_length=1024, vocab_size=50257)
+    if not folder.is_dir():
+        raise ConfigError(f"--folder: {folder}: there is no such folder")
+    engine = _engine(config, batch_size)
+    trainer = _Trainer(engine, batch_size, sequence_length)
+    trainer.step()  # makes the moments
+    with _room_in(folder, engine) as place:
+        times = _measure(trainer, place, repeats, steps)
+        nbytes = times.pop("bytes")[0]
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    stall = medians["asynchronous_stall"] / medians["synchronous_save"]
+    bandwidth = medians["plain_write"] / medians["synchronous_save"]
+    return {
+        "model": config.model_dump(mode="json"), "bytes": int(nbytes), "repeats": repeats,
+        "batch_size": batch_size, "sequence_length": sequence_length,
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "seconds": medians, "all_seconds": times,
+        "stall_ratio": stall, "stall_goal": STALL_GOAL, "stall_reached": stall <= STALL_GOAL,
+        "bandwidth_ratio": bandwidth, "bandwidth_goal": BANDWIDTH_GOAL,
+        "bandwidth_reached": bandwidth >= BANDWIDTH_GOAL,
+    }  # fmt: skip
+
+
+class _Trainer:
+    """A run's step on tokens that are always the same."""
+
+    def __init__(self, engine: Engine, batch_size: int, sequence_length: int) -> None:
+        self.engine = engine
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch_size, sequence_length + 1)
+        self._tokens = torch.randint(50, shape, generator=generator)
+
+    def step(self) -> float:
+        """Takes one; gives its seconds."""
+        started = time.perf_counter()
+        train_step(self.engine, iter([self._tokens]), 1, LEARNING_RATE)
+        return time.perf_counter() - started
+
+
+def _engine(config: GPT2Config, batch_size: int) -> Engine:
+    engine = parallelize(
+        build_model(config),
+        Dims(world_size=1),
+        ParallelConfig(zero_stage=1),
+        world=comm.initialize(),
+        make_optimizer=lambda parameters: build_optimizer(OptimizerConfig(), parameters),
+        precision="fp32",
+        global_batch_size=batch_size,
+        micro_batch_size=batch_size,
+        clip_grad_norm=1.0,
+        source=InitialWeights(build_model(config), 0),
+        token_losses=token_losses,
+        compile_model=False,
+    )
+    engine.train()
+    return engine
+
+
+@contextmanager
+def _room_in(folder: Path, engine: Engine) -> Iterator[Path]:
+    elements = sum(parameter.numel() for parameter in engine.module.parameters())
+    needed = 3 * 12 * elements  # the plain file and two checkpoints of weights and two moments
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ConfigError(f"--folder: {folder}: {needed:,} bytes are needed, {free:,} are free")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-checkpoint-") as place:
+        yield Path(place)
+
+
+def _measure(trainer: _Trainer, place: Path, repeats: int, steps: int) -> Times:
+    times: Times = {}
+    savers = {
+        name: Saver(
+            trainer.engine, place / name, keep=Retention(), asynchronous=name == "asynchronous"
+        )
+        for name in ("synchronous", "asynchronous")
+    }
+    progress = Progress("bench checkpoint", repeats + 1, "repeats")
+    try:
+        for repeat in range(repeats + 1):
+            taken = _one_repeat(trainer, savers, place, repeat, steps)
+            for name, seconds in taken.items() if repeat else ():
+                times.setdefault(name, []).extend(seconds)
+            progress((repeat + 1) / (repeats + 1))
+    finally:
+        for saver in savers.values():
+            saver.close()
+    return times
+
+
+def _one_repeat(
+    trainer: _Trainer, savers: dict[str, Saver], place: Path, repeat: int, steps: int
+) -> Times:
+    quiet = [trainer.step() for _ in range(steps)]
+    started = time.perf_counter()
+    savers["synchronous"].save(repeat, {}, "", None)
+    synchronous = time.perf_counter() - started
+    path = place / "synchronous" / step_folder(repeat)
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    shutil.rmtree(path)
+    plain = _plain_write(place / "plain", nbytes)
+    started = time.perf_counter()
+    savers["asynchronous"].save(repeat, {}, "", None)
+    stall = time.perf_counter() - started
+    path = place / "asynchronous" / step_folder(repeat)
+    busy = []
+    while not path.exists():
+        busy.append(trainer.step())
+        savers["asynchronous"].poll()
+    savers["asynchronous"].finish()
+    committed = time.perf_counter() - started
+    reading = _reading(trainer.engine, path)
+    shutil.rmtree(path)
+    return {
+        "bytes": [nbytes], "plain_write": [plain], "synchronous_save": [synchronous],
+        "asynchronous_stall": [stall], "asynchronous_commit": [committed], "step": quiet,
+        "step_while_writing": busy, **reading,
+    }  # fmt: skip
+
+
+def _plain_write(path: Path, nbytes: int) -> float:
+    """One file of the same size, from memory, flushed."""
+    data = memoryview(bytearray(nbytes))
+    data[::4096] = bytes(range(256)) * (len(data[::4096]) // 256) + bytes(len(data[::4096]) % 256)
+    started = time.perf_counter()
+    parts = (data[first : first + PIECE_BYTES] for first in range(0, nbytes, PIECE_BYTES))
+    write_file(path, parts)
+    seconds = time.perf_counter() - started
+    path.unlink()
+    return seconds
+
+
+def _reading(engine: Engine, path: Path) -> Times:
+    """Verification from the disk and from memory, and loading after that."""
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    times = {}
+    for name in ("verify_from_disk", "verify_from_memory"):
+        started = time.perf_counter()
+        Manifest(path).verify()
+        times[name] = [time.perf_counter() - started]
+    started = time.perf_counter()
+    fill(engine, Checkpoint(path))
+    times["load"] = [time.perf_counter() - started]
+    return times
+
+
+def checkpoint_bench_table(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    seconds, gigabytes = result["seconds"], result["bytes"] / 1e9
+    rows: list[tuple[str, ...]] = [("median", "s", "GB/s")]
+    labels = {
+        "plain_write": "plain write and fsync", "synchronous_save": "synchronous save",
+        "asynchronous_stall": "asynchronous: stall", "asynchronous_commit": "asynchronous: commit",
+        "verify_from_disk": "verify, from disk", "verify_from_memory": "verify, from memory",
+        "load": "load, from memory",
+    }  # fmt: skip
+    for name, label in labels.items():
+        rows.append((label, f"{seconds[name]:.3f}", f"{gigabytes / seconds[name]:.2f}"))
+    for name, label in (("step", "step"), ("step_while_writing", "step while writing")):
+        rows.append((label, f"{seconds[name]:.3f}", ""))
+    goals = (
+        ("stall / synchronous save", "stall", "at most"),
+        ("bandwidth / plain write", "bandwidth", "at least"),
+    )
+    lines = [f"a checkpoint of {gigabytes:.2f} GB, {result['repeats']} repeats", align(rows)]
+    for label, name, how in goals:
+        reached = "reached" if result[f"{name}_reached"] else "missed"
+        ratio, goal = result[f"{name}_ratio"], result[f"{name}_goal"]
+        lines.append(f"{label}: {ratio:.3f}, goal {how} {goal:.2f}: {reached}")
+    return "\n".join(lines)

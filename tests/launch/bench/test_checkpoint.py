@@ -1,0 +1,37 @@
+"""`polyad bench checkpoint`: what it measures at a tiny size, and what it refuses."""
+
+import pytest
+
+from launch.cli import run as polyad
+from tests.helpers.saving import bench_saves
+from tests.helpers.training import MODEL
+
+pytestmark = pytest.mark.distributed
+
+
+def test_every_figure_is_measured_and_nothing_is_left(workers, tmp_path):
+    ((result, table),) = workers(1).run(bench_saves, str(tmp_path), MODEL)
+    assert list(tmp_path.iterdir()) == []
+    assert set(result["all_seconds"]) == {
+        "plain_write", "synchronous_save", "asynchronous_stall", "asynchronous_commit", "step",
+        "step_while_writing", "verify_from_disk", "verify_from_memory", "load",
+    }  # fmt: skip
+    assert all(len(taken) >= 2 for taken in result["all_seconds"].values())
+    seconds = result["seconds"]
+    parameters = 12 * (61 * 36 + 17 * 36 + 2 * (12 * 36 * 36 + 13 * 36) + 2 * 36)
+    assert result["bytes"] == pytest.approx(parameters, rel=0.15)  # and an index
+    assert 0 < seconds["asynchronous_stall"] < seconds["asynchronous_commit"]
+    ratio = seconds["asynchronous_stall"] / seconds["synchronous_save"]
+    assert result["stall_ratio"] == pytest.approx(ratio)
+    assert result["stall_reached"] == (ratio <= 1 / 20)
+    assert result["bandwidth_ratio"] == pytest.approx(
+        seconds["plain_write"] / seconds["synchronous_save"]
+    )
+    assert "stall / synchronous save" in table
+    assert len(table.splitlines()) == 13
+
+
+def test_a_folder_that_is_not_there_is_refused(capfd):
+    assert polyad(["bench", "checkpoint", "--folder", "nowhere"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "polyad: error: --folder: nowhere: there is no such folder"

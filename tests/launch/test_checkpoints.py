@@ -1,0 +1,105 @@
+"""`polyad checkpoint`: what it says of good and damaged folders, and what it refuses to delete."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from launch.cli import run as polyad
+from parallel.checkpoint_writer import save_weights
+
+NAMES = ("step-00000002", "step-00000004", "step-00000006")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's folder with three checkpoints of one tensor each."""
+    values = torch.arange(1000.0)
+    for name in NAMES:
+        path = tmp_path / "run" / "checkpoints" / name
+        path.mkdir(parents=True)
+        save_weights(
+            path, {"weight": (1000,)}, lambda name: values, buffers={}, config_yaml="",
+            state={"saved_at": 1.8e9, "world_size": 2},
+        )  # fmt: skip
+    (tmp_path / "run" / "checkpoints" / "latest").write_text(f"{NAMES[-1]}\n")
+    return tmp_path / "run" / "checkpoints"
+
+
+def damage(path, position=-1):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 64
+    path.write_bytes(data)
+
+
+def result(capfd, *arguments, status=0):
+    assert polyad(["checkpoint", *map(str, arguments), "--json", "-"]) == status
+    return json.loads(capfd.readouterr().out)
+
+
+def refused(capfd, *arguments):
+    assert polyad(["checkpoint", *map(str, arguments)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    return line
+
+
+def test_a_list_is_aligned_and_cheap(folder, capfd):
+    damage(folder / NAMES[1] / "rank-00000.safetensors")  # which only reading tells
+    damage(folder / NAMES[0] / "state.json")
+    (folder / ".step-00000008.0badcafe.partial").mkdir()
+    listed = result(capfd, "list", folder.parent)["checkpoints"]
+    assert [about["status"] for about in listed] == [
+        "damaged",
+        "complete",
+        "complete",
+        "unfinished",
+    ]
+    assert listed[1]["bytes"] == sum(
+        path.stat().st_size for path in (folder / NAMES[1]).iterdir() if path.stem != "manifest"
+    )
+    assert polyad(["checkpoint", "list", str(folder)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "MB", "processes", "saved", "status"]
+    assert len({len(line) for line in lines[:4]}) == 1  # columns to the right end alike
+    assert lines[-1].startswith(str(folder / NAMES[0] / "state.json"))
+
+
+def test_verify_finds_one_bit_and_says_so_in_its_status(folder, capfd):
+    whole = result(capfd, "verify", folder.parent)
+    assert [about["status"] for about in whole["checkpoints"]] == ["verified"] * 3
+    assert whole["good"]
+    damage(folder / NAMES[1] / "rank-00000.safetensors")
+    found = result(capfd, "verify", folder, status=2)
+    assert [about["status"] for about in found["checkpoints"]] == [
+        "verified",
+        "damaged",
+        "verified",
+    ]
+    assert "step-00000004/rank-00000.safetensors: damaged" in found["checkpoints"][1]["reason"]
+    assert result(capfd, "verify", folder / NAMES[2])["good"]
+
+
+def test_delete_leaves_the_last_good_one(folder, capfd):
+    damage(folder / NAMES[0] / "rank-00000.safetensors")
+    damage(folder / NAMES[2] / "rank-00000.safetensors")
+    line = refused(capfd, "delete", folder / NAMES[1])
+    assert f"{folder / NAMES[1]}: is the last good checkpoint in {folder}" in line
+    assert "last good" in refused(capfd, "delete", *(folder / name for name in NAMES))
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", *NAMES]
+    deleted = result(capfd, "delete", folder / NAMES[2], folder / NAMES[0])["deleted"]
+    assert [about["name"] for about in deleted] == [NAMES[2], NAMES[0]]
+    assert (folder / "latest").read_text() == f"{NAMES[1]}\n"
+    assert polyad(["checkpoint", "delete", str(folder / NAMES[1]), "--even-the-last-good"]) == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_no_checkpoint_is_refused(folder, tmp_path, capfd):
+    assert "there is no such folder" in refused(capfd, "list", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds no checkpoint" in refused(capfd, "verify", tmp_path / "empty")
+    assert "is no checkpoint" in refused(capfd, "delete", folder)
+    assert "is no checkpoint" in refused(capfd, "delete", folder / "step-00000099")
+    shutil.rmtree(folder / NAMES[0])
+    shutil.rmtree(folder / NAMES[1])
+    assert "is the last good" in refused(capfd, "delete", folder / NAMES[2])

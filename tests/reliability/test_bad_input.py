@@ -1,0 +1,141 @@
+"""Checkpoints that are whole but of no use here, and disks without room: one line, status 2."""
+
+import io
+import json
+import pickle
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+import train.room
+from launch.cli import run as polyad
+from model.build import build_model
+from parallel.checkpoint import Checkpoint
+from parallel.checkpoint_writer import save_weights
+from parallel.manifest import CheckpointError, Manifest, record_of, render
+from parallel.verification import newest_that_opens
+from parallel.weights import load_model
+from tests.helpers.runs import write_config
+from tests.helpers.training import MODEL
+
+
+def write(folder, *, without=(), other_shape=(), step="step-00000001"):
+    """A checkpoint of the tiny model, but for some weights."""
+    shapes = {
+        name: tuple(parameter.shape) for name, parameter in build_model(MODEL).named_parameters()
+    }
+    shapes = {name: shape for name, shape in shapes.items() if name not in without}
+    shapes |= {name: (*shapes[name][:-1], shapes[name][-1] + 1) for name in other_shape}
+    path = folder / step
+    path.mkdir(parents=True)
+    text = yaml.safe_dump({"model": MODEL.model_dump(mode="json")})
+    save_weights(
+        path, shapes, lambda name: torch.ones(shapes[name]), buffers={}, state={}, config_yaml=text
+    )
+    return path
+
+
+def error_of(capfd, *arguments):
+    assert polyad([str(word) for word in arguments]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("polyad: error: ")
+    return line
+
+
+def test_a_missing_parameter_is_named(tmp_path):
+    name = "blocks.1.feed_forward.down.weight"
+    with pytest.raises(CheckpointError, match=rf"of another model: {name} missing there, \[36"):
+        load_model(write(tmp_path, without=[name]))
+
+
+def test_a_parameter_of_another_shape_is_named(tmp_path):
+    name = "final_norm.weight"
+    with pytest.raises(CheckpointError, match=rf"{name} \[37\] there, \[36\] here"):
+        load_model(write(tmp_path, other_shape=[name]))
+
+
+def test_another_architecture_is_refused_with_the_first_differences_and_their_number(tmp_path):
+    other = build_model(MODEL.model_copy(update={"num_layers": 3, "sequence_length": 9}))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(write(tmp_path)).check_model(other)
+    line = str(caught.value)
+    assert "blocks.2.attention.projection.weight missing there, [36, 36] here" in line
+    assert line.endswith("and 10 more")  # of 12 in a block, and the positions
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path, capfd):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    line = error_of(capfd, "generate", tmp_path / "model.pt", "--prompt", "x")
+    assert "is a file; a checkpoint is a folder" in line
+    (tmp_path / "folder").mkdir()
+    line = error_of(capfd, "generate", tmp_path / "folder", "--prompt", "x")
+    assert "holds no complete checkpoint" in line
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch", "zeros", "text", "nothing"])
+def test_a_shard_that_is_no_safetensors_is_refused_though_its_digest_is_right(tmp_path, kind):
+    path = write(tmp_path)
+    saved = io.BytesIO()
+    torch.save({"weight": torch.ones(500)}, saved)
+    content = {
+        "pickle": pickle.dumps({"weight": list(range(500))}), "torch": saved.getvalue(),
+        "zeros": bytes(5000), "text": b"weights" * 1000, "nothing": b"",
+    }[kind]  # fmt: skip
+    (path / "rank-00000.safetensors").write_bytes(content)
+    names = [file.name for file in path.iterdir() if file.name != "manifest.json"]
+    files = {name: record_of((path / name).read_bytes()) for name in names}
+    (path / "manifest.json").write_bytes(render(1, files))
+    Manifest(path).verify()
+    what = "a pickle, which could run" if kind in ("pickle", "torch") else "no safetensors file"
+    with pytest.raises(CheckpointError, match=rf"rank-00000.safetensors: damaged: it is {what}"):
+        load_model(path)
+
+
+def test_a_newer_version_is_refused_and_no_older_checkpoint_is_taken_instead(tmp_path):
+    write(tmp_path)
+    newer = write(tmp_path, step="step-00000002")
+    tree = json.loads((newer / "manifest.json").read_text()) | {"version": 3}
+    (newer / "manifest.json").write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="format version 3 is newer than 2"):
+        newest_that_opens(tmp_path)
+    shutil.rmtree(newer)
+    assert newest_that_opens(tmp_path).folder.name == "step-00000001"
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Sets how many bytes are free."""
+
+    def free(nbytes):
+        usage = SimpleNamespace(total=10**12, used=0, free=nbytes)
+        monkeypatch.setattr(train.room.shutil, "disk_usage", lambda path: usage)
+
+    return free
+
+
+# A checkpoint of this model: 4 bytes of 400 x 32 + 32 x 32 + 2 blocks + the last norm, three times.
+SIZE = 12 * (400 * 32 + 32 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32)
+
+
+@pytest.mark.parametrize(
+    ("keep", "checkpoints"),
+    [("null", 1), ("1", 2), ("2", 3), ("9", 6)],  # six are written in all
+)
+def test_too_little_room_is_said_before_training(
+    tmp_path, prepared_path, capfd, disk, keep, checkpoints
+):
+    config = write_config(tmp_path / "config.yaml", prepared_path)
+    keys = ("checkpoint.every=1", f"checkpoint.keep_last={keep}")
+    disk(checkpoints * SIZE - 1)
+    line = error_of(capfd, "validate", config, *keys)
+    assert f"run.folder: {tmp_path / 'run'}: " in line
+    many = "the next checkpoint" if checkpoints == 1 else f"{checkpoints} more checkpoints"
+    assert f"{many} of {SIZE / 1e6:.2f} MB must fit, {tmp_path} has" in line
+    assert ("lower checkpoint.keep_last" in line) == (keep in "29")
+    disk(checkpoints * SIZE)
+    assert polyad(["validate", str(config), *keys]) == 0
+    warned = "6 checkpoints of" in capfd.readouterr().err
+    assert warned == (keep == "null")

@@ -1,0 +1,254 @@
+"""Saving, step by step: whatever moment the power is cut at, there is a complete checkpoint.
+
+The operations are those of real saves by two processes. Every prefix of them is replayed on a
+model of a disk that loses what was not flushed, and what is left is given to what a run reads.
+"""
+
+import errno
+import hashlib
+import os
+
+import pytest
+
+from model.gpt2 import GPT2Config
+from parallel.commit import complete_checkpoints, remove_leftovers
+from parallel.manifest import CheckpointError, Manifest
+from tests.helpers.disk import Disk, write_tree
+from tests.helpers.saving import failing_save, record_saves, save_in_little_room
+from tests.helpers.training import Case
+
+pytestmark = pytest.mark.distributed
+
+STEPS, LAST = [1, 2], 1  # the second save removes the first
+TINY = GPT2Config(num_layers=1, hidden_size=12, num_heads=2, sequence_length=9, vocab_size=31)
+CASE = Case(stage=1, model=TINY)
+# By the training process itself, or from a snapshot: there a thread takes the place of the writing
+# process and does the same orders, where they can be recorded and failed.
+WAYS = ("synchronous", "snapshot")
+
+
+class BrokenPromise(AssertionError):
+    """A moment at which there was no complete checkpoint, or half of one."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def recorded(workers, tmp_path_factory):
+    made = {}
+
+    def record(way):
+        if way not in made:
+            root = tmp_path_factory.mktemp("recorded")
+            arguments = (CASE, str(root / "checkpoints"), STEPS, LAST, way)
+            ranks = workers(2).run(record_saves, *arguments)
+            made[way] = {
+                "root": root,
+                "operations": sorted(o for rank in ranks for o in rank["operations"]),
+                "ends": [max(rank["ends"][n] for rank in ranks) for n in range(len(STEPS))],
+                "trees": ranks[0]["trees"],
+                "ranks": ranks,
+            }
+        return made[way]
+
+    return record
+
+
+@pytest.fixture
+def recording(recorded, way):
+    return recorded(way)
+
+
+def replay(recording, operations, folder, *, every_write):
+    """Checks what is found after every prefix; returns how many different states there were.
+
+    Args:
+        recording: of the saves.
+        operations: of it, all or some.
+        folder: for what is found.
+        every_write: also between two writes of a file that is not flushed, as a killed process
+            leaves it: after a power cut nothing new is found there.
+    """
+    disk, seen = Disk(str(recording["root"])), set()
+    expected = {
+        step: contents_of(tree, step) for step, tree in zip(STEPS, recording["trees"], strict=True)
+    }
+    for number, operation in enumerate(operations):
+        disk.apply(operation)
+        committed = sum(operation[0] >= end for end in recording["ends"])
+        following = operations[number + 1][1] if number + 1 < len(operations) else ""
+        if operation[1] == following == "write" and not every_write:
+            continue
+        for tree in (disk.alive(), *disk.after_power_cuts()):
+            key = (committed, digest_of(tree))
+            if key not in seen:
+                seen.add(key)
+                place = folder / f"{len(seen)}"
+                write_tree(place, tree)
+                check(place / "checkpoints", committed, expected)
+                remove(place)
+    return len(seen)
+
+
+def contents_of(tree, step):
+    prefix = f"step-{step:08d}/"
+    return {name[len(prefix) :]: data for name, data in tree.items() if name.startswith(prefix)}
+
+
+def check(folder, committed, expected):
+    """Whether a run would go on from a complete checkpoint, as new as was promised."""
+    found = complete_checkpoints(folder)
+    steps = [int(path.name[5:]) for path in found]
+    if committed and (not steps or steps[-1] < STEPS[committed - 1]):
+        raise BrokenPromise(f"{committed} saves had ended, and {steps} are found")
+    for path, step in zip(found, steps, strict=True):
+        try:
+            Manifest(path).verify()
+        except CheckpointError as error:
+            raise BrokenPromise(str(error)) from None
+        if {file.name: file.read_bytes() for file in path.iterdir()} != expected[step]:
+            raise BrokenPromise(f"{path} is another one than was saved")
+    if folder.is_dir():
+        remove_leftovers(folder)
+        if complete_checkpoints(folder) != found or any(folder.glob(".step*")):
+            raise BrokenPromise("what a crash left could not be cleared away")
+
+
+def digest_of(tree):
+    whole = hashlib.blake2b()
+    for name, content in sorted(tree.items()):
+        whole.update(f"{name}\0{content is None}{len(content or b'')}\0".encode())
+        whole.update(content or b"")
+    return whole.digest()
+
+
+def remove(place):
+    for path in sorted(place.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    place.rmdir()
+
+
+def test_after_a_power_cut_at_any_moment_there_is_a_complete_checkpoint(recording, tmp_path):
+    kinds = {operation[1] for operation in recording["operations"]}
+    assert {"create", "write", "sync", "sync_folder", "rename", "unlink", "rmdir"} <= kinds
+    states = replay(recording, recording["operations"], tmp_path, every_write=False)
+    assert states > 80
+
+
+@pytest.mark.slow
+def test_after_a_kill_between_any_two_writes_too(recording, tmp_path):
+    states = replay(recording, recording["operations"], tmp_path, every_write=True)
+    assert states > 200
+
+
+def is_sync_of(*endings):
+    return lambda o: o[1].startswith("sync") and o[2].endswith(endings)
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param(is_sync_of(".safetensors"), id="tensors are not flushed"),
+        pytest.param(is_sync_of("index.json"), id="the index is not"),
+        pytest.param(is_sync_of("manifest.json"), id="the manifest is not"),
+        pytest.param(is_sync_of(".partial"), id="the names in the staging folder are not"),
+        pytest.param(is_sync_of("checkpoints"), id="the rename is not"),
+    ],
+)
+def test_the_proof_notices_what_is_left_out(recorded, tmp_path, left_out):
+    recording = recorded("synchronous")
+    operations = [o for o in recording["operations"] if not left_out(o)]
+    assert len(operations) < len(recording["operations"])
+    with pytest.raises(BrokenPromise):
+        replay(recording, operations, tmp_path, every_write=False)
+
+
+def test_the_proof_notices_a_checkpoint_that_is_removed_file_by_file(recorded, tmp_path):
+    recording = recorded("synchronous")
+    operations = [
+        (at, kind, path.replace(".step-00000001.deleted", "step-00000001"), what)
+        for at, kind, path, what in recording["operations"]
+        if what is None or not str(what).endswith(".deleted")
+    ]
+    with pytest.raises(BrokenPromise):
+        replay(recording, operations, tmp_path, every_write=False)
+
+
+def test_nothing_changes_the_disk_but_what_was_recorded(recording):
+    for rank in recording["ranks"]:
+        kinds = ("create", "rename", "unlink", "mkdir", "rmdir")
+        ours = [(kind, path) for _, kind, path, _ in rank["operations"] if kind in kinds]
+        assert rank["audited"] == ours
+
+
+def operations_of(workers, folder, way):
+    """What each process does in a save of step 2."""
+    ranks = workers(2).run(record_saves, CASE, str(folder / "checkpoints"), [1, 2], 2, way)
+    return [[o for o in rank["operations"] if o[0] > rank["ends"][0]] for rank in ranks]
+
+
+def some_of(operations):
+    """All operations but, of the writes of a file, the second and following ones."""
+    seen = set()
+    for number, (_, kind, path, _) in enumerate(operations):
+        if kind != "write" or path not in seen:
+            yield number
+        seen.add(path)
+
+
+def assert_refused_and_kept(workers, folder, faults, way):
+    (folder / "failing").mkdir()
+    ranks = workers(2).run(failing_save, CASE, str(folder / "failing" / "checkpoints"), faults, way)
+    not_met = 0
+    for (rank, _, error), *results in zip(faults, *ranks, strict=True):
+        text, failed, old_is_whole, new = results[rank]
+        if failed is None:  # snapshot: another process was quicker to make the folder
+            not_met += 1
+            assert (text, new, way) == ("none", "whole", "snapshot")
+            continue
+        assert results[1 - rank][0] == text  # the same line everywhere
+        assert "\n" not in text
+        assert text.startswith(f"step 2 could not be saved: rank {rank}: {folder}")
+        assert text.endswith(os.strerror(error))
+        assert old_is_whole, failed
+        assert new != "broken", failed
+        # What failed after the rename was only the pointer, or telling the disk.
+        assert new == "absent" or failed[1].endswith(("checkpoints", "latest", "latest.partial"))
+    assert not_met < len(faults) / 5
+
+
+def test_any_error_of_the_disk_is_one_line_and_leaves_what_was_there(workers, tmp_path, way):
+    errors = (errno.ENOSPC, errno.EIO, errno.EACCES)
+    faults = [
+        (rank, number, errors[(rank + number) % 3])
+        for rank, operations in enumerate(operations_of(workers, tmp_path, way))
+        for number in some_of(operations)
+    ]
+    assert len(faults) > 15
+    assert_refused_and_kept(workers, tmp_path, faults, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=os.strerror)
+def test_every_operation_may_fail(workers, tmp_path, error, way):
+    faults = [
+        (rank, number, error)
+        for rank, operations in enumerate(operations_of(workers, tmp_path, way))
+        for number in range(len(operations))
+    ]
+    assert len(faults) > 60
+    assert_refused_and_kept(workers, tmp_path, faults, way)
+
+
+@pytest.mark.parametrize("way", ["synchronous", "process"])
+def test_a_file_that_the_kernel_finds_too_large_is_one_line(workers, tmp_path, way):
+    folder = tmp_path / "checkpoints"
+    (text, tree), (other, _) = workers(2).run(save_in_little_room, CASE, str(folder), 10_000, way)
+    assert text == other
+    assert text.startswith("step 2 could not be saved: rank 0: ")
+    assert "rank-00000.safetensors: File too large" in text
+    assert {name.partition("/")[0] for name in tree} == {"latest", "step-00000001"}
+    Manifest(folder / "step-00000001").verify()

@@ -1,0 +1,98 @@
+"""Saving while training goes on: the same bytes, in order, and never without telling."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.helpers.disk import read_tree
+from tests.helpers.saving import save_both_ways, save_with_a_dead_writer, second_save_waits
+from tests.helpers.training import Case, moe_model, mumoe_model
+
+pytestmark = pytest.mark.distributed
+
+MODELS = {"dense": Case().model, "smoe": moe_model(), "mumoe": mumoe_model()}
+EVERYDAY = {("dense", 2, 1, 1, 3, "bf16"), ("smoe", 2, 1, 2, 1, "fp32")}
+# Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
+LAYOUTS = [
+    *(("dense", 2, 1, 1, stage) for stage in range(4)),
+    *(("dense", 2, 2, 1, stage) for stage in (0, 1, 3)),
+    ("mumoe", 2, 2, 1, 1),
+    ("mumoe", 2, 1, 1, 3),
+    *(("smoe", 2, 1, 2, stage) for stage in range(3)),
+    ("smoe", 4, 2, 2, 1),
+]
+CASES = [
+    pytest.param(
+        *layout, precision, marks=() if (*layout, precision) in EVERYDAY else pytest.mark.slow
+    )
+    for layout in LAYOUTS
+    for precision in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(("kind", "processes", "tensor", "expert", "stage", "precision"), CASES)
+def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
+    workers, tmp_path, kind, processes, tensor, expert, stage, precision
+):
+    case = Case(model=MODELS[kind], tensor=tensor, expert=expert, stage=stage, precision=precision)
+    workers(processes).run(save_both_ways, case, str(tmp_path))
+    trees = [read_tree(tmp_path / way) for way in ("synchronous", "process")]
+    assert len(trees[0]) >= processes + 6
+    assert trees[0] == trees[1]
+
+
+def test_a_second_save_waits_for_the_first(workers, tmp_path):
+    for waited, *names in workers(2).run(second_save_waits, Case(), str(tmp_path)):
+        assert waited == "True"
+        assert names == ["|", "step-00000001", "|", "step-00000001", "step-00000002"]
+
+
+def test_a_writer_that_dies_ends_the_run_with_the_reason(workers, tmp_path):
+    ours, theirs = workers(2).run(save_with_a_dead_writer, Case(), str(tmp_path))
+    assert ours == theirs
+    for line in ours:
+        assert line == (
+            "step 1 could not be saved: rank 1: its writing process ended with status -9"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("state", ["waiting", "stopped"])
+def test_a_writer_dies_with_the_process_that_trains(state):
+    from parallel.snapshot import SnapshotWriter
+
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:  # does nothing that needs a thread of this process
+        try:
+            os.write(theirs, str(SnapshotWriter(1000).process_id).encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    writer = psutil.Process(int(os.read(ours, 20)))
+    os.close(ours)
+    os.close(theirs)
+    while not any("snapshot_process" in word for word in writer.cmdline()):
+        time.sleep(0.01)
+    time.sleep(0.5)  # it tells the kernel at its start
+    if state == "stopped":
+        writer.suspend()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    _, alive = psutil.wait_procs([writer], timeout=5)
+    assert not alive or alive[0].status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_writer_ignores_what_a_terminal_or_a_scheduler_sends():
+    from parallel.snapshot import SnapshotWriter
+
+    writer = SnapshotWriter(1000)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(writer.process_id, number)
+    writer.order({"do": "write", "staging": "/nowhere\0", "rank": 0, "tensors": []})
+    answer = writer.answer(wait=True)
+    writer.close()
+    assert "null byte" in answer["error"]
