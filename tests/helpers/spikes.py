@@ -1,5 +1,7 @@
 """Runs with a bad batch: its loss or its gradient is many times that of others, wherever read."""
 
+import contextlib
+import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,13 @@ def run_with_bad_batches(
     with mock.patch("train.pretrain.token_losses", spoiling(config, what, bad)):
         state = main(config, overrides)
     return state.step, state.left_out
+
+
+def console_with_bad_batches(*args: object) -> tuple[tuple[int, list[int]], str]:
+    """As `run_with_bad_batches`; what it says beside it. Workers outlive a test's capture."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        outcome = run_with_bad_batches(*args)  # type: ignore[arg-type]
+    return outcome, said.getvalue()
 
 
 def error_with_bad_batches(*args: object) -> tuple[str, str, int]:

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
-from tests.helpers.spikes import error_with_bad_batches, run_with_bad_batches, run_without
+from tests.helpers.spikes import (
+    console_with_bad_batches,
+    error_with_bad_batches,
+    run_with_bad_batches,
+    run_without,
+)
 from tests.helpers.training import tensors
 from train.monitor import MonitorConfig
 from train.spikes import NO_LIMITS, Limits, batches_left_out, limits_of, remember, spike_line
@@ -119,8 +124,9 @@ def config(tmp_path, prepared_path):
 
 
 @pytest.mark.distributed
-def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path, capfd):
-    assert workers(2).run(run_with_bad_batches, config, "loss", (BAD,)) == [(STEPS, [])] * 2
+def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
+    results = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
+    assert [outcome for outcome, _ in results] == [(STEPS, [])] * 2
     (event,) = spikes(tmp_path / "run")
     assert (event["step"], event["batch"], event["action"]) == (BAD + 1, BAD, "warn")
     assert event["loss"] > event["loss_limit"]
@@ -129,9 +135,8 @@ def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path
     record = records(tmp_path / "run")[BAD]
     assert record["spike"] == event
     assert not record["skipped"]
-    lines = [line for line in capfd.readouterr().err.splitlines() if "spike" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"step {BAD + 1}: spike: loss ")
+    (line,) = [line for _, said in results for line in said.splitlines() if "spike" in line]
+    assert line.startswith(f"step {BAD + 1}: spike: loss ")
     silent = f"run.folder={tmp_path / 'silent'}"
     workers(2).run(
         run_with_bad_batches, config, "loss", (BAD,), silent, "monitor.spike_action=none"
