@@ -17,7 +17,7 @@ SHAPES = {
 }  # fmt: skip
 MODELS = {
     "dense": MODEL,
-    "mumoe-cp": mumoe_model(factorization="cp"),
+    "mumoe-cp": mumoe_model(factorization="cp", rank=8),
     "mumoe-tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
     # State of every kind in buffers: a balancing bias, head entropies, a frozen score, a K.
     "smoe": moe_model(score="random", graph="attention", balancing_rate=0.01, final_top_k=4),
