@@ -14,6 +14,7 @@ from parallel.commit import (
     STEP_FOLDER,
     complete_checkpoints,
     point_at_newest,
+    step_folders,
 )
 from parallel.manifest import CheckpointError, Manifest
 from parallel.storage import discard
@@ -132,8 +133,7 @@ def _find(folder: Path) -> tuple[Path, list[Path]]:
     if STEP_FOLDER.fullmatch(folder.absolute().name) or (folder / "manifest.json").is_file():
         return folder.parent, [folder]
     for place in (folder / "checkpoints", folder):
-        found = [path for path in place.glob("step-*") if STEP_FOLDER.fullmatch(path.name)]
-        found.sort(key=lambda path: int(path.name.removeprefix("step-")))
+        found = step_folders(place)
         found += [path for pattern in LEFT_BY_CRASHES for path in sorted(place.glob(pattern))]
         if found:
             return place, found

@@ -82,16 +82,16 @@ def staging_folder(folder: Path, step: int) -> Path:
     return folder / f".{step_folder(step)}.{secrets.token_hex(4)}.partial"
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints below a run's `checkpoints` folder that were committed, oldest first."""
+def step_folders(folder: Path) -> list[Path]:
+    """What is called a checkpoint below a run's `checkpoints` folder, oldest first."""
     if not folder.is_dir():
         return []
-    steps = {
-        int(match[1]): path
-        for path in folder.iterdir()
-        if (match := STEP_FOLDER.fullmatch(path.name)) and (path / MANIFEST_FILE).is_file()
-    }
-    return [steps[step] for step in sorted(steps)]
+    return sorted((p for p in folder.iterdir() if STEP_FOLDER.fullmatch(p.name)), key=_step)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those that have a manifest, as every one has that was committed and not damaged."""
+    return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
 
 
 def write_shard(

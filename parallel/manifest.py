@@ -122,8 +122,9 @@ class Manifest:
         folder: the checkpoint's.
 
     Raises:
-        CheckpointError: there is none, or it is newer than this program.
-        DamagedCheckpoint: it is damaged; or a file is missing, of another size, or not listed.
+        CheckpointError: it is newer than this program.
+        DamagedCheckpoint: it is missing or damaged; or a file is missing, of another size, or not
+            listed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -140,7 +141,7 @@ class Manifest:
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{self.folder}: is not a complete checkpoint: no {MANIFEST_FILE}"
             ) from None
         except OSError as error:

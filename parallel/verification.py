@@ -9,7 +9,7 @@ from pathlib import Path
 from data.progress import Progress
 from parallel import comm
 from parallel.checkpoint import Checkpoint
-from parallel.commit import complete_checkpoints
+from parallel.commit import step_folders
 from parallel.manifest import Block, CheckpointError, DamagedCheckpoint, Manifest, share_of
 
 
@@ -26,7 +26,7 @@ def newest_that_opens(folder: Path) -> Checkpoint | None:
         CheckpointError: there are some, and none opens; or one is newer than this program.
     """
     reasons = []
-    for path in reversed(complete_checkpoints(folder)):
+    for path in reversed(step_folders(folder)):
         try:
             checkpoint = Checkpoint(path)
         except DamagedCheckpoint as error:
@@ -56,7 +56,7 @@ def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint |
     newest = comm.from_main(None if checkpoint is None else checkpoint.folder)
     if newest is None:
         return None
-    found = complete_checkpoints(folder) if comm.rank() == 0 else []
+    found = step_folders(folder) if comm.rank() == 0 else []
     older = found[: found.index(newest)][::-1] if newest in found else found[::-1]
     reasons: list[str] = []
     for path in comm.from_main([newest, *older]) or []:

@@ -22,6 +22,7 @@ from parallel.commit import Retention, complete_checkpoints
 from parallel.fragments import fragments
 from parallel.manifest import CheckpointError, Manifest
 from parallel.saver import Saver
+from parallel.verification import newest_that_opens, newest_verified
 from parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml
@@ -266,3 +267,25 @@ def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
         Path(folder), repeats=2, steps=1, sequence_length=model.sequence_length, model=model
     )
     return result, checkpoint_bench_table(result)
+
+
+def verify_shares(folder: str) -> tuple[str, list[tuple[str, int]]]:
+    """What a run would go on from (or its error), and the blocks that this process verified of
+    the first that was tried.
+    """
+    comm.initialize()
+    seen: list[list[tuple[str, int]]] = []
+    original = Manifest.verify
+
+    def verify(self: Manifest, blocks: Any = None, report: Any = lambda done: None) -> None:
+        listed = list(self.blocks() if blocks is None else blocks)
+        seen.append([(block.name, block.begin) for block in listed])
+        original(self, listed, report)
+
+    newest = newest_that_opens(Path(folder))
+    with mock.patch.object(Manifest, "verify", verify):
+        try:
+            chosen = newest_verified(newest, Path(folder))
+        except CheckpointError as error:
+            return f"{error.exit_status}: {error}", seen[0]
+    return chosen.folder.name if chosen else "none", seen[0]

@@ -293,7 +293,7 @@ def flip(path, position):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "without manifest"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     workers, finished, config, tmp_path, damage
 ):
@@ -303,13 +303,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     path = folder / "step-00000006" / "rank-00001.safetensors"
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-8])
+    elif damage == "without manifest":
+        (path.parent / "manifest.json").unlink()
     else:
         flip(path, 5)  # in the header, which nobody but verification reads
     (steps, said), (_, silent) = workers(2).run(run_and_listen, config)
     assert steps == 6
-    assert "damaged" not in silent
-    (warning,) = [line for line in said.splitlines() if "damaged" in line]
-    assert warning.startswith(f"polyad: warning: {path}: damaged: ")
+    assert "warning" not in silent
+    (warning,) = [line for line in said.splitlines() if "warning" in line]
+    what = f"{path}: damaged: "
+    if damage == "without manifest":
+        what = f"{path.parent}: is not a complete checkpoint: no manifest.json"
+    assert warning.startswith(f"polyad: warning: {what}")
     assert warning.endswith("; the run goes on from step-00000003")
     again = tensors(folder / "step-00000006")
     assert all(torch.equal(again[key], good[key]) for key in good)

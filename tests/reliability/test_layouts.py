@@ -1,0 +1,112 @@
+"""One reference into every layout and out again: bitwise; and training goes on alike there."""
+
+import pytest
+import torch
+
+from parallel.checkpoint import Checkpoint
+from tests.helpers.pairwise import pairwise
+from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+# Processes, tensor-parallel ones, expert-parallel ones.
+SHAPES = {
+    "1": (1, 1, 1), "DP 2": (2, 1, 1), "TP 2": (2, 2, 1), "EP 2": (2, 1, 2),
+    "TP 2 x DP 2": (4, 2, 1), "EP 2 x DP 2": (4, 1, 2), "EP 2 x TP 2": (4, 2, 2),
+    "EP 4": (4, 1, 4),
+}  # fmt: skip
+MODELS = {
+    "dense": MODEL,
+    "mumoe-cp": mumoe_model(factorization="cp", rank=8),
+    "mumoe-tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
+    # State of every kind in buffers: a balancing bias, head entropies, a frozen score, a K.
+    "smoe": moe_model(score="random", graph="attention", balancing_rate=0.01, final_top_k=4),
+}
+TOLERANCE = {"dense": 1e-5, "mumoe-cp": 1e-5, "mumoe-tr": 1e-5, "smoe": 1e-3}
+EVERYDAY = {("dense", "TP 2", 3), ("mumoe-cp", "DP 2", 2), ("smoe", "EP 2", 2)}
+
+
+def allowed(kind, shape, stage):
+    """Whole experts alone are spread, and not at stage 3."""
+    return stage < 3 if kind == "smoe" else SHAPES[shape][2] == 1
+
+
+EVERY = [
+    (kind, shape, stage)
+    for kind in MODELS
+    for shape in SHAPES
+    for stage in range(4)
+    if allowed(kind, shape, stage)
+]
+# Rows in which every pair of kind, shape and stage stands together, of what is allowed.
+WHOLE_LAYERS = pairwise(
+    [kind for kind in MODELS if kind != "smoe"],
+    [shape for shape in SHAPES if allowed("dense", shape, 0)],
+    range(4),
+)
+TRAINED = [*WHOLE_LAYERS, *(row for row in EVERY if row[0] == "smoe")]
+
+
+def cases(rows):
+    return [pytest.param(*row, marks=[] if row in EVERYDAY else [pytest.mark.slow]) for row in rows]
+
+
+def on(kind, shape, stage, **others):
+    _, tensor, expert = SHAPES[shape]
+    case = Case(model=MODELS[kind], tensor=tensor, expert=expert, stage=stage, total_steps=12)
+    return case.but(first_step=3, **others)
+
+
+@pytest.fixture(scope="module")
+def reference(workers, tmp_path_factory):
+    """A checkpoint of three steps in one process, and the losses of the next three."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            pool, case = workers(1), on(kind, "1", 0)
+            pool.run(train, case.but(first_step=0, last_step=3, save_to=str(folder)))
+            path = folder / "step-00000003"
+            losses = pool.run(train, case.but(resume=str(path), last_step=6))[0]["losses"]
+            made[kind] = path, losses
+        return made[kind]
+
+    return make
+
+
+def counters(path):
+    """Optimizer steps of every chunk by tensor and field."""
+    return {
+        (name, field): {chunk["step"] for chunk in about["chunks"]}
+        for name, fields in Checkpoint(path).tensors.items()
+        for field, about in fields.items()
+        if field != "random"
+    }
+
+
+@pytest.mark.parametrize(("kind", "shape", "stage"), cases(EVERY))
+def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kind, shape, stage):
+    path, _ = reference(kind)
+    case = on(kind, shape, stage, resume=str(path), save_to=str(tmp_path))
+    workers(SHAPES[shape][0]).run(resave, case)
+    before, after = tensors(path), tensors(tmp_path / "step-00000003")
+    assert before.keys() == after.keys()
+    fields = {field for _, field in before}
+    assert {"master", "exp_avg", "exp_avg_sq"} <= fields
+    assert ("buffer" in fields) == (kind == "smoe")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert counters(path) == counters(tmp_path / "step-00000003")
+    steps = {step for key, each in counters(path).items() if key[1] != "buffer" for step in each}
+    assert steps == {3.0}
+
+
+@pytest.mark.parametrize(("kind", "shape", "stage"), cases(TRAINED))
+def test_training_goes_on_alike(workers, reference, kind, shape, stage):
+    path, expected = reference(kind)
+    case = on(kind, shape, stage, resume=str(path), last_step=6)
+    actual = workers(SHAPES[shape][0]).run(train, case)[0]["losses"]
+    close = torch.allclose(
+        torch.tensor(actual), torch.tensor(expected), rtol=TOLERANCE[kind], atol=0
+    )
+    assert close, (actual, expected)
