@@ -66,8 +66,8 @@ class Variant:
             recorded: of a variant, by whatever version.
 
         Returns:
-            As `defining_keys` would give them today; as they are if this version does not know one
-            of them, or does not allow its value.
+            As `defining_keys` would give them today; if this version does not know one of them, or
+            does not allow its value, as they are, with this variant's own for those that have come.
         """
         flat = flatten(self.config.model_dump(mode="json"))
         tree: dict[str, Any] = {}
@@ -78,7 +78,7 @@ class Variant:
                 apply_override(tree, f"{key}={json.dumps(value)}")
             return _defining_keys(RunConfig.model_validate(tree))
         except (ConfigError, ValidationError):
-            return dict(recorded)
+            return self.defining_keys() | dict(recorded)
 
 
 @dataclass(frozen=True, kw_only=True)
