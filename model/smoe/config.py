@@ -56,8 +56,8 @@ class SparseMoEConfig(Config):
     """Whether a token takes part in another's mixture only if its own scores have no more entropy
     (J_i of the paper's Proposition 1)."""
     causal_graph: bool = True
-    """Whether in a language model a token's mixture leaves out later tokens. false: the graph as the
-    paper writes it, which sees what the model is to predict: to measure what that is worth."""
+    """Whether in a language model a token's mixture leaves out later tokens. false: as the paper
+    writes it, which sees what the model is to predict: to measure what that is worth."""
     balancing_rate: Annotated[float, Field(ge=0)] = 0.0
     """How far the balancing bias of each expert moves in a step towards even load (loss-free
     balancing, Wang et al. 2024); 0 has no bias."""
