@@ -46,7 +46,7 @@ EXPECTED = {
 EXPECTED_STUDIES = {
     "mumoe.yaml": (9, {"dense": 2_615_424, "mumoe-cp": 2_612_688, "mumoe-tr": 2_627_104}),
     "smoe-graphs.yaml": (
-        28,
+        21,
         dict.fromkeys(
             (
                 "plain",
