@@ -71,6 +71,10 @@ def evaluate_arguments(parser: Parser) -> None:
     add("--attack", choices=("word-swap",), help="replace words by AAA before the text is read")
     add("--rate", type=share, metavar="R", help="of --attack: share of the words, from 0 to 1")
     add("--seed", type=non_negative, metavar="S", help="of --attack: which words; default 0")
+    add(
+        "--leak", type=positive, metavar="N", help="of a graph without a mask: score about N "
+        "tokens again from what is before each alone, and all with the mask"
+    )  # fmt: skip
     override_arguments(parser)
 
 
@@ -107,6 +111,7 @@ def study_arguments(parser: Parser) -> None:
     add("study", type=Path, metavar="STUDY", help="a YAML file; the same again goes on")
     add("--dry-run", action="store_true", help="what it will train, and what stands; starts none")
     add("--markdown", action="store_true", help="the tables for a page instead of a terminal")
+    add("--figure", type=Path, metavar="FILE", help="draw the comparison there, as .svg")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 

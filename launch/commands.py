@@ -101,7 +101,7 @@ def _evaluate(options: Namespace) -> None:
             table = comparison_table(result)
         else:
             attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
-            result = evaluate(options.path, attack=attack, **chosen)
+            result = evaluate(options.path, attack=attack, leak=options.leak, **chosen)
             table = result_table(result)
         if is_main():
             show(result, table, options.json, stdout)
@@ -119,6 +119,8 @@ def _check_evaluation(options: Namespace) -> None:
         raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
     if options.attack is not None and options.compare is not None:
         raise UsageError(f"--attack: {options.attack} is not allowed with --compare")
+    if options.leak is not None and options.compare is not None:
+        raise UsageError(f"--leak: {options.leak} is not allowed with --compare")
 
 
 def _report(options: Namespace) -> None:
@@ -147,16 +149,21 @@ def _study(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from launch.study.figure import check_figure, figure
     from launch.study.run import describe_study, study
     from launch.study.tables import plan_table, result_table
 
     check_json_path(options.json)
+    if options.figure is not None:
+        check_figure(options.figure, dry_run=options.dry_run)
     with only_results_on_stdout() as stdout:
         if options.dry_run:
             plan = describe_study(options.study)
             show(plan, plan_table(plan), options.json, stdout)
             return
         result = study(options.study)
+        if options.figure is not None:
+            options.figure.write_text(figure(result), encoding="utf-8")
         show(result, result_table(result, markdown=options.markdown), options.json, stdout)
 
 

@@ -76,5 +76,22 @@ def shared_experts(records: Records) -> float | None:
     return statistics.fmean(each) if each else None
 
 
+def last_fluctuation(records: Records) -> dict[str, float] | None:
+    """Which tokens changed experts between the last two checkpoints.
+
+    Args:
+        records: of a run; those of checkpoints have it with `log.fluctuation: true`.
+
+    Returns:
+        Shares of the probe set, the mean over layers: `top1`, with another first expert, and `set`,
+        with other experts; and `steps` between the two. None where nothing was logged.
+    """
+    read = [record for record in records if "fluctuation/seconds" in record]
+    if len(read) < 2 or "fluctuation/top1" not in read[-1]:
+        return None
+    last = {name: float(read[-1][f"fluctuation/{name}"]) for name in ("top1", "set")}
+    return last | {"steps": read[-1]["step"] - read[-2]["step"]}
+
+
 def _is_load(key: str) -> bool:
     return key.startswith("routing/") and key.endswith("/load")

@@ -148,6 +148,7 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
         "top_k": feed_forward.top_k,
         "score": feed_forward.score,
         "graph": feed_forward.graph,
+        "causal_graph": feed_forward.causal_graph,
         "blocks": routed,
     }
 
@@ -293,6 +294,8 @@ def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if experts is None:
         return []
     graph = "no graph" if experts["graph"] == "none" else f"{experts['graph']} graph"
+    if not experts["causal_graph"]:
+        graph += " over later tokens too, which leaks what is to be predicted"
     return [
         ("active", f"{model['active_parameters']:,}  (of one token)"),
         (

@@ -20,6 +20,7 @@ from parallel.weights import load_model
 from train.config import RunConfig, flatten, parse_config
 from train.device import allow_tf32
 from train.errors import ConfigError, RunError
+from train.leak import check_leaks, measure
 from train.memory import explain_out_of_memory, to_evaluate
 from train.metrics import Console, bar, duration
 from train.resolve import open_data, tokenizer_of
@@ -106,6 +107,7 @@ def evaluate(
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
     attack: WordSwap | None = None,
+    leak: int | None = None,
 ) -> dict[str, Any]:
     """Evaluates a checkpoint, in one process or under torchrun.
 
@@ -115,6 +117,8 @@ def evaluate(
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         attack: what happens to the text before it is read.
+        leak: of a model whose graphs have no mask: about how many tokens are scored again, each
+            from what is before it alone; None: none.
 
     Returns:
         The result: scores, counts, and how they were made. The same on every process.
@@ -122,6 +126,8 @@ def evaluate(
     opened = open_evaluated(path, data, overrides)
     checkpoint, config, prepared = opened
     stride = config.evaluation.stride or config.model.sequence_length
+    if leak is not None:
+        check_leaks(config, checkpoint.folder)
 
     def windows_of(stream: TokenStream) -> EvaluationWindows:
         end = prepared.manifest.tokenizer.end_of_text_id
@@ -144,7 +150,18 @@ def evaluate(
         score = score_windows(
             model, windows, batch_size=opened.batch_size, world=world, report=report
         )
-    seconds = time.monotonic() - started
+        seconds = time.monotonic() - started
+        leaked = None
+        if leak is not None:
+            masked = Progress("with the mask", counts.tokens) if world.is_main else None
+            prefix = Progress("from the prefix", leak) if world.is_main else None
+            leaked = measure(
+                *(model, windows),
+                tokens=leak,
+                batch_size=opened.batch_size,
+                world=world,
+                reports=(masked, prefix),
+            )
     return {
         "checkpoint": str(checkpoint.folder),
         "step": checkpoint.training_step,
@@ -153,6 +170,7 @@ def evaluate(
         "attack": attacked,
         **perplexities(score, words=counts.words, bytes_=counts.bytes),
         "tokens_scored": score.tokens,
+        "leak": leaked,
         "words": counts.words,
         "bytes": counts.bytes,
         "documents": counts.documents,
@@ -226,6 +244,26 @@ def _attack_row(attack: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("attack", f"{counts} (rate {attack['rate']:g}, seed {attack['seed']})")]
 
 
+def _leak_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    leak = result["leak"]
+    if leak is None:
+        return []
+    error = leak["prefix_standard_error"]
+    return [
+        (
+            "with the mask",
+            f"{leak['masked_loss']:.4f} nats a token, {leak['masked_loss'] - result['loss']:+.4f}: "
+            f"no token sees later ones",
+        ),
+        (
+            "from the prefix",
+            f"{result['loss'] + leak['prefix_difference']:.4f} nats a token, "
+            f"{leak['prefix_difference']:+.4f} ± {error:.4f} (standard error): windows cut at "
+            f"{leak['prefix_tokens']:,} tokens",
+        ),
+    ]
+
+
 def result_table(result: dict[str, Any]) -> str:
     """An evaluation for a person."""
     rows = [
@@ -237,6 +275,7 @@ def result_table(result: dict[str, Any]) -> str:
         ("bits per byte", f"{result['bits_per_byte']:.4f}"),
         ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
         *_attack_row(result["attack"]),
+        *_leak_rows(result),
         ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
         ("speed", f"{result['tokens_per_second']:,.0f} tokens/s"),
         ("processes", f"{result['processes']}"),

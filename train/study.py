@@ -1,26 +1,32 @@
-"""The configuration of a study: one run's file, ways to change it, seeds. `polyad study`.
+"""A study, read and checked: its variants and its runs. `polyad study`.
 
 A run of the study is the base file with `common`, the variant's own keys, a seed, a folder and the
 study's data. Runs of one seed are a pair, so variants may differ in everything but the batches.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError
 
-from model.config import Config
-from train.config import RunConfig, describe, flatten, load_config, parse_yaml, validate
+from model.smoe.config import SparseMoEConfig
+from train.config import (
+    RunConfig,
+    apply_override,
+    describe,
+    flatten,
+    load_config,
+    parse_yaml,
+    validate,
+)
 from train.environment import check_compiler
 from train.errors import ConfigError
+from train.study_config import StudyConfig
 
-NAME = r"[A-Za-z0-9][\w.+-]*"
-"""A variant's: it becomes a folder's."""
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: they are a run's place, its batches, and its text."""
 SAME_IN_EVERY_VARIANT = (
@@ -34,86 +40,6 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-class StudyData(Config):
-    """The text of all runs."""
-
-    path: str
-    """Folder of prepared text; it is prepared from `source` if it is not there."""
-    source: str | None = None
-    """As `--source` of `polyad prepare`; null: the folder has to be there."""
-    tokenizer: str | None = None
-    """As `--tokenizer` of `polyad prepare`; needed with a source."""
-    validation_fraction: float = 0.05
-    """Share of the documents held out for validation."""
-    test_fraction: float = 0.05
-    """Share of the documents held out for the test."""
-
-    @model_validator(mode="after")
-    def _source_has_a_tokenizer(self) -> "StudyData":
-        if (self.source is None) != (self.tokenizer is None):
-            there, missing = ("source", "tokenizer") if self.source else ("tokenizer", "source")
-            raise ValueError(f"data.{missing}: is missing beside data.{there}")
-        return self
-
-
-class StudyConfig(Config):
-    """What is compared, on what, how often."""
-
-    base: str
-    """A run's configuration file, relative to where the command is started."""
-    folder: str
-    """Holds a run folder for each variant and seed, study.json and results.json."""
-    data: StudyData
-    split: Literal["validation", "test"] = "validation"
-    """Whose tokens every run is scored on."""
-    seeds: list[Annotated[int, Field(ge=0)]]
-    """One run of each variant for each: initial weights and order of the data."""
-    baseline: str
-    """The variant that the others are compared with."""
-    common: dict[str, Any] = Field(default_factory=dict)
-    """Dotted keys that every run has other than the base."""
-    variants: dict[str, dict[str, Any]]
-    """By name, the dotted keys that make the variant; in the order of the tables."""
-
-    @field_validator("variants")
-    @classmethod
-    def _names_can_be_folders(cls, variants: dict[str, Any]) -> dict[str, Any]:
-        for name in variants:
-            if not re.fullmatch(NAME, name):
-                raise ValueError(
-                    f"variants: {name!r} is not allowed: letters, digits and any of _ . + - are, "
-                    f"a letter or digit first"
-                )
-        return variants
-
-    @field_validator("variants", mode="before")
-    @classmethod
-    def _nothing_is_no_keys(cls, variants: Any) -> Any:
-        """`dense:` with nothing behind it is a variant without keys of its own."""
-        if not isinstance(variants, dict):
-            return variants
-        return {str(name): keys if keys is not None else {} for name, keys in variants.items()}
-
-    @field_validator("seeds")
-    @classmethod
-    def _seeds_are_several_and_differ(cls, seeds: list[int]) -> list[int]:
-        if not seeds:
-            raise ValueError("at least one seed is")
-        if len(set(seeds)) < len(seeds):
-            raise ValueError("a seed stands twice; different ones are")
-        return seeds
-
-    @model_validator(mode="after")
-    def _baseline_is_a_variant(self) -> "StudyConfig":
-        if self.baseline not in self.variants:
-            raise ValueError(
-                f"baseline: {self.baseline!r} is not allowed: {', '.join(self.variants)}"
-                if self.variants
-                else "variants: {} is not allowed: at least one is"
-            )
-        return self
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """One way of training, checked but for what the data decides."""
@@ -123,10 +49,36 @@ class Variant:
     """`key=value` over the base, those of `common` among them."""
     config: RunConfig
 
+    @property
+    def leaks(self) -> bool:
+        """Whether its tokens choose experts by later ones."""
+        feed_forward = self.config.model.feed_forward
+        return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
+
     def defining_keys(self) -> dict[str, Any]:
         """The keys that its results hang on, with their values, as JSON has them."""
-        flat = flatten(json.loads(json.dumps(self.config.model_dump(mode="json"))))
-        return {key: value for key, value in flat.items() if not _below(key, WITHOUT_EFFECT)}
+        return _defining_keys(self.config)
+
+    def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys as `defining_keys` once gave them, with those that have come since at their default.
+
+        Args:
+            recorded: of a variant, by whatever version.
+
+        Returns:
+            As `defining_keys` would give them today; if this version does not know one of them, or
+            does not allow its value, as they are, with this variant's own for those that have come.
+        """
+        flat = flatten(self.config.model_dump(mode="json"))
+        tree: dict[str, Any] = {}
+        # A run's place and text are recorded nowhere, and without effect.
+        free = {key: value for key, value in flat.items() if _below(key, WITHOUT_EFFECT)}
+        try:
+            for key, value in (free | dict(recorded)).items():
+                apply_override(tree, f"{key}={json.dumps(value)}")
+            return _defining_keys(RunConfig.model_validate(tree))
+        except (ConfigError, ValidationError):
+            return self.defining_keys() | dict(recorded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +175,7 @@ def load_study(file: Path) -> Study:
         where = f"{file}: variants.{name}"
         variants[name] = _variant(name, base, [*common, *_overrides(own, where)], config, where)
     _check_pairs(variants, config.baseline, file)
+    _check_leak(config, variants, file)
     return Study(file=file, config=config, variants=variants)
 
 
@@ -269,6 +222,31 @@ def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> 
                     f"{file}: variants.{name}: {key}: {found[key]} is not {baseline}'s "
                     f"{wanted[key]}: runs of one seed would not see the same batches; set it under "
                     f"common"
+                )
+
+
+def _defining_keys(config: RunConfig) -> dict[str, Any]:
+    flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
+    return {key: value for key, value in flat.items() if not _below(key, WITHOUT_EFFECT)}
+
+
+def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path) -> None:
+    """Checks that there are checkpoints to be scored without what leaks."""
+    if study.leak is None:
+        return
+    leaking = {name: variant.config for name, variant in variants.items() if variant.leaks}
+    if not leaking:
+        raise ConfigError(
+            f"{file}: leak: no variant has model.feed_forward.causal_graph: false, so nothing leaks"
+        )
+    for name, config in leaking.items():
+        every, end = config.checkpoint.every, config.train.steps
+        for step in study.leak.steps:
+            if step > end or (step != end and (every == 0 or step % every)):
+                raise ConfigError(
+                    f"{file}: leak.steps: {step} has no checkpoint in {name}, which writes one "
+                    + (f"every {every} steps and " if every else "")
+                    + f"at step {end}"
                 )
 
 

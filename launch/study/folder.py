@@ -47,9 +47,9 @@ def check_folder(study: Study) -> None:
             f"{', '.join(before['variants'])}; take another folder"
         )
     changes = [("", {"split": before["split"]}, {"split": now["split"]})]
-    changes += [
-        (f"variants.{name}: ", before["variants"][name], now["variants"][name]) for name in shared
-    ]
+    for name in shared:
+        old = study.variants[name].read_keys(before["variants"][name])
+        changes.append((f"variants.{name}: ", old, now["variants"][name]))
     for where, old, new in changes:
         if changed := changed_key(old, new):
             raise ConfigError(

@@ -1,5 +1,7 @@
 """What the results of finished runs come to: means, spread, differences of pairs."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,8 +9,12 @@ from train.environment import describe_environment
 from train.errors import RunError
 from train.paired import CONFIDENCE, paired_difference, spread
 
+Run = Mapping[str, Any]
+"""The result of a finished run, with what was measured of it."""
+BySeed = Mapping[int, Run]
 
-def summarize(plan: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+
+def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]:
     """Compares variants over the seeds that are finished.
 
     Args:
@@ -40,11 +46,7 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> 
         "tokens_scored": min(scored, default=0),
         "confidence": CONFIDENCE,
         "variants": {
-            name: {
-                **plan["variants"][name],
-                **_means(list(runs.values())),
-                "difference": None if name == plan["baseline"] else _difference(runs, baseline),
-            }
+            name: plan["variants"][name] | _compared(runs, baseline)
             for name, runs in by_variant.items()
             if runs
         },
@@ -55,30 +57,112 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> 
     }
 
 
-def _means(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _compared(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
+    beside = {} if runs is baseline else _differences(runs, baseline)
+    return {
+        **_means(list(runs.values())),
+        "difference": beside.get("loss"),
+        "differences": beside,
+        "leak": _leaks(runs, baseline),
+    }
+
+
+def _means(runs: Sequence[Run]) -> dict[str, Any]:
     means: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for key in ("loss", "perplexity", "bits_per_byte", "training_loss", "tokens_per_second"):
         means[key] = spread([run[key] for run in runs])._asdict()
-    names = {name: None for run in runs for name in run["routing"]}
-    means["routing"] = {
-        name: spread([run["routing"][name] for run in runs if name in run["routing"]])._asdict()
-        for name in names
+    return means | {
+        "routing": {
+            name: _spread_of(runs, name)
+            for name in {name: None for run in runs for name in run["routing"]}
+        },
+        "measures": {
+            name: _spread_of(runs, name) for name in {n: None for r in runs for n in measures(r)}
+        },
     }
-    return means
 
 
-def _difference(
-    runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]
-) -> dict[str, Any] | None:
-    """Of the losses, in nats a token; None before a seed is finished by both."""
-    seeds = [seed for seed in runs if seed in baseline]
-    if not seeds:
-        return None
-    losses = [runs[seed]["loss"] for seed in seeds]
-    theirs = [baseline[seed]["loss"] for seed in seeds]
-    difference = paired_difference(losses, theirs)
+def measures(run: Run) -> dict[str, float]:
+    """All numbers of a run by which variants are compared.
+
+    Args:
+        run: a result, with what was measured of it.
+
+    Returns:
+        `loss`; `attacked_loss` and `attacked_perplexity`; what routers did, by name;
+        `changed_first` and `changed_set`, the fluctuation. What is not known is left out.
+    """
+    found = {"loss": run["loss"], **run["routing"]}
+    if attack := run.get("attack"):
+        found |= {"attacked_loss": attack["loss"], "attacked_perplexity": attack["perplexity"]}
+    if fluctuation := run.get("fluctuation"):
+        found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
+    return found
+
+
+def _spread_of(runs: Sequence[Run], name: str) -> dict[str, Any]:
+    return spread([m[name] for run in runs if name in (m := measures(run))])._asdict()
+
+
+def _differences(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
+    """Of every measure, over the seeds for which both know it."""
+    names = {name: None for run in runs.values() for name in measures(run)}
+    found = {}
+    for name in names:
+        ours, theirs = (
+            {seed: known[name] for seed, run in of.items() if name in (known := measures(run))}
+            for of in (runs, baseline)
+        )
+        pairs = {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
+        if pairs:
+            found[name] = _paired(pairs)
+    return found
+
+
+def _paired(pairs: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
+    """One less the other, by seed."""
+    ours, theirs = ([pair[i] for pair in pairs.values()] for i in (0, 1))
+    difference = paired_difference(ours, theirs)
     return difference._asdict() | {
-        "seeds": seeds,
-        "differences": [one - other for one, other in zip(losses, theirs, strict=True)],
+        "seeds": list(pairs),
+        "differences": [one - other for one, other in zip(ours, theirs, strict=True)],
         "excludes_zero": difference.excludes_zero,
     }
+
+
+def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
+    """What later tokens are worth to a variant, by step, and what is left beside the baseline.
+
+    The loss from the prefix is that of the split with the difference of the sample added, which
+    spreads far less than the sample's own loss.
+    """
+    steps = sorted({int(step) for run in runs.values() for step in run.get("leak", {})})
+    return {f"{step}": _leak(runs, baseline, f"{step}") for step in steps}
+
+
+def _leak(runs: BySeed, baseline: BySeed, step: str) -> dict[str, Any]:
+    known = {seed: run["leak"][step] for seed, run in runs.items() if step in run.get("leak", {})}
+    reported = {seed: leak["loss"] for seed, leak in known.items()}
+    without = {
+        "masked": {seed: leak["masked_loss"] for seed, leak in known.items()},
+        "prefix": {s: leak["loss"] + leak["prefix_difference"] for s, leak in known.items()},
+    }
+    errors = [leak["prefix_standard_error"] for leak in known.values()]
+    found: dict[str, Any] = {
+        "seeds": list(known),
+        "reported": spread(list(reported.values()))._asdict(),
+        "prefix_tokens": min(leak["prefix_tokens"] for leak in known.values()),
+        # Root mean square: of one run's sample.
+        "prefix_standard_error": math.sqrt(statistics.fmean(error**2 for error in errors)),
+    }
+    # Of a checkpoint on the way the baseline has no loss.
+    ended = {
+        s: baseline[s]["loss"] for s in known if s in baseline and runs[s]["step"] == int(step)
+    }
+    for name, losses in without.items():
+        found[name] = spread(list(losses.values()))._asdict()
+        found[f"{name}_leak"] = _paired({s: (losses[s], reported[s]) for s in losses})
+        found[f"{name}_beside_baseline"] = (
+            _paired({s: (losses[s], ended[s]) for s in ended}) if ended else None
+        )
+    return found

@@ -1,7 +1,8 @@
 """Runs what is left of a study, one run after the other, each in processes of its own.
 
 A run is `polyad train` and `polyad evaluate`. What is finished is skipped, what was interrupted
-goes on from its newest checkpoint: the same command again is all that is needed.
+goes on from its newest checkpoint: the same command again is all that is needed. When all are
+finished, what else the study wants to know is measured, from their checkpoints.
 """
 
 import json
@@ -9,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from launch.study.folder import (
     write_json,
     write_record,
 )
+from launch.study.measures import all_measures, forget, read_measures
 from launch.study.results import summarize
-from launch.study.tables import finished_line, plan_table, progress_line
+from launch.study.tables import finished_line, measure_line, plan_table, progress_line
 from parallel.commit import complete_checkpoints
 from train.config import validate
 from train.describe import describe
@@ -99,7 +101,23 @@ def study(file: Path) -> dict[str, Any]:
             beside = results.get((study.config.baseline, run.seed))
             _say(finished_line(run, results[_key(run)], beside))
             _write_results(study, plan, results)
+        _measure(study, plan, results)
         return _write_results(study, plan, results)
+
+
+def _measure(study: Study, plan: Mapping[str, Any], results: Results) -> None:
+    """Takes the measures of finished runs that are not there yet."""
+    missing = [measure for measure in all_measures(study) if measure.read() is None]
+    took: dict[str, list[float]] = {}
+    for number, measure in enumerate(missing, start=1):
+        left = _seconds_left(took, [m.kind for m in missing[number - 1 :]])
+        _say("\n== " + measure_line(measure, number, len(missing), left))
+        started = time.monotonic()
+        written = measure.file.with_suffix(".evaluation")
+        _polyad(measure.run, *measure.arguments, "--json", str(written))
+        measure.keep(written)
+        took.setdefault(measure.kind, []).append(time.monotonic() - started)
+        _write_results(study, plan, results)
 
 
 def _prepared(study: Study) -> PreparedData:
@@ -152,6 +170,7 @@ def _plan(study: Study, vocab_size: int) -> dict[str, Any]:
             key: described["model"][key]
             for key in ("parameters", "active_parameters", "flops_per_token")
         } | {"training": described["training"]}
+    measures = all_measures(study)
     return {
         "study": str(study.file),
         "folder": str(study.folder),
@@ -167,6 +186,10 @@ def _plan(study: Study, vocab_size: int) -> dict[str, Any]:
             }
             for run in study.runs
         ],
+        "measures": {
+            "wanted": len(measures),
+            "taken": sum(measure.read() is not None for measure in measures),
+        },
     }
 
 
@@ -203,6 +226,7 @@ def _finish(run: Run) -> dict[str, Any]:
         # Of the whole run, for the time that others will take.
         "seconds": time.monotonic() - started if from_step == 0 else None,
     }
+    forget(run)
     write_json(run.result_file, result)
     scores.unlink()
     return result
@@ -235,16 +259,23 @@ def _left(study: Study, results: Mapping[tuple[str, int], Mapping[str, Any]]) ->
     for (name, _), result in results.items():
         if result["seconds"] is not None:
             took.setdefault(name, []).append(result["seconds"])
+    return _seconds_left(took, [r.variant.name for r in study.runs if _key(r) not in results])
+
+
+def _seconds_left(took: Mapping[str, Sequence[float]], names: Sequence[str]) -> float:
+    """Of things by their names, by what those of the same name took; NaN if nothing is known."""
     if not took:
         return math.nan
     mean = {name: statistics.fmean(values) for name, values in took.items()}
     other = statistics.fmean(mean.values())
-    return sum(mean.get(run.variant.name, other) for run in study.runs if _key(run) not in results)
+    return sum(mean.get(name, other) for name in names)
 
 
 def _write_results(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    found = summarize(plan, [results[_key(run)] for run in study.runs if _key(run) in results])
+    done = [run for run in study.runs if _key(run) in results]
+    found = summarize(plan, [results[_key(run)] | read_measures(run) for run in done])
     found["split"] = study.config.split
+    found["attack"] = study.config.attack and study.config.attack.model_dump()
     write_json(study.folder / RESULTS, found)
     return found
 

@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.output import align
+from launch.study.measures import Measure
 from train.metrics import duration
 from train.study import Run
 
 Row = tuple[str, ...]
+
+LOSSES = ("loss", "attacked_loss", "attacked_perplexity")
+"""Of a run's measures those that are no routing."""
 
 
 def plan_table(plan: Mapping[str, Any]) -> str:
@@ -35,13 +39,15 @@ def plan_table(plan: Mapping[str, Any]) -> str:
     runs = plan["runs"]
     finished = sum(run["finished"] for run in runs)
     begun = sum(run["step"] > 0 and not run["finished"] for run in runs)
-    training = base["training"]
+    training, measures = base["training"], plan["measures"]
+    wanted, taken = measures["wanted"], measures["taken"]
+    also = f"{wanted} measures of them: {taken} taken, {wanted - taken} to take\n" if wanted else ""
     return (
         f"{align(rows)}\n"
         f"{len(runs)} runs ({len(variants)} variants, seeds "
         f"{', '.join(str(seed) for seed in plan['seeds'])}) of {training['steps']:,} steps of "
         f"{training['tokens_per_step']:,} tokens: {finished} finished, {begun} to go on, "
-        f"{len(runs) - finished - begun} to begin\n"
+        f"{len(runs) - finished - begun} to begin\n{also}"
         f"beside: {plan['baseline']}; in {plan['folder']}"
     )
 
@@ -56,6 +62,12 @@ def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str
     return f"run {number} of {count}: {run}" + (f"; {left}" if left else "")
 
 
+def measure_line(measure: Measure, number: int, count: int, seconds_left: float) -> str:
+    """Which measure of a finished run begins, and when all are done."""
+    left = f"; {duration(seconds_left)} left for all" if math.isfinite(seconds_left) else ""
+    return f"measure {number} of {count}: {measure}{left}"
+
+
 def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
     """What a run came to, beside the baseline's of the same seed where that is finished."""
     name, beside = run.study.config.baseline, ""
@@ -67,7 +79,7 @@ def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, An
     )
 
 
-def result_table(result: Mapping[str, Any], *, markdown: bool = False) -> str:
+def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
     """The comparison.
 
     Args:
@@ -76,28 +88,49 @@ def result_table(result: Mapping[str, Any], *, markdown: bool = False) -> str:
     """
     table = _markdown if markdown else align
     variants = result["variants"]
-    parts = [table(_loss_rows(variants)), table(_cost_rows(variants))]
-    if any(variant["routing"] for variant in variants.values()):
-        parts.append(table(_routing_rows(variants)))
-    return "\n\n".join([*parts, _notes(result)])
+    found = [
+        _loss_rows(variants),
+        _attacked_rows(variants),
+        _cost_rows(variants),
+        _routing_rows(variants),
+        _routing_difference_rows(variants),
+        _leak_rows(variants),
+        _honest_rows(variants),
+    ]
+    return "\n\n".join([*(table(rows) for rows in found if len(rows) > 1), _notes(result)])
 
 
 def _loss_rows(variants: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = [("variant", "loss", "perplexity", "difference", "95% interval", "pairs")]
     for name, variant in variants.items():
         cells = (_pm(variant["loss"], 4), _pm(variant["perplexity"], 2))
-        difference = variant["difference"]
-        if difference is None:
-            rows.append((name, *cells, "", "", ""))
-            continue
-        interval = "none of one pair"
-        if difference["pairs"] > 1:
-            mark = " *" if difference["excludes_zero"] else ""
-            interval = f"{difference['low']:+.4f} to {difference['high']:+.4f}{mark}"
-        rows.append(
-            (name, *cells, _pm(difference, 4, sign="+"), interval, f"{difference['pairs']}")
-        )
+        rows.append((name, *cells, *_difference_cells(variant["difference"])))
     return rows
+
+
+def _attacked_rows(variants: Mapping[str, Any]) -> list[Row]:
+    rows: list[Row] = [("attacked", "loss", "perplexity", "difference", "95% interval", "pairs")]
+    for name, variant in variants.items():
+        known = variant["measures"]
+        if "attacked_loss" in known:
+            cells = (_pm(known["attacked_loss"], 4), _pm(known["attacked_perplexity"], 2))
+            beside = variant["differences"].get("attacked_loss")
+            rows.append((name, *cells, *_difference_cells(beside)))
+    return rows
+
+
+def _difference_cells(difference: Mapping[str, Any] | None) -> Row:
+    """The mean, its interval, and how many pairs."""
+    if difference is None:
+        return "", "", ""
+    interval = "none of one pair"
+    if difference["pairs"] > 1:
+        interval = f"{difference['low']:+.4f} to {difference['high']:+.4f}{_mark(difference)}"
+    return _pm(difference, 4, sign="+"), interval, f"{difference['pairs']}"
+
+
+def _mark(difference: Mapping[str, Any]) -> str:
+    return " *" if difference["excludes_zero"] else ""
 
 
 def _cost_rows(variants: Mapping[str, Any]) -> list[Row]:
@@ -116,15 +149,66 @@ def _cost_rows(variants: Mapping[str, Any]) -> list[Row]:
 
 
 def _routing_rows(variants: Mapping[str, Any]) -> list[Row]:
-    names = list({name: None for variant in variants.values() for name in variant["routing"]})
+    names = list({name: None for v in variants.values() for name in _routing_names(v)})
     rows: list[Row] = [("routing", *names)]
     for variant_name, variant in variants.items():
-        if variant["routing"]:
+        known = variant["measures"]
+        if any(name in known for name in names):
+            cells = [_pm(known[name], 3) if name in known else "" for name in names]
+            rows.append((variant_name, *cells))
+    return rows
+
+
+def _routing_difference_rows(variants: Mapping[str, Any]) -> list[Row]:
+    """What routers did, beside the baseline's; nothing if the baseline does not route."""
+    names = list({n: None for v in variants.values() for n in _routing_names(v)
+                  if n in v["differences"]})  # fmt: skip
+    rows: list[Row] = [("routing beside", *names)]
+    for variant_name, variant in variants.items():
+        beside = variant["differences"]
+        if any(name in beside for name in names):
             cells = [
-                _pm(variant["routing"][name], 3) if name in variant["routing"] else ""
+                _pm(beside[name], 3, sign="+") + _mark(beside[name]) if name in beside else ""
                 for name in names
             ]
             rows.append((variant_name, *cells))
+    return rows
+
+
+def _routing_names(variant: Mapping[str, Any]) -> list[str]:
+    return [name for name in variant["measures"] if name not in LOSSES]
+
+
+def _leak_rows(variants: Mapping[str, Any]) -> list[Row]:
+    """What later tokens are worth, at each checkpoint."""
+    rows: list[Row] = [
+        ("leak", "step", "as reported", "with the mask", "difference", "from the prefix",
+         "difference", "95% interval"),
+    ]  # fmt: skip
+    for name, variant in variants.items():
+        for step, leak in variant["leak"].items():
+            masked, prefix = leak["masked_leak"], leak["prefix_leak"]
+            rows.append(
+                (
+                    *(name, f"{int(step):,}", _pm(leak["reported"], 4)),
+                    *(_pm(leak["masked"], 4), _pm(masked, 4, sign="+") + _mark(masked)),
+                    _pm(leak["prefix"], 4),
+                    *_difference_cells(prefix)[:2],
+                )
+            )
+    return rows
+
+
+def _honest_rows(variants: Mapping[str, Any]) -> list[Row]:
+    """What is left of the difference to the baseline without what leaks, at the end."""
+    rows: list[Row] = [("without the leak", "as reported", "with the mask", "from the prefix")]
+    for name, variant in variants.items():
+        last = list(variant["leak"].values())[-1:]
+        for leak in last:
+            honest = [leak[f"{way}_beside_baseline"] for way in ("masked", "prefix")]
+            if variant["difference"] is not None and all(honest):
+                cells = [variant["difference"], *honest]
+                rows.append((name, *(_pm(c, 4, sign="+") + _mark(c) for c in cells)))
     return rows
 
 
@@ -134,16 +218,37 @@ def _pm(values: Mapping[str, Any], digits: int, sign: str = "") -> str:
 
 
 def _notes(result: Mapping[str, Any]) -> str:
-    counts = {len(variant["seeds"]) for variant in result["variants"].values()}
+    variants, name = result["variants"].values(), result["baseline"]
+    counts = {len(variant["seeds"]) for variant in variants}
     seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
-    return (
+    notes = [
         f"mean ± standard deviation over {seeds} seeds; loss in nats a token on the "
-        f"{result['tokens_scored']:,} tokens of the {result['split']} split\n"
-        f"difference: loss less {result['baseline']}'s of the same seed, which saw the same "
-        f"batches; interval: of its mean, by the t distribution over pairs; * leaves 0 out\n"
-        f"tokens/s: of the median step, and of what else the machine did; routing: over all "
-        f"layers and the last 10 steps"
-    )
+        f"{result['tokens_scored']:,} tokens of the {result['split']} split",
+        f"difference: loss less {name}'s of the same seed, which saw the same batches; interval: "
+        f"of its mean, by the t distribution over pairs; * leaves 0 out",
+        "tokens/s: of the median step, and of what else the machine did; routing: over all layers "
+        "and the last 10 steps",
+    ]
+    if any("changed_set" in variant["measures"] for variant in variants):
+        apart = {run["fluctuation"]["steps"] for run in result["runs"] if "fluctuation" in run}
+        steps = " or ".join(f"{step:g}" for step in sorted(apart))
+        notes.append(
+            f"changed: share of the probe set's tokens with another first expert, or other "
+            f"experts, than {steps} steps before the end"
+        )
+    if any("attacked_loss" in variant["measures"] for variant in variants):
+        rate, seed = result["attack"]["rate"], result["attack"]["seed"]
+        notes.append(f"attacked: words of the text became AAA at a rate of {rate:g} (seed {seed})")
+    leaks = [leak for variant in variants for leak in variant["leak"].values()]
+    if leaks:
+        tokens = sorted({leak["prefix_tokens"] for leak in leaks})
+        error = max(leak["prefix_standard_error"] for leak in leaks)
+        notes.append(
+            f"leak: the same weights on the same tokens, where no token sees later ones: with the "
+            f"mask, the whole split; from the prefix, the text cut before each of a sample of "
+            f"{tokens[0]:,} tokens a run, whose own standard error is at most {error:.4f}"
+        )
+    return "\n".join(notes)
 
 
 def _markdown(rows: list[Row]) -> str:

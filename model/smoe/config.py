@@ -55,6 +55,9 @@ class SparseMoEConfig(Config):
     lower_entropy_only: bool = False
     """Whether a token takes part in another's mixture only if its own scores have no more entropy
     (J_i of the paper's Proposition 1)."""
+    causal_graph: bool = True
+    """Whether in a language model a token's mixture leaves out later tokens. false: as the paper
+    writes it, which sees what the model is to predict: to measure what that is worth."""
     balancing_rate: Annotated[float, Field(ge=0)] = 0.0
     """How far the balancing bias of each expert moves in a step towards even load (loss-free
     balancing, Wang et al. 2024); 0 has no bias."""
@@ -62,8 +65,8 @@ class SparseMoEConfig(Config):
     """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
     come after do without it. null: no token is ever dropped."""
     allow_leak: bool = False
-    """Whether capacity_factor is allowed in a language model, although what a token loses then
-    hangs on how long the text is and what else is in the batch."""
+    """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although a
+    token's experts then hang on later tokens, and with a capacity on what else is in the batch."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
     with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after
@@ -99,6 +102,8 @@ class SparseMoEConfig(Config):
             )
         if self.lower_entropy_only and self.graph == "none":
             raise ValueError(f"{key}.lower_entropy_only: true needs a graph, there is none")
+        if not self.causal_graph and self.graph == "none":
+            raise ValueError(f"{key}.causal_graph: false needs a graph, there is none")
         return self
 
     def routes(self, block: int) -> bool:
@@ -161,6 +166,12 @@ class SparseMoEConfig(Config):
             raise ValueError(
                 f"{key}.capacity_factor: {self.capacity_factor} drops tokens by what else is "
                 f"in the batch and is not allowed in a language model: null drops none, and "
+                f"{key}.allow_leak: true allows it"
+            )
+        if causal and not self.causal_graph and not self.allow_leak:
+            raise ValueError(
+                f"{key}.causal_graph: false lets tokens choose experts by those that they are to "
+                f"predict and is not allowed in a language model: true does not, and "
                 f"{key}.allow_leak: true allows it"
             )
 

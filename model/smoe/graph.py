@@ -73,7 +73,8 @@ class Graph(nn.Module, ABC):
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
-        self.config, self.context, self.causal = config, context, context.causal
+        self.config, self.context = config, context
+        self.causal = context.causal and config.causal_graph
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each buffer starts; see `model/initialization.py`."""
@@ -227,7 +228,7 @@ class AttentionGraph(Graph):
         head = self.head_entropy.argmin(keepdim=True)
         features = self.features(attention, head)
         mixed_BTE, neighbours = mix(features, scores_BTE, self.config, self.causal, cache)
-        entropy_A = None if cache is not None else head_entropies(attention, self.causal)
+        entropy_A = None if cache is not None else head_entropies(attention, self.context.causal)
         return Mixed(mixed_BTE, neighbours, entropy_A)
 
 
@@ -251,14 +252,14 @@ def mix(
         features: That S is made of.
         scores_BTE: r.
         config: Of the layer.
-        causal: Whether j <= i.
+        causal: Whether j <= i; in generation it is so always.
         cache: In generation: what is before these tokens.
 
     Returns:
         p [B, T, E], and the effective neighbours as `Mixed` has them.
     """
     if config.lower_entropy_only:
-        return _mix_lower_entropy(features, scores_BTE, causal, cache)
+        return _mix_lower_entropy(features, scores_BTE, causal or cache is not None, cache)
     if cache is None and goes_by_blocks(scores_BTE):
         mixed_BTE = mix_on_host(*features, value_BTE=scores_BTE, causal=causal)
         return mixed_BTE, effective_neighbours(features, causal)

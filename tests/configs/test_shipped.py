@@ -8,7 +8,7 @@ import yaml
 
 from launch.cli import run
 from train.config import flatten, load_config
-from train.study import StudyConfig, StudyData
+from train.study_config import StudyAttack, StudyConfig, StudyData, StudyLeak
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -45,6 +45,21 @@ EXPECTED = {
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
     "mumoe.yaml": (9, {"dense": 2_615_424, "mumoe-cp": 2_612_688, "mumoe-tr": 2_627_104}),
+    "smoe-graphs.yaml": (
+        21,
+        dict.fromkeys(
+            (
+                "plain",
+                "dot",
+                "cosine",
+                "attention",
+                "dot-unmasked",
+                "cosine-unmasked",
+                "attention-unmasked",
+            ),
+            6_187_456,
+        ),
+    ),
 }
 
 
@@ -76,7 +91,8 @@ def test_a_shipped_study_is_valid(
 def test_a_shipped_study_has_every_key(path: Path) -> None:
     tree = yaml.safe_load(path.read_text())
     assert tree.keys() == StudyConfig.model_fields.keys()
-    assert tree["data"].keys() == StudyData.model_fields.keys()
+    for key, section in (("data", StudyData), ("attack", StudyAttack), ("leak", StudyLeak)):
+        assert tree[key] is None or tree[key].keys() == section.model_fields.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)

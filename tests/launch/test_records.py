@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+from launch.records import (
+    last_fluctuation,
+    last_loss,
+    last_routing,
+    median_rate,
+    peak_memory,
+    read_records,
+)
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
@@ -23,6 +30,19 @@ def test_figures_of_the_end_are_means_of_the_last_ten_records(tmp_path: Path) ->
     assert last_loss(records) == 15.0  # 11 to 19
     assert last_routing(records) == {"unused": pytest.approx(1.55)}  # 1.1 to 2.0
     assert (median_rate(records), peak_memory(records)) == (100.0, 20)
+
+
+def test_fluctuation_is_that_between_the_last_two_checkpoints() -> None:
+    first = record(40, fluctuation__seconds=0.1)
+    later = {
+        step: record(step, fluctuation__seconds=0.1, fluctuation__top1=top1, fluctuation__set=0.5)
+        for step, top1 in ((80, 0.4), (100, 0.3))
+    }
+    plain = [record(step) for step in (41, 99)]
+    found = last_fluctuation([first, plain[0], later[80], plain[1], later[100]])
+    assert found == {"top1": 0.3, "set": 0.5, "steps": 20}
+    assert last_fluctuation([first, *plain]) is None  # nothing before it
+    assert last_fluctuation(plain) is None
 
 
 def test_a_model_that_does_not_route_has_no_routing() -> None:

@@ -166,6 +166,25 @@ def test_the_gate_stops_a_capacity(small_config, random_ids):
         assert_causal(model, random_ids(2, 16), 7)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"graph": "similarity"},
+        {"graph": "similarity", "lower_entropy_only": True},
+        {"graph": "attention", "sigma": 5.0},
+    ],
+    ids=str,
+)
+def test_the_gate_stops_a_graph_whose_mask_is_left_out(small_config, random_ids, options):
+    assert_causal_everywhere(gated_model(small_config, **options), random_ids(2, 16))
+    model = gated_model(small_config, causal_graph=False, allow_leak=True, **options)
+    with pytest.raises(AssertionError):
+        assert_causal_everywhere(model, random_ids(2, 16))
+    # To allow a leak is not to have one.
+    model = gated_model(small_config, allow_leak=True, **options)
+    assert_causal_everywhere(model, random_ids(2, 16))
+
+
 def test_the_gate_stops_a_norm_over_the_batch(small_config, random_ids):
     model = gated_model(small_config, {"gate_norm": "batch"}, kind="mumoe")
     with pytest.raises(AssertionError):

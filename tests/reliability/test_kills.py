@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.checkpoint import complete_checkpoints
+from parallel.commit import complete_checkpoints
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
 from tests.helpers.training import tensors

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from parallel.checkpoint import complete_checkpoints
+from parallel.commit import complete_checkpoints
 from tests.helpers.runs import records, write_config
 from tests.helpers.training import tensors
 

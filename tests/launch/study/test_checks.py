@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launch.cli import run
-from tests.launch.study.conftest import CP, WriteStudy
+from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 
 
 def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
@@ -66,6 +66,25 @@ def variants(**own: Any) -> dict[str, Any]:
         (
             {"variants": variants(train__global_batch_size=5)},
             ["variants.b: ", "train.global_batch_size: 5 is not divisible by"],
+        ),
+        ({"attack": {"rate": 1.5}}, ["attack.rate: 1.5", "less than or equal to 1"]),
+        ({"attack": {"seed": 0}}, ["attack.rate: is missing"]),
+        ({"attack": {"rate": 0.1, "seed": -1}}, ["attack.seed: -1", "equal to 0"]),
+        ({"leak": {"steps": []}}, ["leak.steps: [] is not allowed", "at least one step is"]),
+        ({"leak": {"steps": [4, 2]}}, ["leak.steps: [4, 2]", "each later than the one before"]),
+        ({"leak": {"steps": [4], "tokens": 0}}, ["leak.tokens: 0", "equal to 1"]),
+        ({"leak": {"steps": [4]}}, ["leak: no variant has model.feed_forward.causal_graph: false"]),
+        (
+            {"leak": {"steps": [3]}, "variants": variants(model__feed_forward=LEAKY)},
+            ["leak.steps: 3 has no checkpoint in b, which writes one every 2 steps and at step 4"],
+        ),
+        (
+            {"leak": {"steps": [6]}, "variants": variants(model__feed_forward=LEAKY)},
+            ["leak.steps: 6 has no checkpoint in b"],
+        ),
+        (
+            {"variants": variants(model__feed_forward=LEAKY | {"allow_leak": False})},
+            ["variants.b: ", "causal_graph: false", "allow_leak: true allows it"],
         ),
         # These would be runs, but not pairs of runs.
         ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),

@@ -90,3 +90,95 @@ def test_markdown_has_as_many_columns_in_every_row() -> None:
     losses = result_table(found, markdown=True).split("\n\n")[0].splitlines()
     assert [line.count("|") for line in losses] == [7, 7, 7, 7]
     assert losses[1] == "|---|---:|---:|---:|---:|---:|"
+
+
+def leak(reported: float, masked: float, prefix: float) -> dict[str, Any]:
+    """As `polyad evaluate --leak` leaves it, of one step."""
+    return {
+        **{"loss": reported, "masked_loss": masked, "prefix_difference": prefix - reported},
+        **{"prefix_tokens": 100, "prefix_standard_error": 0.003},
+    }
+
+
+# As RUNS, with measures: attacked losses 1 more, and of cp another 0.1, 0.2 and 0.3 more; leaks.
+MEASURED = [
+    *(
+        result(
+            *("plain", seed, 4.0 + seed),
+            step=8,
+            attack={"loss": 5.0 + seed, "perplexity": 9.0},
+            routing={"entropy": 0.5},
+            fluctuation={"top1": 0.2, "set": 0.3, "steps": 4},
+        )
+        for seed in (1, 2, 3)
+    ),
+    *(
+        result(
+            *("leaky", seed, 3.9 + seed),
+            step=8,
+            attack={"loss": 5.0 + seed + seed / 10, "perplexity": 8.0 + seed},
+            routing={"entropy": 0.4 + seed / 10, "effective_neighbours": 7.0},
+            fluctuation={"top1": 0.2, "set": 0.4, "steps": 4},
+            leak={
+                "4": leak(4.0 + seed, 4.0 + seed, 4.0 + seed),
+                "8": leak(3.9 + seed, 4.0 + seed + seed / 100, 4.1 + seed),
+            },
+        )
+        for seed in (1, 2, 3)
+    ),
+]
+SUMMARY = summarize(plan("plain", "leaky"), MEASURED) | {
+    **{"split": "validation", "attack": {"rate": 0.1, "seed": 0}},
+}
+
+
+def test_every_measure_is_compared_in_pairs() -> None:
+    plain, leaky = (SUMMARY["variants"][name] for name in ("plain", "leaky"))
+    assert plain["differences"] == {}
+    beside = leaky["differences"]
+    assert beside["loss"]["differences"] == pytest.approx([-0.1] * 3)
+    assert beside["loss"] == leaky["difference"]
+    assert beside["attacked_loss"]["differences"] == pytest.approx([0.1, 0.2, 0.3])
+    assert not beside["attacked_loss"]["excludes_zero"]  # 0.2 +- 4.30 x 0.1 / sqrt 3 = 0.25
+    assert beside["entropy"]["mean"] == pytest.approx(0.1)
+    assert beside["changed_set"]["mean"] == pytest.approx(0.1)
+    assert "effective_neighbours" not in beside  # plain has none
+    assert leaky["measures"]["effective_neighbours"]["mean"] == 7.0
+    assert leaky["measures"]["attacked_perplexity"]["mean"] == 10.0
+
+
+def test_a_leak_is_what_a_loss_gains_by_it_and_hides_beside_the_baseline() -> None:
+    leaks = SUMMARY["variants"]["leaky"]["leak"]
+    assert SUMMARY["variants"]["plain"]["leak"] == {}
+    assert list(leaks) == ["4", "8"]
+    last = leaks["8"]
+    assert last["masked_leak"]["differences"] == pytest.approx([0.11, 0.12, 0.13])
+    assert last["prefix_leak"]["differences"] == pytest.approx([0.2, 0.2, 0.2])
+    assert last["prefix"]["mean"] == pytest.approx(6.1)
+    assert last["prefix_standard_error"] == pytest.approx(0.003)
+    # As reported 0.1 better than plain; without what leaks, worse.
+    assert last["masked_beside_baseline"]["differences"] == pytest.approx([0.01, 0.02, 0.03])
+    assert last["prefix_beside_baseline"]["mean"] == pytest.approx(0.1)
+    assert leaks["4"]["prefix_beside_baseline"] is None  # plain was not scored there
+
+
+def test_tables_have_what_was_measured() -> None:
+    found = result_table(SUMMARY).split("\n\n")
+    order = ("variant", "attacked", "variant", "routing", "routing", "leak", "without", "mean")
+    assert tuple(part.split()[0] for part in found) == order
+    parts = {part.split()[0]: part for part in found}
+    assert "+0.2000 ± 0.1000  -0.0484 to +0.4484" in parts["attacked"]
+    step_8 = parts["leak"].splitlines()[2]
+    assert step_8.startswith("leaky     8  5.9000 ± 1.0000")
+    assert "+0.1200 ± 0.0100 *" in step_8
+    row = parts["without"].splitlines()[1]
+    assert row.split("  ")[0] == "leaky"
+    assert "+0.0200 ± 0.0100" in row
+    assert "-0.1000 ± 0.0000" in row
+    notes = parts["mean"]
+    assert "at a rate of 0.1 (seed 0)" in notes
+    assert "than 4 steps before the end" in notes
+    assert "a sample of 100 tokens a run, whose own standard error is at most 0.0030" in notes
+    markdown = result_table(SUMMARY, markdown=True)
+    for part in markdown.split("\n\n")[:-1]:
+        assert len({line.count("|") for line in part.splitlines()}) == 1

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from data.mixture import TrainingData
 from launch.cli import run
 from launch.study.folder import locked, read_record, write_record
 from tests.launch.conftest import ROOT, SMALL
-from tests.launch.study.conftest import CP, small_study
+from tests.launch.study.conftest import CP, LEAKY, small_study
 from tests.launch.study.test_checks import refused
 from train.config import load_config
 from train.study import load_study
@@ -154,6 +156,86 @@ def test_a_study_that_is_another_one_by_now_is_refused(
     assert run(["study", str(other), "--dry-run"]) == 0
     write_record(load_study(finished), read_record(folder)["data"])
     assert list(read_record(folder)["variants"]) == ["dense", "cp"]
+
+
+def test_a_record_from_before_a_key_existed_is_that_of_the_default(
+    finished: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    copy = tmp_path / "study"
+    shutil.copytree(finished.parent / "study", copy, ignore=shutil.ignore_patterns("checkpoints"))
+    study = yaml.safe_load(finished.read_text()) | {"folder": str(copy)}
+    path, record = tmp_path / "study.yaml", json.loads((copy / "study.json").read_text())
+    cp = record["variants"]["cp"]
+    assert cp.pop("model.feed_forward.gate_norm") == "layer"
+    assert cp.pop("loss.router_z") == 0.0
+    (copy / "study.json").write_text(json.dumps(record))
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert run(["study", str(path), "--dry-run"]) == 0
+    assert "2 finished" in capfd.readouterr().out
+    # Another value than the default is another study, and so is a key that is known no more.
+    study["variants"]["cp"] = study["variants"]["cp"] | {"loss.router_z": 0.5}
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert "variants.cp: loss.router_z: 0.0 there, 0.5 here" in refused(path, capfd)
+    study["variants"]["cp"].pop("loss.router_z")
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    cp["model.flavour"] = "mild"
+    (copy / "study.json").write_text(json.dumps(record))
+    assert "model.flavour: 'mild' there, None here" in refused(path, capfd, "--dry-run")
+
+
+@pytest.mark.slow
+def test_measures_are_taken_of_finished_runs_and_then_kept(
+    tmp_path: Path, data: Path, capfd: Capture
+) -> None:
+    causal = LEAKY | {"causal_graph": True, "allow_leak": False}
+    variants = {"plain": {"model.feed_forward": causal}, "leaky": {"model.feed_forward": LEAKY}}
+    changes = {"variants": variants, "baseline": "plain"}
+    path = write(tmp_path, data, **changes)
+    process = start(path)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    runs = tmp_path / "study" / "runs"
+    weights = {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")}
+    assert len(weights) == 4
+    # Asked for later: nothing is trained.
+    changes |= {"attack": {"rate": 0.5}, "leak": {"steps": [2, 4], "tokens": 64}}
+    path = write(tmp_path, data, **changes)
+    assert run(["study", str(path), "--dry-run"]) == 0
+    assert "4 measures of them: 0 taken, 4 to take" in capfd.readouterr().out
+    process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "== run" not in err
+    assert "== measure 1 of 4: attack of plain, seed 1\n" in err
+    assert re.search(r"== measure 4 of 4: leak-4 of leaky, seed 1; [0-9:]+ left for all\n", err)
+    assert {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")} == weights
+    result = json.loads(out)
+    leaky = result["variants"]["leaky"]
+    assert list(leaky["leak"]) == ["2", "4"]
+    assert leaky["leak"]["4"]["reported"]["mean"] == pytest.approx(leaky["loss"]["mean"])
+    assert leaky["differences"]["attacked_loss"]["pairs"] == 1
+    # What each says is what the command alone says.
+    step = runs / "leaky" / "seed-1" / "checkpoints" / "step-00000002"
+    assert run(["evaluate", str(step), "--leak", "64", "--json", "-"]) == 0
+    alone = json.loads(capfd.readouterr().out)
+    found = leaky["leak"]["2"]
+    assert found["reported"]["mean"] == pytest.approx(alone["loss"])
+    difference = alone["leak"]["prefix_difference"]
+    assert found["prefix_leak"]["mean"] == pytest.approx(difference)
+    attack = ["--attack", "word-swap", "--rate", "0.5"]
+    assert run(["evaluate", str(runs / "plain" / "seed-1"), *attack, "--json", "-"]) == 0
+    alone = json.loads(capfd.readouterr().out)
+    known = result["variants"]["plain"]["measures"]
+    assert known["attacked_loss"]["mean"] == pytest.approx(alone["loss"])
+    ElementTree.parse(tmp_path / "figure.svg")
+    # Kept, until they are asked for otherwise; a damaged one is named.
+    assert run(["study", str(path)]) == 0
+    assert "== measure" not in capfd.readouterr().err
+    path = write(tmp_path, data, **changes | {"attack": {"rate": 0.25}})
+    assert run(["study", str(path), "--dry-run"]) == 0
+    assert "4 measures of them: 2 taken, 2 to take" in capfd.readouterr().out
+    (runs / "plain" / "seed-1.attack.json").write_text("{}")
+    assert "seed-1.attack.json: has no loss, so no study wrote it" in refused(path, capfd)
 
 
 def test_two_starts_of_a_study_do_not_run_at_once(finished: Path, capfd: Capture) -> None:

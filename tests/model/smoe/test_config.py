@@ -37,6 +37,11 @@ def parse(*overrides):
         (["sigma=-1"], "sigma: -1 is not allowed: input should be greater than 0"),
         (["balancing_rate=-1"], "balancing_rate: -1 is not allowed: input should be greater than"),
         (["lower_entropy_only=true"], "lower_entropy_only: true needs a graph, there is none"),
+        (["causal_graph=false"], "causal_graph: false needs a graph, there is none"),
+        (
+            ["causal_graph=false", "graph=attention"],
+            "causal_graph: false lets tokens choose experts by those that they are to predict",
+        ),
         (["experts=fast"], "experts: 'fast' is not allowed: input should be 'grouped' or 'loop'"),
         (["capacity_factor=1.25"], "capacity_factor: 1.25 drops tokens by what else is in the"),
         (["capacity_factor=0", "allow_leak=true"], "capacity_factor: 0 is not allowed: input"),
@@ -65,6 +70,16 @@ def test_a_capacity_is_possible_if_the_leak_is_written_down():
     SparseMoEConfig(capacity_factor=1.25).check_model(num_layers=4, num_heads=4, causal=False)
 
 
+def test_a_graph_without_a_mask_is_possible_if_the_leak_is_written_down():
+    options = ("graph=similarity", "causal_graph=false")
+    with pytest.raises(ConfigError, match=r"model\.feed_forward\.allow_leak: true allows it"):
+        parse(*options)
+    assert not parse(*options, "allow_leak=true").model.feed_forward.causal_graph
+    # A model that predicts no next token has no mask anyway.
+    config = SparseMoEConfig(graph="similarity", causal_graph=False)
+    config.check_model(num_layers=4, num_heads=4, causal=False)
+
+
 def test_the_attention_graph_needs_attention():
     config = SparseMoEConfig(graph="attention")
     config.check_model(num_layers=4, num_heads=4, causal=True)
@@ -77,6 +92,7 @@ def test_defaults_drop_leak_and_mix_nothing():
     config = parse().model.feed_forward
     assert config == SparseMoEConfig()
     assert (config.capacity_factor, config.allow_leak, config.graph) == (None, False, "none")
+    assert config.causal_graph
     assert (config.balancing_rate, config.final_top_k, config.placement) == (0.0, None, 1)
 
 

@@ -114,6 +114,18 @@ def test_posterior_equals_its_definition(causal, length, options, head):
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
 
 
+def test_a_graph_without_a_mask_has_heads_by_what_attention_did():
+    # The head is chosen by entropies of the attention, which has its mask whatever the graph has.
+    trace = make_trace(2, 20, heads=3, size=4, width=12)
+    r_BTE, u_BTD = leaves(2, 20)
+    config = make_config(graph="attention", causal_graph=False, allow_leak=True)
+    mixed = make(AttentionGraph, config, make_context(causal=True))(r_BTE, u_BTD, trace)
+    torch.testing.assert_close(mixed.head_entropy_A, head_entropies(trace, causal=True))
+    s_BTT = posterior_matrix(trace, 0, config, causal=False)
+    torch.testing.assert_close(mixed.scores_BTE, s_BTT @ r_BTE)
+    assert (s_BTT.triu(1) > 1e-6).any()
+
+
 def attend(bias=True):
     """An attention with scattered weights, its input and its output."""
     attention = CausalSelfAttention(

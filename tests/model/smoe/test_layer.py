@@ -233,6 +233,32 @@ def test_cached_logits_in_pieces_equal_those_of_the_whole(
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "experts": "loop"} | graph
+        for graph in (
+            {"graph": "similarity", "tau": 4.0},
+            {"graph": "similarity", "tau": 4.0, "lower_entropy_only": True},
+            {"graph": "attention"},
+        )
+    ],
+    ids=["similarity", "lower entropy", "attention"],
+)
+def test_generation_has_a_mask_whatever_the_graph_has(small_model, random_ids, options):
+    unmasked = options | {"sigma": 2.0, "causal_graph": False, "allow_leak": True}
+    models = [
+        routed(small_model, o, dtype=torch.float64).eval()
+        for o in (options | {"sigma": 2.0}, unmasked)
+    ]
+    ids, cache = random_ids(3, 16), KeyValueCache(3, 16)
+    with torch.no_grad():
+        expected = models[0](ids).logits
+        assert (models[1](ids).logits - expected).abs().max() > 1e-6
+        parts = [models[1](part, cache).logits for part in ids.split([5, 1, 10], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-10, rtol=0)
+
+
 def test_a_cache_is_long_enough_to_cross_a_block_of_rows(small_model, random_ids):
     options = {"graph": "similarity", "lower_entropy_only": True, "tau": 4.0}
     model = routed(small_model, options, dtype=torch.float64, sequence_length=300).eval()

@@ -1,0 +1,266 @@
+"""A study as a picture, in SVG: what `polyad study --figure` draws.
+
+One panel for each measure that tells variants apart, with every seed as a dot, and one for what
+later tokens are worth over training. The same results give the same bytes.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch.parser import UsageError
+from launch.study.results import measures
+from train.report.charts import ticks
+
+WIDTH, MARGIN, GAP = 520, 16, 28
+"""Of a panel; around all; between two."""
+ROW, HEAD, FOOT = 26, 44, 34
+"""Heights: of a variant, of a panel's title, of its axis."""
+NAMES = 140
+"""Width of the variants' names."""
+LEAK_HEIGHT = 260
+WAYS = ("prefix", "masked")
+Scale = Callable[[float], float]
+COLOURS = (
+    *("#4477aa", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#ee6677"),
+    *("#bbbbbb", "#000000", "#997700", "#004488"),
+)
+"""Of variants, in their order: told apart by most who do not see all colours (Paul Tol, bright)."""
+STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#222}.title{font-weight:600;font-size:14px}"
+    ".note{fill:#666;font-size:11px}.grid{stroke:#e3e3e3}.zero{stroke:#888}"
+)
+
+
+class Panel(NamedTuple):
+    """One measure of all variants: every seed's value, their mean, and its interval."""
+
+    title: str
+    note: str
+    rows: list["PanelRow"]
+    from_zero: bool
+    """Whether 0 is on the axis."""
+
+
+class PanelRow(NamedTuple):
+    """One variant."""
+
+    name: str
+    colour: str
+    values: Sequence[float]
+    mean: float
+    low: float
+    """Of the interval; NaN of one pair."""
+    high: float
+
+
+def check_figure(path: Path, *, dry_run: bool) -> None:
+    """Checks, before any work is done, that a figure can be drawn there.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if dry_run:
+        raise UsageError(f"--figure: {path} is not allowed with --dry-run, which has no results")
+    if path.suffix != ".svg":
+        raise UsageError(f"--figure: {path}: a file that ends in .svg is needed")
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UsageError(f"--figure: {path}: {wrong}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--figure: {path} cannot be written to")
+
+
+def figure(result: Mapping[str, Any]) -> str:
+    """Draws a study.
+
+    Args:
+        result: what `summarize` made.
+
+    Returns:
+        The text of an SVG file.
+    """
+    leaks = {name: v["leak"] for name, v in result["variants"].items() if v["leak"]}
+    drawings: list[tuple[float, Callable[[float, float], list[str]]]] = [
+        (_panel_height(panel), partial(_draw_panel, panel)) for panel in _panels(result)
+    ]
+    if leaks:
+        drawings.append((LEAK_HEIGHT, partial(_draw_leaks, leaks, _colours(result))))
+    parts: list[str] = []
+    y = float(MARGIN)
+    for first in range(0, len(drawings), 2):
+        pair = drawings[first : first + 2]
+        for column, (_, draw) in enumerate(pair):
+            parts += draw(MARGIN + column * (WIDTH + GAP), y)
+        y += max(height for height, _ in pair) + GAP
+    width = 2 * MARGIN + WIDTH + (WIDTH + GAP if len(drawings) > 1 else 0)
+    title = escape(f"{result['study']}: {', '.join(result['variants'])}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" '
+        f'height="{y:g}" role="img" aria-label="{title}"><title>{title}</title>'
+        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
+        + "".join(parts)
+        + "</svg>\n"
+    )
+
+
+def _colours(result: Mapping[str, Any]) -> dict[str, str]:
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(result["variants"])}
+
+
+def _panels(result: Mapping[str, Any]) -> list[Panel]:
+    """Differences of losses, and what routers did as it is: those that are known."""
+    beside, share = result["baseline"], f"{100 * result['confidence']:.0f}%"
+    interval = f"dots: seeds; bar: {share} interval of the mean"
+    plain = "dots: seeds; line: their mean"
+    panels = [
+        _differences(result, "loss", f"Loss less that of {beside}, nats a token", interval),
+        _differences(result, "attacked_loss", f"On attacked text, less that of {beside}", interval),
+        _values(result, "changed_set", "Share of tokens that changed experts at the end", plain),
+        _values(result, "effective_neighbours", "Effective neighbours in the graph", plain),
+        _values(result, "entropy", "Entropy of routing, nats", plain),
+    ]
+    return [panel for panel in panels if panel.rows]
+
+
+def _differences(result: Mapping[str, Any], measure: str, title: str, note: str) -> Panel:
+    rows = []
+    for name, colour in _colours(result).items():
+        found = result["variants"][name]["differences"].get(measure)
+        if found is not None:
+            span = (found["mean"], found["low"], found["high"])
+            rows.append(PanelRow(name, colour, found["differences"], *span))
+    return Panel(title, note, rows, from_zero=True)
+
+
+def _values(result: Mapping[str, Any], measure: str, title: str, note: str) -> Panel:
+    rows = []
+    for name, colour in _colours(result).items():
+        known = (measures(run) for run in result["runs"] if run["variant"] == name)
+        values = [found[measure] for found in known if measure in found]
+        if values:
+            mean = statistics.fmean(values)
+            rows.append(PanelRow(name, colour, values, mean, math.nan, math.nan))
+    return Panel(title, note, rows, from_zero=False)
+
+
+def _panel_height(panel: Panel) -> float:
+    return HEAD + ROW * len(panel.rows) + FOOT
+
+
+def _head(title: str, note: str, x: float, y: float) -> list[str]:
+    return [
+        f'<text class="title" x="{x:g}" y="{y + 14:g}">{escape(title)}</text>',
+        f'<text class="note" x="{x:g}" y="{y + 30:g}">{escape(note)}</text>',
+    ]
+
+
+def _draw_panel(panel: Panel, x: float, y: float) -> list[str]:
+    numbers = [v for row in panel.rows for v in (*row.values, row.mean, row.low, row.high)]
+    known = [value for value in numbers if math.isfinite(value)]
+    low, high = _span(known + [0.0] * panel.from_zero)
+    top, bottom = y + HEAD, y + HEAD + ROW * len(panel.rows)
+    to_x = _scale(low, high, x + NAMES, x + WIDTH - 12)
+    parts = _head(panel.title, panel.note, x, y)
+    for tick in ticks(low, high, 5):
+        css = "zero" if tick == 0 and panel.from_zero else "grid"
+        parts.append(
+            f'<line class="{css}" x1="{to_x(tick)}" x2="{to_x(tick)}" y1="{top}" y2="{bottom}"/>'
+            f'<text class="note" x="{to_x(tick)}" y="{bottom + 16}" text-anchor="middle">'
+            f"{tick:g}</text>"
+        )
+    for number, row in enumerate(panel.rows):
+        parts += _draw_row(row, to_x, x, top + ROW * (number + 0.5))
+    return parts
+
+
+def _draw_row(row: PanelRow, to_x: Scale, x: float, y: float) -> list[str]:
+    said = ", ".join(f"{value:.4g}" for value in row.values)
+    parts = [
+        f"<g><title>{escape(f'{row.name}: mean {row.mean:.4g}; {said}')}</title>",
+        f'<text x="{x + NAMES - 8:g}" y="{y + 4:g}" text-anchor="end">{escape(row.name)}</text>',
+    ]
+    if math.isfinite(row.low) and math.isfinite(row.high):
+        parts.append(
+            f'<line class="interval" x1="{to_x(row.low)}" x2="{to_x(row.high)}" y1="{y}" y2="{y}" '
+            f'stroke="{row.colour}" stroke-width="2"/>'
+        )
+    parts.append(
+        f'<line class="mean" x1="{to_x(row.mean)}" x2="{to_x(row.mean)}" y1="{y - 8}" '
+        f'y2="{y + 8}" stroke="{row.colour}" stroke-width="3"/>'
+    )
+    parts += [
+        f'<circle class="seed" cx="{to_x(value)}" cy="{y}" r="4" fill="{row.colour}" '
+        f'fill-opacity="0.6" stroke="#fff"/>'
+        for value in row.values
+    ]
+    return [*parts, "</g>"]
+
+
+def _draw_leaks(
+    leaks: Mapping[str, Mapping[str, Any]], colours: Mapping[str, str], x: float, y: float
+) -> list[str]:
+    """What later tokens are worth: from the prefix a full line, with the mask a dashed one."""
+    steps = sorted({int(step) for leak in leaks.values() for step in leak})
+    found = [one[f"{way}_leak"] for leak in leaks.values() for one in leak.values() for way in WAYS]
+    numbers = [value for one in found for value in (one["mean"], *one["differences"])]
+    low, high = _span([*(value for value in numbers if math.isfinite(value)), 0.0])
+    top, bottom = y + HEAD + 18 * math.ceil(len(leaks) / 3), y + LEAK_HEIGHT - FOOT
+    to_x = _scale(0, steps[-1], x + 50, x + WIDTH - 12)
+    to_y = _scale(low, high, bottom, top)
+    note = "full, dots seeds: text cut before each token; dashed: with the mask; by step"
+    parts = _head("What later tokens are worth, nats a token", note, x, y)
+    for tick in ticks(low, high, 4):
+        css = "grid" if tick else "zero"
+        parts.append(
+            f'<line class="{css}" x1="{x + 50}" x2="{x + WIDTH - 12}" y1="{to_y(tick)}" '
+            f'y2="{to_y(tick)}"/><text class="note" x="{x + 44}" y="{to_y(tick) + 4:g}" '
+            f'text-anchor="end">{tick:g}</text>'
+        )
+    for step in steps:
+        parts.append(
+            f'<text class="note" x="{to_x(step)}" y="{bottom + 16}" text-anchor="middle">'
+            f"{step:,}</text>"
+        )
+    for number, (name, leak) in enumerate(leaks.items()):
+        parts += _draw_leak(leak, colours[name], to_x, to_y)
+        place = f'x="{x + 50 + 155 * (number % 3)}" y="{y + 48 + 18 * (number // 3)}"'
+        parts.append(
+            f'<text {place} style="fill:{colours[name]};font-weight:600">{escape(name)}</text>'
+        )
+    return parts
+
+
+def _draw_leak(leak: Mapping[str, Any], colour: str, to_x: Scale, to_y: Scale) -> list[str]:
+    parts = []
+    for way, dashes in zip(WAYS, ("", ' stroke-dasharray="5 4"'), strict=True):
+        points = [(to_x(int(step)), to_y(one[f"{way}_leak"]["mean"])) for step, one in leak.items()]
+        path = " ".join(f"{px},{py}" for px, py in points)
+        parts.append(
+            f'<polyline class="{way}" points="{path}" fill="none" stroke="{colour}" '
+            f'stroke-width="2"{dashes}/>'
+        )
+    parts += [
+        f'<circle class="seed" cx="{to_x(int(step))}" cy="{to_y(value)}" r="3" fill="{colour}" '
+        f'fill-opacity="0.6"/>'
+        for step, one in leak.items()
+        for value in one["prefix_leak"]["differences"]
+    ]
+    return parts
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Of an axis: from the least to the most, with room beside both."""
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or 0.5
+    return low - room, high + room
+
+
+def _scale(low: float, high: float, first: float, last: float) -> Scale:
+    """From values to places."""
+    return lambda value: round(first + (value - low) / (high - low) * (last - first), 1)

@@ -1,0 +1,165 @@
+"""What finished runs of a study are measured by, beside their loss: each a call of
+`polyad evaluate` on a checkpoint, whose result lies beside the run's.
+
+runs/VARIANT/seed-N.attack.json      the attacked text, if the study has `attack`
+runs/VARIANT/seed-N.leak-STEP.json   the loss of a checkpoint whose tokens see later ones, with and
+                                     without that, if the study has `leak`
+
+A measure that is added later is made of the checkpoints that are there: nothing is trained again.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.records import last_fluctuation, read_records
+from launch.study.folder import write_json
+from train.errors import ConfigError, RunError
+from train.study import Run, Study
+
+KEYS = ("loss", "perplexity", "tokens_scored", "split", "step", "attack", "leak")
+"""Of what `polyad evaluate` gives, those that are read here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One call of `polyad evaluate` for one run."""
+
+    run: Run
+    name: str
+    """Of its file, after that of the run."""
+    path: Path
+    """The run, whose newest checkpoint is taken, or one of them."""
+    options: tuple[str, ...]
+    settings: dict[str, Any]
+    """What a result of it says of how it was made."""
+
+    def __str__(self) -> str:
+        """What a person calls it."""
+        return f"{self.name} of {self.run}"
+
+    @property
+    def kind(self) -> str:
+        """Those of one kind take equally long."""
+        return self.name.partition("-")[0]
+
+    @property
+    def file(self) -> Path:
+        """Where its result lies."""
+        return self.run.result_file.with_suffix(f".{self.name}.json")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of `polyad`, without where the result goes."""
+        split = ("--split", self.run.study.config.split)
+        return "evaluate", str(self.path), *split, *self.options
+
+    def read(self) -> dict[str, Any] | None:
+        """Its result; None if there is none, or one that was made otherwise.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        if not self.file.exists():
+            return None
+        tree = _read(self.file)
+        return tree if settings_of(tree) == self.settings else None
+
+    def keep(self, written: Path) -> dict[str, Any]:
+        """Takes over what `polyad evaluate` wrote.
+
+        Raises:
+            RunError: a loss is not finite.
+        """
+        tree = _read(written)
+        leak = tree["leak"] or {}
+        if None in (tree["loss"], *(v for k, v in leak.items() if k != "prefix_standard_error")):
+            raise RunError(f"{self}: a loss is not finite")
+        write_json(self.file, tree)
+        written.unlink()
+        return tree
+
+
+def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
+    """How a result was made, as far as a study can ask for it one way or another."""
+    attack, leak = tree["attack"], tree["leak"]
+    return {
+        "split": tree["split"],
+        "attack": None if attack is None else [attack["rate"], attack["seed"]],
+        "leak": None if leak is None else [tree["step"], leak["prefix_wanted"]],
+    }
+
+
+def measures_of(run: Run) -> Iterator[Measure]:
+    """What a study wants to know of a run, in its order."""
+    config = run.study.config
+    if (attack := config.attack) is not None:
+        rate, seed = f"{attack.rate!r}", f"{attack.seed}"
+        yield Measure(
+            run=run,
+            name="attack",
+            path=run.folder,
+            options=("--attack", "word-swap", "--rate", rate, "--seed", seed),
+            settings=_settings(run, attack=[attack.rate, attack.seed]),
+        )
+    if (leak := config.leak) is not None and run.variant.leaks:
+        for step in leak.steps:
+            yield Measure(
+                run=run,
+                name=f"leak-{step}",
+                path=run.folder / "checkpoints" / f"step-{step:08d}",
+                options=("--leak", f"{leak.tokens}"),
+                settings=_settings(run, leak=[step, leak.tokens]),
+            )
+
+
+def _settings(run: Run, **given: Any) -> dict[str, Any]:
+    return {"split": run.study.config.split, "attack": None, "leak": None} | given
+
+
+def all_measures(study: Study) -> list[Measure]:
+    """Of all runs, seed by seed."""
+    return [measure for run in study.runs for measure in measures_of(run)]
+
+
+def forget(run: Run) -> None:
+    """Removes what was measured of a run that was there before it was trained again."""
+    for file in run.result_file.parent.glob(f"{run.result_file.stem}.*.json"):
+        file.unlink()
+
+
+def read_measures(run: Run) -> dict[str, Any]:
+    """What is known of a finished run, beside its result.
+
+    Returns:
+        `attack`: loss and perplexity; `leak`: by step what `polyad evaluate --leak` says and the
+        loss; `fluctuation`: as `last_fluctuation`. Each only where it is known.
+    """
+    found: dict[str, Any] = {}
+    for measure in measures_of(run):
+        tree = measure.read()
+        if tree is None:
+            continue
+        if measure.name == "attack":
+            found["attack"] = {key: tree[key] for key in ("loss", "perplexity", "tokens_scored")}
+            found["attack"] |= {key: tree["attack"][key] for key in ("words", "replaced")}
+        else:
+            leaks = found.setdefault("leak", {})
+            leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
+    if (run.folder / "metrics.jsonl").exists():
+        fluctuation = last_fluctuation(read_records(run.folder))
+        found |= {"fluctuation": fluctuation} if fluctuation else {}
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    missing = [key for key in KEYS if not isinstance(tree, dict) or key not in tree]
+    if missing:
+        raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it; remove it")
+    return dict(tree)

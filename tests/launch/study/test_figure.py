@@ -1,0 +1,101 @@
+"""The picture of a study: it can be read, and everything in it is where its number says."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from launch.study.figure import figure
+from launch.study.results import summarize
+from tests.launch.study.conftest import WriteStudy
+from tests.launch.study.test_checks import refused
+from tests.launch.study.test_results import RUNS, SUMMARY, plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def read(text: str) -> ElementTree.Element:
+    """The root; fails if it is no XML."""
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    return root
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    """All that is written in it."""
+    return [element.text or "" for element in root.iter(f"{SVG}text")]
+
+
+def test_it_has_a_panel_for_each_measure_and_a_dot_for_each_seed() -> None:
+    root = read(figure(SUMMARY))
+    titles = [e.text for e in root.iter(f"{SVG}text") if e.get("class") == "title"]
+    assert titles == [
+        "Loss less that of plain, nats a token",
+        "On attacked text, less that of plain",
+        "Share of tokens that changed experts at the end",
+        "Effective neighbours in the graph",
+        "Entropy of routing, nats",
+        "What later tokens are worth, nats a token",
+    ]
+    dots = [e for e in root.iter(f"{SVG}circle") if e.get("class") == "seed"]
+    # Two differences of leaky, neighbours of leaky, two measures of both; two steps of the leak.
+    assert len(dots) == 3 * (2 + 1 + 2 * 2 + 2)
+    assert figure(SUMMARY) == figure(SUMMARY)
+
+
+def test_dots_and_intervals_are_where_their_numbers_say() -> None:
+    root = read(figure(summarize(plan("dense", "cp"), RUNS) | {"split": "test"}))
+    [row] = root.iter(f"{SVG}g")
+    ticks = {
+        float(e.text or ""): float(e.get("x", "nan"))
+        for e in root.iter(f"{SVG}text")
+        if e.get("text-anchor") == "middle"
+    }
+    (one, at_one), (other, at_other), *_ = ticks.items()
+
+    def place(value: float) -> float:
+        return at_one + (value - one) / (other - one) * (at_other - at_one)
+
+    found = [float(e.get("cx", "nan")) for e in row.iter(f"{SVG}circle")]
+    assert found == pytest.approx([place(v) for v in (-0.21, -0.19, -0.20)], abs=0.3)
+    [interval] = (e for e in row.iter(f"{SVG}line") if e.get("class") == "interval")
+    ends = [float(interval.get(end, "nan")) for end in ("x1", "x2")]
+    assert ends == pytest.approx([place(-0.2248), place(-0.1752)], abs=0.3)
+    # Everything lies inside.
+    width = float(root.get("width", "nan"))
+    assert all(0 < x < width for x in [*found, *ends, *ticks.values()])
+
+
+def test_one_seed_has_no_interval_and_one_variant_no_differences() -> None:
+    root = read(figure(summarize(plan("dense", "cp", seeds=(1,)), RUNS[:2]) | {"split": "test"}))
+    assert not [e for e in root.iter(f"{SVG}line") if e.get("class") == "interval"]
+    assert "nan" not in ElementTree.tostring(root, encoding="unicode")
+    root = read(figure(summarize(plan("dense"), RUNS[:1]) | {"split": "test"}))
+    assert texts(root) == []
+
+
+def test_names_are_escaped() -> None:
+    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "study": "a<b>&.yaml"}
+    assert (read(figure(found)).get("aria-label") or "").startswith("a<b>&.yaml: dense, cp")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--figure", "page.png"), "--figure: page.png: a file that ends in .svg is needed"),
+        (("--figure", "none/page.svg"), "there is no folder none"),
+        (("--figure", "page.svg", "--dry-run"), "--figure: page.svg is not allowed with --dry-run"),
+    ],
+)
+def test_where_it_cannot_be_is_found_before_anything_starts(
+    options: tuple[str, ...],
+    words: str,
+    write_study: WriteStudy,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_study()
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(path, capfd, *options)
+    assert not (path.parent / "study").exists()
