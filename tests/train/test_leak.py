@@ -11,7 +11,7 @@ from data.dataset import PreparedData
 from data.prepare import prepare
 from launch.cli import run as polyad
 from model.cache import KeyValueCache
-from parallel.checkpoint import load_model
+from parallel.weights import load_model
 from tests.helpers.runs import evaluation, run, write_config
 from train.evaluate import result_table
 
