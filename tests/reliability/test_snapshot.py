@@ -13,7 +13,7 @@ from tests.helpers.training import Case, moe_model, mumoe_model
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {"dense": Case().model, "smoe": moe_model(), "mumoe": mumoe_model()}
+MODELS = {"dense": Case().model, "smoe": moe_model(), "mumoe": mumoe_model(rank=8)}
 EVERYDAY = {("dense", 2, 1, 1, 3, "bf16"), ("smoe", 2, 1, 2, 1, "fp32")}
 # Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
 LAYOUTS = [
