@@ -246,6 +246,16 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 
 
+def bench_flips_arguments(parser: Parser) -> None:
+    """Those of `polyad bench flips`."""
+    parser.add_argument(
+        "--steps", type=positive, default=150, help="of training before; default 150"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result there; - for standard output, alone"
+    )
+
+
 def bench_layer_arguments(parser: Parser) -> None:
     """Those of `polyad bench layer`."""
     add = parser.add_argument

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from launch.arguments import (
     bench_checkpoint_arguments,
     bench_data_arguments,
+    bench_flips_arguments,
     bench_layer_arguments,
     bench_routing_arguments,
     bench_step_arguments,
@@ -323,6 +324,20 @@ def _bench_step(options: Namespace) -> None:
         show(result, step_table(result), options.json, stdout)
 
 
+def _bench_flips(options: Namespace) -> None:
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.flips import MIN_STEPS, bench_flips, flips_table
+
+    check_json_path(options.json)
+    if options.steps < MIN_STEPS:
+        raise UsageError(f"--steps: {options.steps} is not allowed, at least {MIN_STEPS}")
+    with only_results_on_stdout() as stdout:
+        result = bench_flips(steps=options.steps)
+        show(result, flips_table(result), options.json, stdout)
+
+
 def _bench_layer(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
@@ -485,6 +500,12 @@ COMMANDS: dict[str, Command] = {
         "polyad bench step --feed-forward mumoe-cp",
         arguments=bench_step_arguments,
         handler=_bench_step,
+    ),
+    "bench flips": Command(
+        summary="Flips bits of weights and gradients, and says which the monitors notice.",
+        example="polyad bench flips --json flips.json",
+        arguments=bench_flips_arguments,
+        handler=_bench_flips,
     ),
     "bench layer": Command(
         summary="Times a layer of experts, sparse or factorized, beside a dense MLP and peers.",

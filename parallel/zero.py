@@ -157,6 +157,12 @@ class Engine:
         """For evaluation through the engine."""
         return torch.no_grad()
 
+    def largest_weight(self) -> float:
+        """The largest magnitude among the weights that this process computes with; maybe NaN."""
+        tensors = [getattr(p, "ds_tensor", p).detach() for p in self.module.parameters()]
+        norms = torch._foreach_norm([t for t in tensors if t.numel()], math.inf)
+        return torch.stack([norm.float() for norm in norms]).max().item()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch; DeepSpeed averages over those of a step.
 

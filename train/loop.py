@@ -1,34 +1,27 @@
 """The training loop: batches in, steps done, everything said and saved on the way."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from data.batches import batch_of_step
-from model.output import RoutingStats
 from parallel import comm
 from parallel.zero import Engine, StepResult
 from train.config import RunConfig
 from train.device import memory_statistics
 from train.errors import RunError
-from train.loss import LossConfig, routing_loss, split_samples
 from train.metrics import Metrics, peak_flops
-from train.routing import RoutingMean, routing_record, update_routers
+from train.routing import routing_record
 from train.schedule import learning_rate
 from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
 from train.state import TrainState
+from train.step import StepOutcome, train_step
 from train.stopping import StopAsked, StopSignals
 from train.trace import profiler
-
-NO_OTHER_LOSS = LossConfig()
-REFUSE = -1.0
-"""A largest norm that no gradient has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +147,10 @@ class TrainLoop:
             progress=(state.step + 1) / config.train.steps,
             limits=limits if self._guard.holds else NO_LIMITS,
         )
-        loss, result, routing = outcome
+        loss, result, routing, sane = outcome
         seconds = time.monotonic() - started
         tokens = config.train.global_batch_size * config.model.sequence_length
-        spike = limits.exceeded(loss, result.grad_norm)
+        spike = limits.exceeded(loss, result.grad_norm) or not sane
         _advance(state, config, tokens, seconds, loss, result, spike=spike)
         if (
             spike
@@ -180,10 +173,10 @@ class TrainLoop:
             "skipped_steps": state.skipped_steps,
         } | routing_record(routing)
         if spike:
-            record |= self._guard.stayed(state.step, batch, limits, loss, result.grad_norm)
+            record |= self._guard.stayed(state.step, batch, limits, outcome)
         return record | self._guard.rewound()
 
-    def _went_back(self, batch: int, limits: Limits, outcome: "StepOutcome") -> bool:
+    def _went_back(self, batch: int, limits: Limits, outcome: StepOutcome) -> bool:
         """Back to the newest checkpoint, if there is one."""
         state = self._state
         self._guard.check_rewinds(state)
@@ -192,8 +185,7 @@ class TrainLoop:
         if following is None:
             return False
         self._batches, state.spikes = following, count
-        norm = outcome.result.grad_norm
-        self._guard.went_back(step, batch, limits, outcome.loss, norm, state.step)
+        self._guard.went_back(step, batch, limits, outcome, state.step)
         self._saved_at = state.step
         return True
 
@@ -250,63 +242,6 @@ def _why_to_end(state: TrainState, config: RunConfig) -> str | None:
             f"before and were skipped (monitor.max_skips: {config.monitor.max_skips})"
         )
     return None
-
-
-class StepOutcome(NamedTuple):
-    """An optimizer step over the global batch; the same on every process."""
-
-    loss: float
-    """Mean negative log-likelihood of a token, in nats."""
-    result: StepResult
-    routing: tuple[RoutingStats, ...]
-    """Averaged over the step; empty in a dense model."""
-
-
-def train_step(
-    engine: Engine,
-    micro_batches: Iterator[Tensor],
-    accumulation_steps: int,
-    learning_rate: float,
-    *,
-    losses: LossConfig = NO_OTHER_LOSS,
-    progress: float = 0.0,
-    limits: Limits = NO_LIMITS,
-) -> StepOutcome:
-    """One optimizer step over the global batch.
-
-    Args:
-        engine: model and optimizer.
-        micro_batches: this process's, in order, on the engine's device.
-        accumulation_steps: how many of them make a step.
-        learning_rate: of this step.
-        losses: what routed layers add.
-        progress: share of the run's steps that are done after this one, for routers that change
-            over a run.
-        limits: the same on all processes; with a loss or a norm above them nothing is changed.
-
-    Returns:
-        What came of it.
-    """
-    total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
-    for number in range(accumulation_steps):
-        if number:
-            engine.step(learning_rate)  # inside the window: counts it
-        input_ids_BT, target_ids_BT = split_samples(next(micro_batches))
-        logits_BTV, routing = engine(input_ids_BT)
-        loss = engine.token_losses(logits_BTV, target_ids_BT).mean()
-        total += loss.detach() / accumulation_steps
-        routing_mean.add(routing)
-        added = routing_loss(routing, losses)
-        if added is not None:
-            loss = loss + added
-        engine.backward(loss)
-    loss_mean, routing = routing_mean.over_ranks(total)
-    spiked = math.isfinite(limits.loss) and loss_mean.item() > limits.loss
-    result = engine.step(learning_rate, REFUSE if spiked else limits.grad_norm)
-    assert result is not None
-    if result.applied:
-        update_routers(engine.module, routing, progress)
-    return StepOutcome(loss_mean.item(), result, routing)
 
 
 def _advance(

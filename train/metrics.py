@@ -162,7 +162,7 @@ class Metrics:
             record = record | start
             self._console.show(startup_line(start))
             self._console.end()
-        self._file.write(json.dumps({k: _json_number(v) for k, v in record.items()}) + "\n")
+        self._file.write(json.dumps(json_number(record)) + "\n")
         self._file.flush()
         if self._writer is not None:
             for name, value in record.items():
@@ -278,7 +278,10 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _json_number(value: Any) -> Any:
+def json_number(value: Any) -> Any:
+    """A JSON value with null for the numbers that JSON cannot write, however deep they are."""
+    if isinstance(value, dict):
+        return {name: json_number(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_json_number(number) for number in value]
+        return [json_number(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,25 +17,33 @@ class RunLock:
         folder: the run's; it is made.
         world: this process. All call this together.
 
+    On a file system that several hosts share it keeps out starts on all of them, if that passes
+    locks on (NFS does, Lustre with the mount option `flock`).
+
     Raises:
-        ConfigError: on every process, if another start of the run is still going.
+        ConfigError: on every process, if another start of the run is still going, or the file
+            system has no locks.
     """
 
     def __init__(self, folder: Path, world: comm.World) -> None:
         self._descriptor: int | None = None
-        taken = False
-        if world.is_main:
+        reason = comm.from_main(self._take(folder) if world.is_main else None)
+        if reason:
+            raise ConfigError(f"run.folder: {folder} {reason}")
+
+    def _take(self, folder: Path) -> str:
+        """Gives why it cannot be had, or nothing."""
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                taken = True
-                self.release()
-        if comm.any_rank(taken):
-            raise ConfigError(
-                f"run.folder: {folder} is in use by another start of this run, which is still going"
-            )
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            return "is in use by another start of this run, which is still going"
+        except OSError as error:
+            self.release()
+            return f"cannot be locked: {error.strerror}; a file system with locks (flock) is needed"
+        return ""
 
     def release(self) -> None:
         """Lets the next start have it."""

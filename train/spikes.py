@@ -12,12 +12,15 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.errors import RunError
-from train.metrics import Metrics
+from train.metrics import Metrics, json_number
 from train.monitor import MonitorConfig
 from train.state import TrainState
+
+if TYPE_CHECKING:
+    from train.step import StepOutcome
 
 LOSS_FLOOR = 0.01
 """The spread of losses counts as at least this share of their median."""
@@ -126,7 +129,7 @@ class SpikeGuard:
             )
 
     def stayed(
-        self, step: int, batch: int, limits: Limits, loss: float, grad_norm: float
+        self, step: int, batch: int, limits: Limits, outcome: "StepOutcome"
     ) -> dict[str, Any]:
         """Tells of a spike after which the run goes on.
 
@@ -134,24 +137,23 @@ class SpikeGuard:
             step: that had it, from 1.
             batch: its global batch.
             limits: that it was held against.
-            loss: of the batch.
-            grad_norm: before clipping.
+            outcome: of the step.
 
         Returns:
             What the step's record has more.
         """
         action = "skip" if self.holds else "warn"
-        event = self._event(action, step, batch, limits, loss, grad_norm)
+        event = self._event(action, step, batch, limits, outcome)
         if self._config.spike_action == "rewind":
             event["no_checkpoint"] = True
         self._tell(event)
         return {"spike": event}
 
     def went_back(
-        self, step: int, batch: int, limits: Limits, loss: float, grad_norm: float, to: int
+        self, step: int, batch: int, limits: Limits, outcome: "StepOutcome", to: int
     ) -> None:
         """As `stayed`, after a return to the checkpoint of step `to`."""
-        self._rewound = self._event("rewind", step, batch, limits, loss, grad_norm)
+        self._rewound = self._event("rewind", step, batch, limits, outcome)
         self._rewound["rewound_to"] = to
         if self._metrics is not None:
             self._metrics.go_back(to)
@@ -163,14 +165,15 @@ class SpikeGuard:
         return {"rewind": event} if event else {}
 
     def _event(
-        self, action: str, step: int, batch: int, limits: Limits, loss: float, grad_norm: float
+        self, action: str, step: int, batch: int, limits: Limits, outcome: "StepOutcome"
     ) -> dict[str, Any]:
-        return {
+        event: dict[str, Any] = {
             "step": step, "batch": batch, "action": action,
-            "loss": loss, "loss_limit": limits.loss,
-            "grad_norm": grad_norm, "grad_norm_limit": limits.grad_norm,
+            "loss": outcome.loss, "loss_limit": limits.loss,
+            "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
             "documents": self._documents(batch) if self._metrics is not None else {},
         }  # fmt: skip
+        return event if outcome.sane else event | {"damaged_weights": True}
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._metrics is not None:
@@ -191,6 +194,8 @@ def spike_line(event: dict[str, Any]) -> str:
     }[event["action"]]
     if event.get("no_checkpoint"):
         done += ": there is no checkpoint to go back to"
+    if event.get("damaged_weights"):
+        done += "; a weight is absurdly large: the memory of some process is not to be trusted"
     return (
         f"step {event['step']}: spike: loss {event['loss']:.4f} (limit {event['loss_limit']:.4f}), "
         f"norm {event['grad_norm']:.2f} (limit {event['grad_norm_limit']:.2f}); {done}; "
@@ -216,7 +221,7 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
         event: JSON values.
     """
     with (folder / SPIKES_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(event) + "\n")
+        file.write(json.dumps(json_number(event)) + "\n")
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from parallel import comm
-from train import loop
+from train import step as step_module
 from train.pretrain import main
 
 
@@ -19,14 +19,14 @@ def digest(row_T: torch.Tensor) -> str:
 
 def run_and_note(config: Path, notes: Path, *overrides: str) -> int:
     """`polyad train`; each data-parallel rank writes its micro-batches, in order, as digests."""
-    split = loop.split_samples
+    split = step_module.split_samples
     taken: list[list[str]] = []
 
     def noting(batch_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         taken.append([digest(row) for row in batch_BT])
         return split(batch_BT)
 
-    with mock.patch.object(loop, "split_samples", noting):
+    with mock.patch.object(step_module, "split_samples", noting):
         steps = main(config, overrides).step
     notes.mkdir(exist_ok=True)
     (notes / f"{comm.rank():03d}").write_text(json.dumps(taken))

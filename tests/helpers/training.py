@@ -22,10 +22,10 @@ from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.device import Prefetch
-from train.loop import train_step
 from train.loss import LossConfig, token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.routing import routing_record
+from train.step import train_step
 
 # Odd sizes, so that fragments and padding fall everywhere.
 MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)

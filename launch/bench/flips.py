@@ -1,0 +1,225 @@
+"""`polyad bench flips`: which flipped bits of a weight or a gradient the monitors notice.
+
+A small GPT-2 learns the bytes of Python's own modules. Then, for each bit: back to the same
+checkpoint, that bit of one element is flipped in a weight before the step, or in a gradient in the
+middle of it, and the step is held against the limits as in a run with `monitor.spike_action: skip`.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launch.output import align
+from model.build import build_model
+from model.gpt2 import GPT2Config
+from parallel import comm
+from parallel.checkpoint import Checkpoint
+from parallel.checkpoint_writer import save
+from parallel.config import ParallelConfig
+from parallel.dims import Dims
+from parallel.fragments import fill
+from parallel.parallelize import InitialWeights, parallelize
+from parallel.zero import Engine, Precision
+from train.evaluate import Progress
+from train.loss import token_losses
+from train.monitor import MonitorConfig
+from train.optimizer import OptimizerConfig, build_optimizer
+from train.spikes import Limits, limits_of, remember
+from train.state import TrainState
+from train.step import StepOutcome, train_step
+
+MODEL = GPT2Config(num_layers=2, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=256)
+STEPS, BATCH = 150, 8
+MIN_STEPS = 8
+"""Before that nothing is judged."""
+BITS = {"fp32": (32, 8, torch.int32), "bf16": (16, 8, torch.int16)}
+"""Bits of a number, of its exponent, and the integers of that width."""
+MATRICES = (
+    "blocks.0.attention.qkv.weight",
+    "blocks.0.feed_forward.up.weight",
+    "blocks.1.feed_forward.down.weight",
+    "blocks.1.attention.projection.weight",
+)
+
+
+def bench_flips(*, steps: int = STEPS, matrices: int = len(MATRICES)) -> dict[str, Any]:
+    """Flips every bit.
+
+    Args:
+        steps: of training before.
+        matrices: in how many of `MATRICES` an element is flipped.
+
+    Returns:
+        JSON values: for each precision and place a list over bits, the lowest first, of how many
+        flips there were, what noticed them, and how far the loss was off where nothing did.
+    """
+    world = comm.initialize()
+    result: dict[str, Any] = {"steps": steps, "matrices": matrices, "precisions": {}}
+    total = 2 * matrices * sum(n for n, _, _ in BITS.values())
+    progress, done = Progress("flipping bits", total, "bits"), 0
+    for precision, (bits, exponent, _) in BITS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            trial = _Trial(precision, world, Path(folder), steps)  # type: ignore[arg-type]
+            rows: dict[str, list[dict[str, Any]]] = {"weights": [], "gradients": []}
+            for bit in range(bits):
+                for place, row in rows.items():
+                    found = []
+                    for matrix in range(matrices):
+                        found.append(trial.flip(place, bit, matrix))
+                        done += 1
+                        progress(done / total)
+                    row.append({"bit": bit, "part": _part(bit, bits, exponent), **_count(found)})
+            result["precisions"][precision] = {"limits": trial.limits._asdict(), **rows}
+    return result
+
+
+def _part(bit: int, bits: int, exponent: int) -> str:
+    if bit == bits - 1:
+        return "sign"
+    return "exponent" if bit >= bits - 1 - exponent else "mantissa"
+
+
+def _count(found: list[tuple[str, float]]) -> dict[str, Any]:
+    noticed = [by for by, _ in found if by]
+    return {
+        "flips": len(found),
+        "noticed": len(noticed),
+        "by": sorted(set(noticed)),
+        "unnoticed_loss_error": max((off for by, off in found if not by), default=None),
+    }
+
+
+class _Trial:
+    """A model that has learned something, and its next step, again and again."""
+
+    def __init__(self, precision: Precision, world: comm.World, folder: Path, steps: int) -> None:
+        self._world, self._config = world, MonitorConfig(spike_warmup=MIN_STEPS)
+        self._integers = BITS[precision][2]
+        self._engine = _engine(precision, world)
+        self._text = _bytes()
+        state = TrainState()
+        comm.seed_random(0, 0, world)
+        for step in range(steps):
+            outcome = self._step(step, Limits(float("inf"), float("inf")))
+            remember(self._config, state, outcome.loss, outcome.result.grad_norm)
+        self.limits = limits_of(self._config, state)
+        self._steps = steps
+        saved = save(self._engine, folder, steps, state={}, config_yaml="", tokenizer=None)
+        self._checkpoint = Checkpoint(saved)
+        self._clean = self._after()
+
+    def flip(self, place: str, bit: int, matrix: int) -> tuple[str, float]:
+        """Flips a bit of an element; gives what noticed it, and the error of the loss after it."""
+        fill(self._engine, self._checkpoint)
+        parameter = self._engine.module.get_parameter(MATRICES[matrix])
+        # Of median size: neither an outlier nor a zero.
+        element = int(parameter.detach().abs().flatten().median(0).indices)
+        handle = None
+        if place == "weights":
+            self._turn(parameter.data, element, bit)
+        else:
+
+            def turned(gradient: Tensor) -> Tensor:
+                gradient = gradient.clone()
+                self._turn(gradient, element, bit)
+                return gradient
+
+            handle = parameter.register_hook(turned)  # type: ignore[no-untyped-call]
+        outcome = self._step(self._steps, self.limits)
+        if handle is not None:
+            handle.remove()
+        finite = torch.tensor([outcome.loss, outcome.result.grad_norm]).isfinite().all()
+        if not finite:
+            return "not finite", 0.0
+        if not outcome.sane:
+            return "weight", 0.0
+        if outcome.loss > self.limits.loss:
+            return "loss", 0.0
+        if outcome.result.grad_norm > self.limits.grad_norm:
+            return "norm", 0.0
+        return "", abs(self._step(self._steps + 1, self.limits).loss - self._clean)
+
+    def _after(self) -> float:
+        """The loss of the second step from here, without a flip."""
+        fill(self._engine, self._checkpoint)
+        self._step(self._steps, self.limits)
+        return self._step(self._steps + 1, self.limits).loss
+
+    def _turn(self, values: Tensor, element: int, bit: int) -> None:
+        view = values.view(self._integers).flatten()
+        width = 8 * view.element_size()
+        view[element] ^= -(2 ** (width - 1)) if bit == width - 1 else 2**bit
+
+    def _step(self, step: int, limits: Limits) -> StepOutcome:
+        generator = torch.Generator().manual_seed(step)
+        length = MODEL.sequence_length + 1
+        starts = torch.randint(len(self._text) - length, (BATCH,), generator=generator)
+        batch_BT = torch.stack([self._text[start : start + length] for start in starts])
+        batches: Iterator[Tensor] = iter([batch_BT.to(self._world.device)])
+        return train_step(self._engine, batches, 1, 3e-3, limits=limits)
+
+
+def _engine(precision: Precision, world: comm.World) -> Engine:
+    optimizer = OptimizerConfig()
+    return parallelize(
+        build_model(MODEL),
+        Dims(world_size=1),
+        ParallelConfig(),
+        world=world,
+        make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
+        precision=precision,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH,
+        clip_grad_norm=1.0,
+        source=InitialWeights(build_model(MODEL), 1),
+        token_losses=token_losses,
+    )
+
+
+def _bytes() -> Tensor:
+    """Half a megabyte of Python's standard library."""
+    folder = Path(next(p for p in sys.path if (Path(p) / "argparse.py").exists()))
+    text = b"".join((folder / f"{n}.py").read_bytes() for n in ("argparse", "typing", "ast", "cmd"))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def flips_table(result: dict[str, Any]) -> str:
+    """The result for a person: bits from the highest, those alike in one line."""
+    rows: list[tuple[str, ...]] = [
+        ("precision", "place", "bits", "part", "noticed", "by", "else the loss is off by at most")
+    ]
+    for precision, about in result["precisions"].items():
+        for place in ("weights", "gradients"):
+            for group in _alike(about[place]):
+                high, low = group[0], group[-1]
+                bits = f"{high['bit']}" if len(group) == 1 else f"{high['bit']} to {low['bit']}"
+                off = [g["unnoticed_loss_error"] for g in group]
+                worst = max((o for o in off if o is not None), default=None)
+                noticed = sum(g["noticed"] for g in group)
+                rows.append(
+                    (
+                        precision, place, bits, high["part"],
+                        f"{noticed} of {sum(g['flips'] for g in group)}",
+                        ", ".join(sorted({by for g in group for by in g["by"]})) or "-",
+                        "-" if worst is None else f"{worst:.1e}",
+                    )
+                )  # fmt: skip
+    return align(rows)
+
+
+def _alike(bits: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Neighbours of one part of the number that were noticed by the same, or not at all."""
+    groups: list[list[dict[str, Any]]] = []
+    for bit in reversed(bits):
+        kind = (bit["part"], tuple(bit["by"]), bit["noticed"] == bit["flips"])
+        last = groups[-1][-1] if groups else None
+        if last and kind == (last["part"], tuple(last["by"]), last["noticed"] == last["flips"]):
+            groups[-1].append(bit)
+        else:
+            groups.append([bit])
+    return groups
