@@ -32,9 +32,9 @@ from parallel.storage import write_file
 from parallel.zero import Engine
 from train.errors import ConfigError
 from train.evaluate import Progress
-from train.loop import train_step
 from train.loss import token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
+from train.step import train_step
 
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Of the synchronous save, and of the plain write."""

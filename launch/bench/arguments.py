@@ -1,0 +1,146 @@
+"""What the commands of `polyad bench` take on the command line."""
+
+from pathlib import Path
+
+from launch.arguments import override_arguments
+from launch.parser import Parser, non_negative, positive
+
+
+def bench_data_arguments(parser: Parser) -> None:
+    """Those of `polyad bench data`."""
+    add = parser.add_argument
+    add("--source", default="python-stdlib", help="of the text, as for prepare")
+    add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
+    add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
+    add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
+    add(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="whose batches are loaded, and whose model trains; default: 8 x 1,024 tokens, and "
+        "GPT-2 124M on 2 x 256",
+    )
+    add(
+        "--consumption",
+        type=float,
+        metavar="TOKENS",
+        help="a second, that training takes; default: measured",
+    )
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    override_arguments(parser)
+
+
+def bench_checkpoint_arguments(parser: Parser) -> None:
+    """Those of `polyad bench checkpoint`."""
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path(), metavar="DIR", help="on the disk to measure; here")
+    add("--repeats", type=positive, default=5, metavar="N", help="of everything; default 5")
+    add("--steps", type=positive, default=5, metavar="N", help="of training in each; default 5")
+    add("--batch-size", type=positive, default=1, metavar="B", help="of a step; default 1")
+    add("--sequence-length", type=positive, default=128, metavar="T", help="default 128")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def bench_step_arguments(parser: Parser) -> None:
+    """Those of `polyad bench step`."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--batch-size", type=positive, metavar="B", help="samples; default 2, on a GPU 16")
+    add("--sequence-length", type=positive, metavar="T", help="default 256, on a GPU 1024")
+    add("--repeats", type=positive, metavar="N", help="timed steps; default 5, on a GPU 20")
+    add("--compile", action="store_true", help="the blocks of both through torch.compile")
+    add(
+        "--feed-forward",
+        choices=("mumoe-cp", "mumoe-tr"),
+        help="of 256 experts, beside our dense step; default: dense beside transformers'",
+    )
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def bench_flips_arguments(parser: Parser) -> None:
+    """Those of `polyad bench flips`."""
+    parser.add_argument(
+        "--steps", type=positive, default=150, help="of training before; default 150"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result there; - for standard output, alone"
+    )
+
+
+def bench_layer_arguments(parser: Parser) -> None:
+    """Those of `polyad bench layer`."""
+    add = parser.add_argument
+    add("--kind", choices=("smoe", "mumoe"), default="smoe", help="of layer; default smoe")
+    add("--tokens", type=positive, metavar="N", help="default 4096; mumoe 1024")
+    add(
+        "--experts",
+        type=positive,
+        nargs="+",
+        metavar="E",
+        help="default 16; mumoe one after the other, default 64 256 2048",
+    )
+    add("--top-k", type=positive, metavar="K", help="smoe: experts of a token; default 2")
+    add("--width", type=positive, metavar="D", help="of a token; default 256; mumoe 768")
+    add(
+        "--hidden",
+        type=positive,
+        metavar="F",
+        help="of one expert; default 1024; mumoe, and its dense MLP, 3072",
+    )
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--load", choices=("uniform", "skewed"), help="smoe: half to one expert; default: both")
+    add(
+        "--expert-parallel",
+        type=positive,
+        metavar="P",
+        help="smoe: processes of this machine that share the experts, each with N tokens of its "
+        "own and --threads, default 1; default: one process",
+    )
+    add("--repeats", type=positive, metavar="N", help="timed runs of each; default 7")
+    add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
+    add("--device", choices=("cpu", "cuda"), help="default cpu")
+    add(
+        "--compile",
+        action="store_true",
+        default=None,
+        help="mumoe: every variant through torch.compile",
+    )
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
+def bench_routing_arguments(parser: Parser) -> None:
+    """Those of `polyad bench routing`."""
+    add = parser.add_argument
+    add(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        metavar="T",
+        help="of the block, in one sequence, one length after the other; default 512 2048 8192",
+    )
+    add(
+        "--model-tokens",
+        type=positive,
+        nargs="+",
+        metavar="T",
+        help="of the whole model; default 512",
+    )
+    add(
+        "--layers",
+        type=non_negative,
+        metavar="L",
+        help="of the whole model; 0: none; default 12, which takes 8 GiB in fp32",
+    )
+    add("--vocab-size", type=positive, metavar="V", help="of the whole model; default 50257")
+    add("--width", type=positive, metavar="D", help="of a token; default 768")
+    add("--heads", type=positive, metavar="A", help="of attention; default 12")
+    add("--experts", type=positive, metavar="E", help="default 16")
+    add("--top-k", type=positive, metavar="K", help="experts of a token; default 2")
+    add("--hidden", type=positive, metavar="F", help="of one expert; default 4 D")
+    add("--precision", choices=("fp32", "bf16"), help="default: both")
+    add("--repeats", type=positive, metavar="N", help="timed runs of each; default 5")
+    add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
+    add("--device", choices=("cpu", "cuda"), help="default cpu")
+    add("--compile", action="store_true", help="every block through torch.compile")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -1,0 +1,158 @@
+"""What each command of `polyad bench` does: it calls the file that measures, and shows the result.
+
+Nothing heavy is imported before a handler runs.
+"""
+
+import math
+from argparse import Namespace
+
+from launch.output import check_json_path, only_results_on_stdout, show
+from launch.parser import UsageError
+
+
+def bench_data(options: Namespace) -> None:
+    """`polyad bench data`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.data import bench_data, bench_data_of, data_table
+
+    check_json_path(options.json)
+    if not 0 < options.megabytes < math.inf:
+        raise UsageError(f"--megabytes: {options.megabytes} is not allowed; more than 0")
+    if options.consumption is not None and not 0 < options.consumption < math.inf:
+        raise UsageError(f"--consumption: {options.consumption} is not allowed; more than 0")
+    if options.overrides and options.config is None:
+        raise UsageError(f"{options.overrides[0]}: a key of a configuration, which --config names")
+    arguments = {
+        name: getattr(options, name)
+        for name in ("source", "tokenizer", "megabytes", "repeats", "consumption")
+    }
+    with only_results_on_stdout() as stdout:
+        if options.config is None:
+            result = bench_data(**arguments)
+        else:
+            result = bench_data_of(options.config, options.overrides, **arguments)
+        show(result, data_table(result), options.json, stdout)
+
+
+def bench_checkpoint(options: Namespace) -> None:
+    """`polyad bench checkpoint`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_checkpoint(
+            options.folder,
+            repeats=options.repeats,
+            steps=options.steps,
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+        )
+        show(result, checkpoint_bench_table(result), options.json, stdout)
+
+
+def bench_step(options: Namespace) -> None:
+    """`polyad bench step`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.step import bench_step, step_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_step(
+            device=options.device,
+            precisions=(options.precision,) if options.precision else ("fp32", "bf16"),
+            batch_size=options.batch_size,
+            sequence_length=options.sequence_length,
+            repeats=options.repeats,
+            compiled=options.compile,
+            feed_forward=options.feed_forward,
+        )
+        show(result, step_table(result), options.json, stdout)
+
+
+def bench_flips(options: Namespace) -> None:
+    """`polyad bench flips`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.flips import MIN_STEPS, bench_flips, flips_table
+
+    check_json_path(options.json)
+    if options.steps < MIN_STEPS:
+        raise UsageError(f"--steps: {options.steps} is not allowed, at least {MIN_STEPS}")
+    with only_results_on_stdout() as stdout:
+        result = bench_flips(steps=options.steps)
+        show(result, flips_table(result), options.json, stdout)
+
+
+def bench_layer(options: Namespace) -> None:
+    """`polyad bench layer`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.expert_parallel import bench_expert_parallel
+    from launch.bench.mumoe import bench_mumoe, mumoe_table
+    from launch.bench.smoe import bench_smoe, smoe_table
+
+    check_json_path(options.json)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    only = {"smoe": ("top_k", "load", "expert_parallel"), "mumoe": ("compile",)}
+    for kind, names in only.items():
+        for name in names:
+            if kind != options.kind and name in given:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option}: is of --kind {kind}, this is {options.kind}")
+    shape = ("tokens", "top_k", "width", "hidden", "repeats", "threads", "device")
+    arguments = {name: given[name] for name in shape if name in given}
+    for name, argument in (("precision", "precisions"), ("load", "loads")):
+        if name in given:
+            arguments[argument] = (given[name],)
+    with only_results_on_stdout() as stdout:
+        if options.kind == "mumoe":
+            if "experts" in given:
+                arguments["experts"] = tuple(dict.fromkeys(given["experts"]))
+            result = bench_mumoe(**arguments, compiled=bool(options.compile))
+            table = mumoe_table(result)
+        else:
+            if "experts" in given:
+                if len(given["experts"]) > 1:
+                    numbers = " ".join(map(str, given["experts"]))
+                    raise UsageError(f"--experts: {numbers}: --kind smoe takes one number")
+                arguments["experts"] = given["experts"][0]
+            processes = given.get("expert_parallel", 1)
+            result = (
+                bench_smoe(**arguments)
+                if processes == 1
+                else bench_expert_parallel(processes, **arguments)
+            )
+            table = smoe_table(result)
+        show(result, table, options.json, stdout)
+
+
+def bench_routing(options: Namespace) -> None:
+    """`polyad bench routing`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.routing import bench_routing
+    from launch.bench.routing_table import routing_table
+
+    check_json_path(options.json)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    shape = ("width", "heads", "experts", "top_k", "hidden", "layers", "vocab_size")
+    names = (*shape, "repeats", "threads", "device")
+    arguments = {name: given[name] for name in names if name in given}
+    for name in ("tokens", "model_tokens"):
+        if name in given:
+            arguments[name] = tuple(given[name])
+    if "precision" in given:
+        arguments["precisions"] = (given["precision"],)
+    with only_results_on_stdout() as stdout:
+        result = bench_routing(**arguments, compiled=options.compile)
+        show(result, routing_table(result), options.json, stdout)

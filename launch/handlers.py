@@ -1,0 +1,239 @@
+"""What each command of `polyad` does: it calls the room that does the work.
+
+Nothing heavy is imported before a handler runs.
+"""
+
+import sys
+import time
+from argparse import Namespace
+
+from launch.machine import is_main
+from launch.output import check_json_path, only_results_on_stdout, show
+from launch.parser import UsageError
+
+
+def prepare(options: Namespace) -> None:
+    """`polyad prepare`."""
+    from data.prepare import prepare
+    from launch.tables import prepared_table
+
+    with only_results_on_stdout() as stdout:
+        started = time.monotonic()
+        manifest = prepare(**vars(options))
+        seconds = time.monotonic() - started
+        stdout.write(prepared_table(manifest, options.output, seconds) + "\n")
+
+
+def train(options: Namespace) -> None:
+    """`polyad train`."""
+    from launch.machine import end_with_launcher, prepare_environment
+    from launch.tables import trained_table
+    from launch.torchrun import forget_stop
+
+    end_with_launcher()
+    forget_stop()
+    prepare_environment()
+    from parallel import comm
+    from train.pretrain import main as train
+
+    with only_results_on_stdout() as stdout:
+        state = train(options.config, options.overrides)
+        if is_main():
+            stdout.write(trained_table(state, options.config, options.overrides) + "\n")
+        comm.shutdown()
+
+
+def launch(options: Namespace) -> None:
+    """`polyad launch`."""
+    from launch.machine import end_with_launcher
+    from launch.options import launch_from
+
+    end_with_launcher()
+    launch_from(options)
+
+
+def evaluate(options: Namespace) -> None:
+    """`polyad evaluate`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from data.attack import WordSwap
+    from parallel import comm
+    from train.evaluate import evaluate, result_table
+    from train.stability import PROBE_TOKENS, compare, comparison_table
+
+    check_json_path(options.json)
+    _check_evaluation(options)
+    chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
+    with only_results_on_stdout() as stdout:
+        if options.compare is not None:
+            tokens = PROBE_TOKENS if options.probe_tokens is None else options.probe_tokens
+            result = compare(options.path, options.compare, tokens=tokens, **chosen)
+            table = comparison_table(result)
+        else:
+            attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
+            result = evaluate(options.path, attack=attack, leak=options.leak, **chosen)
+            table = result_table(result)
+        if is_main():
+            show(result, table, options.json, stdout)
+        comm.shutdown()
+
+
+def _check_evaluation(options: Namespace) -> None:
+    """Which options of `polyad evaluate` go together."""
+    needs = {"--rate": "--attack", "--seed": "--attack", "--probe-tokens": "--compare"}
+    for option, needed in needs.items():
+        value = getattr(options, option.removeprefix("--").replace("-", "_"))
+        if value is not None and getattr(options, needed.removeprefix("--")) is None:
+            raise UsageError(f"{option}: {value} means nothing without {needed}")
+    if options.attack is not None and options.rate is None:
+        raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
+    if options.attack is not None and options.compare is not None:
+        raise UsageError(f"--attack: {options.attack} is not allowed with --compare")
+    if options.leak is not None and options.compare is not None:
+        raise UsageError(f"--leak: {options.leak} is not allowed with --compare")
+
+
+def report(options: Namespace) -> None:
+    """`polyad report`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.report.command import TOKENS, report, report_line
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = report(
+            options.run,
+            output=options.output,
+            checkpoint=options.checkpoint,
+            data=options.data,
+            split=options.split,
+            layers=options.layers,
+            experts=options.experts,
+            top=options.top,
+            tokens=TOKENS if options.tokens is None else options.tokens,
+        )
+        show(result, report_line(result), options.json, stdout)
+
+
+def study(options: Namespace) -> None:
+    """`polyad study`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.study.figure import check_figure, figure
+    from launch.study.run import describe_study, study
+    from launch.study.tables import plan_table, result_table
+
+    check_json_path(options.json)
+    if options.figure is not None:
+        check_figure(options.figure, dry_run=options.dry_run)
+    with only_results_on_stdout() as stdout:
+        if options.dry_run:
+            plan = describe_study(options.study)
+            show(plan, plan_table(plan), options.json, stdout)
+            return
+        result = study(options.study)
+        if options.figure is not None:
+            options.figure.write_text(figure(result), encoding="utf-8")
+        show(result, result_table(result, markdown=options.markdown), options.json, stdout)
+
+
+def convert(options: Namespace) -> None:
+    """`polyad convert`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.convert import conversion_table, convert
+    from train.upcycle import Upcycling
+
+    check_json_path(options.json)
+    upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
+    with only_results_on_stdout() as stdout:
+        result = convert(options.source, options.destination, options.to, upcycling)
+        show(result, conversion_table(result), options.json, stdout)
+
+
+def generate(options: Namespace) -> None:
+    """`polyad generate`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.generate import Sampling, generate
+    from train.steering import effect_lines, parse_steering
+
+    check_json_path(options.json)
+    steerings = [parse_steering(text) for text in options.steer]
+    with only_results_on_stdout() as stdout:
+
+        def write(text: str) -> None:
+            if options.json != "-" and text:
+                stdout.write(text)
+                stdout.flush()
+
+        result = generate(
+            options.path,
+            options.prompt,
+            tokenizer=options.tokenizer,
+            max_tokens=options.max_tokens,
+            sampling=Sampling(
+                temperature=options.temperature, top_p=options.top_p, seed=options.seed
+            ),
+            use_cache=not options.no_cache,
+            precision=options.precision,
+            steerings=steerings,
+            write=write,
+        )
+        speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
+        print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)
+        print(effect_lines(result["steering"]), end="", file=sys.stderr)
+        show(result, "", options.json, stdout)
+
+
+def validate(options: Namespace) -> None:
+    """`polyad validate`."""
+    from parallel.comm import environment_world_size
+    from train.describe import describe_run, description_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        description = describe_run(
+            options.config,
+            options.overrides,
+            options.processes or environment_world_size(),
+            with_data=not options.without_data,
+        )
+        show(description, description_table(description), options.json, stdout)
+
+
+def checkpoint_list(options: Namespace) -> None:
+    """`polyad checkpoint list`."""
+    from launch.checkpoints import checkpoint_table, list_checkpoints
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = list_checkpoints(options.folder)
+        show(result, checkpoint_table(result), options.json, stdout)
+
+
+def checkpoint_verify(options: Namespace) -> int:
+    """`polyad checkpoint verify`."""
+    from launch.checkpoints import checkpoint_table, verify_checkpoints
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = verify_checkpoints(options.folder)
+        show(result, checkpoint_table(result), options.json, stdout)
+    return 0 if result["good"] else 2
+
+
+def checkpoint_delete(options: Namespace) -> None:
+    """`polyad checkpoint delete`."""
+    from launch.checkpoints import checkpoint_table, delete_checkpoints
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        last_too = options.even_the_last_good
+        result = delete_checkpoints(options.folders, even_the_last_good=last_too)
+        show(result, checkpoint_table(result), options.json, stdout)
