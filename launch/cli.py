@@ -96,6 +96,14 @@ def _dispatch(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"polyad {_version()}")
         return 0
+    group = [each for each in COMMANDS if each.startswith(f"{name} ")]  # as `bench` is
+    if group and argv[1:2] in (["-h"], ["--help"]):
+        print(_group_overview(name, group))
+        return 0
+    if group:
+        wrong = f", not {argv[1]!r}" if argv[1:] else ""
+        commands = ", ".join(each.removeprefix(f"{name} ") for each in group)
+        raise UsageError(f"{name}: one of {commands} is needed{wrong}")
     if not name:
         raise UsageError(f"a command is needed: {', '.join(COMMANDS)} (see `polyad --help`)")
     raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
@@ -125,15 +133,27 @@ def _say(message: str) -> None:
     print(f"polyad: error: {message}", file=sys.stderr, flush=True)
 
 
+def _listed(names: Sequence[str]) -> str:
+    width = max(len(name) for name in names)
+    return "\n".join(f"  {name:{width}}  {COMMANDS[name].summary}" for name in names)
+
+
+def _group_overview(name: str, group: Sequence[str]) -> str:
+    return f"""usage: polyad {name} COMMAND ...
+
+commands:
+{_listed(group)}
+
+`polyad {group[0]} --help` explains the first of them."""
+
+
 def _overview() -> str:
-    width = max(len(name) for name in COMMANDS)
-    commands = "\n".join(f"  {name:{width}}  {c.summary}" for name, c in COMMANDS.items())
     return f"""usage: polyad COMMAND ...
 
 Trains mixture-of-experts transformers.
 
 commands:
-{commands}
+{_listed(list(COMMANDS))}
 
 `polyad COMMAND --help` explains one of them; `polyad --version` prints the version.
 

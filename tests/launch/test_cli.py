@@ -51,6 +51,14 @@ def test_every_command_explains_itself_with_an_example(
     assert captured.err == ""
 
 
+def test_commands_of_two_words_are_listed_together(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["checkpoint", "--help"]) == 0
+    captured = capfd.readouterr()
+    listed = [line.split("  ")[1] for line in captured.out.splitlines() if line.startswith("  ")]
+    assert listed == [name for name in COMMANDS if name.startswith("checkpoint ")]
+    assert captured.err == ""
+
+
 def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capfd.readouterr().out.startswith("polyad ")
@@ -61,6 +69,8 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     [
         ([], ["a command is needed", "prepare, train, launch, evaluate, validate"]),
         (["trian"], ["'trian'", "nearest is train"]),
+        (["checkpoint"], ["checkpoint: one of list, verify, delete is needed"]),
+        (["bench", "lyer"], ["one of data, checkpoint, step", "not 'lyer'"]),
         (["train"], ["train: ", "CONFIG"]),
         (["evaluate"], ["CHECKPOINT_OR_RUN"]),
         (["prepare", "--source", "x"], ["--tokenizer", "--output"]),
