@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from parallel import comm
+from parallel.checkpoint import Checkpoint
 from train.device import memory_statistics
 from train.evaluate import evaluate
 from train.metrics import peak_memory_bytes
@@ -101,3 +102,14 @@ FEED_FORWARDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """One of each kind of feed-forward, for what has to work alike with all of them. The sparse one
 has state in buffers."""
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every master weight of a checkpoint by name."""
+    checkpoint = Checkpoint(folder)
+    return {name: checkpoint.whole(name) for name in checkpoint.shapes()}
+
+
+def newest(run_folder: Path) -> Path:
+    """The last checkpoint of a finished run of 6 steps."""
+    return run_folder / "checkpoints" / "step-00000006"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
+from train.convert import convert
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,33 @@ def trained(workers, tmp_path_factory, prepared_path) -> Callable[[str], Path]:
             config = write_config(folder / "config.yaml", prepared_path, **changes)
             assert workers(2).run(run, config) == [6, 6]
             made[kind] = folder / "run"
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished(trained):
+    """A finished run of two processes, whose checkpoint therefore lies in two shards."""
+    return trained("dense")
+
+
+@pytest.fixture(scope="session")
+def exported(finished, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "gpt2"
+    convert(finished, folder, "huggingface")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain(trained, tmp_path_factory):
+    """Gives a folder of safetensors under our names, by kind of feed-forward."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind) / "plain"
+            convert(trained(kind), made[kind], "safetensors")
         return made[kind]
 
     return make
