@@ -1,6 +1,5 @@
 """`polyad checkpoint list`, `verify` and `delete`: what is in a run's folder, and is it good."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,7 +148,7 @@ def _about(path: Path) -> dict[str, Any]:
         return about
     try:
         manifest = Manifest(path)
-        state = json.loads(manifest.content("state.json"))
+        state = manifest.json("state.json")
     except CheckpointError as error:
         return about | {"status": "damaged", "reason": str(error)}
     return about | {

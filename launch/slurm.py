@@ -210,6 +210,13 @@ trap near_the_limit USR1
 
 cd {workplace} || exit 1
 {exports}
+# Bash runs what stands in the brackets of a value that it calculates with.
+for number in "$SLURM_JOB_ID" "${{SLURM_CPUS_ON_NODE:-1}}"; do
+  case $number in
+    "" | *[!0-9]*) echo "polyad: error: Slurm's $number is not a number" >&2; exit 2 ;;
+  esac
+done
+
 # torchrun's agents meet on the first host of the job.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
 export POLYAD_ENDPOINT="${{hosts%%$'\\n'*}}:$((10000 + SLURM_JOB_ID % 20000))"

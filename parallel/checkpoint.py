@@ -5,7 +5,6 @@ can hold code. Readers map the files and touch only the bytes that they need, ea
 it is used.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,9 @@ class Checkpoint:
         self.folder = folder
         manifest = Manifest(folder)
         self.training_step = manifest.step
-        self.tensors: dict[str, dict[str, Any]] = _read_object(manifest, "index.json")["tensors"]
-        self.state: dict[str, Any] = _read_object(manifest, "state.json")
-        self.config_yaml = _read_text(manifest, "config.yaml")
+        self.tensors: dict[str, dict[str, Any]] = manifest.json("index.json")["tensors"]
+        self.state: dict[str, Any] = manifest.json("state.json")
+        self.config_yaml = manifest.text("config.yaml")
         self.manifest = manifest
         _refuse_what_is_no_safetensors(manifest)
         self._verified: set[tuple[str, int]] = set()
@@ -174,26 +173,6 @@ class Checkpoint:
                 )
             self._verified.add(place)
         return values
-
-
-def _read_text(manifest: Manifest, name: str) -> str:
-    try:
-        return manifest.content(name).decode()
-    except UnicodeDecodeError:
-        raise damaged(manifest.folder / name, "it is no text") from None
-
-
-def _read_object(manifest: Manifest, name: str) -> dict[str, Any]:
-    """A JSON file that is what it should be, whoever wrote the manifest."""
-    try:
-        value = json.loads(_read_text(manifest, name))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        value = None
-    if not isinstance(value, dict) or (name == "index.json" and "tensors" not in value):
-        raise damaged(manifest.folder / name, "it is none of a Polyad checkpoint")
-    return value
 
 
 def _refuse_what_is_no_safetensors(manifest: Manifest) -> None:

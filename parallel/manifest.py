@@ -244,6 +244,28 @@ class Manifest:
         self.verify(block for block in self.blocks() if block.name == name)
         return (self.folder / name).read_bytes()
 
+    def text(self, name: str) -> str:
+        """As `content`, of a text.
+
+        Raises:
+            DamagedCheckpoint: it is none, whoever wrote the manifest.
+        """
+        try:
+            return self.content(name).decode()
+        except UnicodeDecodeError:
+            raise damaged(self.folder / name, "it is no text") from None
+
+    def json(self, name: str) -> dict[str, Any]:
+        """As `text`, of a JSON object; the index has `tensors`."""
+        text = self.text(name)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict) or (name == "index.json" and "tensors" not in value):
+            raise damaged(self.folder / name, "it is none of a Polyad checkpoint")
+        return value
+
     def _digest(self, path: Path, block: Block) -> Digest:
         crc32, xxh3 = 0, xxhash.xxh3_64()
         with path.open("rb", buffering=0) as file:

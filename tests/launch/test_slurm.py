@@ -193,6 +193,47 @@ def test_any_override_comes_through_the_script_unchanged(
     assert words[len(words) - len(overrides) :] == overrides
 
 
+EXECUTED = ("$(touch {m})", "`touch {m}`", "; touch {m};", "x[$(touch {m})]", "a\n touch {m}\n")
+
+
+@pytest.mark.parametrize("value", EXECUTED)
+@pytest.mark.parametrize(
+    "name", ["SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "SLURM_JOB_NODELIST", "OMP_NUM_THREADS"]
+)
+def test_nothing_in_the_environment_of_the_job_is_executed(
+    stand_ins: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    marker = tmp_path / "marker"
+    done = subprocess.run(
+        ["bash", "-c", text_of()],
+        env=environment(stand_ins, **{name: value.format(m=marker)}),
+        capture_output=True,
+        text=True,
+    )
+    assert not marker.exists()
+    if name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE"):
+        assert done.returncode == 2
+        assert "is not a number" in done.stderr
+
+
+@pytest.mark.parametrize("value", [*EXECUTED, "a b", "a'b", '"', "-n"])
+def test_the_folder_that_a_job_is_launched_in_may_have_any_name(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    marker = tmp_path / "marker"
+    folder = tmp_path / value.format(m="marker")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    text = text_of()
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", text + "\nexit"], env=environment(stand_ins), capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert not marker.exists()
+    assert not (folder / "marker").exists()
+
+
 def test_near_the_limit_the_processes_stop_and_then_the_job_requeues_itself(
     stand_ins: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Nothing that is read can run code: pickles and YAML objects are planted in every place."""
 
 import ast
+import contextlib
 import io
 import json
 import pickle
@@ -15,8 +16,9 @@ import torch
 
 from launch.cli import run as polyad
 from parallel.commit import complete_checkpoints
-from parallel.manifest import record_of, render
+from parallel.manifest import CheckpointError, record_of, render
 from parallel.snapshot import SnapshotWriter
+from parallel.weights import load_model
 from tests.helpers.runs import write_config
 from train.convert import convert
 
@@ -120,6 +122,8 @@ def test_in_a_checkpoint(trained, tmp_path, marker, capfd, in_manifest):
             out = tmp_path / f"{number}-{kind}" / "out"
             command = ["convert", folder, out, "--to", "safetensors"]
             status = assert_one_line_or_fine(command, capfd)
+            with contextlib.suppress(CheckpointError):
+                load_model(folder)
             # Forged with the manifest, a state may say what it likes: it is a number or a name.
             assert status == 2 or (in_manifest and name == "state.json"), (name, kind)
             assert not marker.exists(), (name, kind)
