@@ -89,14 +89,12 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout=10)  # it may wait for a disk that does not answer
             faulthandler.cancel_dump_traceback_later()
-            # Whoever is last finds nothing to remove; on the way out of an error nobody waits.
             with contextlib.suppress(OSError):
-                (self._watch / _name(self._world.rank)).unlink()
-                self._stack_file().unlink()
-            with contextlib.suppress(OSError):
-                self._watch.rmdir()
+                (self._watch / _name(self._world.rank)).unlink(missing_ok=True)
+                self._stack_file().unlink(missing_ok=True)
+                self._watch.rmdir()  # of the last one; those before find it full
 
     def at(self, place: str) -> None:
         """Says what the main thread does from now on, which is progress.

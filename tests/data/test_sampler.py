@@ -114,8 +114,10 @@ def test_workers_outlive_signals(samples):
     for worker in batches._workers:
         os.kill(worker.pid, signal.SIGTERM)
         os.kill(worker.pid, signal.SIGINT)
+        os.kill(worker.pid, signal.SIGUSR1)
     assert len(list(batches)) == 29
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGINT}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert not blocked & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 
 
 def test_split_shorter_than_a_sample_is_refused(prepared):

@@ -5,6 +5,7 @@ of it is on the disk alone. Its processes are no children of the test's: a serve
 them.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -167,6 +168,7 @@ def _run(arguments: list[str], log: str, before: Callable[[], None]) -> None:
     status = 70
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing outlives the server
         sink = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(sink, 1)
         os.dup2(sink, 2)

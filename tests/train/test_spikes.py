@@ -1,5 +1,6 @@
 """Spikes: what counts as one, by hand; runs that warn, skip, and go back without a bad batch."""
 
+import itertools
 import json
 import math
 import shutil
@@ -146,19 +147,16 @@ def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path
     assert same(tmp_path / "run" / last, tmp_path / "silent" / last)
 
 
+# Each stage in the everyday suite, in one precision and for one reason.
+EVERYDAY = [
+    (0, "fp32", "loss"),
+    (1, "bf16", "gradient"),
+    (2, "fp32", "gradient"),
+    (3, "bf16", "loss"),
+]
 STAGES = [
-    *[(stage, "fp32", "loss") for stage in (0, 1)],
-    *[(stage, "bf16", "gradient") for stage in (1, 3)],
-    *[
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [
-            *[(stage, "fp32", "gradient") for stage in (0, 1)],
-            *[(stage, "fp32", "loss") for stage in (2, 3)],
-            *[(0, "bf16", what) for what in ("loss", "gradient")],
-            *[(stage, "bf16", "loss") for stage in (1, 2, 3)],
-            (2, "bf16", "gradient"),
-        ]
-    ],
+    pytest.param(*case, marks=[] if case in EVERYDAY else [pytest.mark.slow])
+    for case in itertools.product((0, 1, 2, 3), ("fp32", "bf16"), ("loss", "gradient"))
 ]
 
 
@@ -189,8 +187,11 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [
-        (1, "dense"), *[(0, "smoe"), (3, "cp")],
-        *[pytest.param(*c, marks=pytest.mark.slow) for c in [(2, "smoe"), (2, "tr"), (0, "dense")]],
+        (1, "dense"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(0, "smoe"), (3, "cp"), (2, "smoe"), (2, "tr"), (0, "dense")]
+        ],
     ],
 )  # fmt: skip
 def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
@@ -221,7 +222,7 @@ def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("through", ["checkpoint", "list"])
+@pytest.mark.parametrize("through", [pytest.param("checkpoint", marks=pytest.mark.slow), "list"])
 def test_a_batch_left_out_stays_out_on_another_layout(workers, config, tmp_path, through):
     """Two processes go back, and stop; one goes on, from a checkpoint after it or before it."""
     options = ("monitor.spike_action=rewind", "train.steps=15")
@@ -255,7 +256,11 @@ def test_without_a_checkpoint_a_spike_is_skipped(workers, config, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("action", "key"), [("skip", "monitor.max_skips"), ("rewind", "monitor.max_rewinds")]
+    ("action", "key"),
+    [
+        pytest.param("skip", "monitor.max_skips", marks=pytest.mark.slow),
+        ("rewind", "monitor.max_rewinds"),
+    ],
 )
 def test_too_many_spikes_end_the_run(workers, config, tmp_path, action, key):
     bad = tuple(range(BAD, BAD + 4))

@@ -40,7 +40,7 @@ def stop(run, number, *ranks):
     [
         (signal.SIGTERM, (), 0),
         (signal.SIGUSR1, (1,), 0),
-        (signal.SIGINT, (0,), 2),
+        pytest.param(signal.SIGINT, (0,), 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, (1,), 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, (), 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, (), 0, marks=pytest.mark.slow),
@@ -72,7 +72,7 @@ def test_while_it_starts_there_is_nothing_to_save(forks, config, tmp_path):
     assert "stopped by SIGTERM; " in run.text()
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
     """And everything is as if nothing had happened, the records too."""
     steps = 4 if last else 6
