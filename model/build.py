@@ -51,7 +51,11 @@ def build_model(config: ModelConfig) -> nn.Module:
     try:
         with torch.device("meta"):
             return MODELS[config.kind](config)
-    except (OverflowError, RuntimeError) as error:  # what torch says of shapes, at some length
+    except (
+        OverflowError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # what torch says of shapes, at some length
         reason = " ".join(str(error).split())[:120]
         raise ModelSizeError(f"model: its sizes are more than can be counted: {reason}") from None
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from model.build import ModelSizeError
 from model.gpt2 import GPT2Config
 from model.huggingface import (
     CONFIG_FILE,
@@ -93,7 +94,7 @@ class HuggingFaceWeights(FolderWeights):
             )
         try:
             return dict(parameter_shapes(self.config))
-        except (RuntimeError, TypeError):  # torch's, of several lines, for what overflows 64 bits
+        except ModelSizeError:
             raise HuggingFaceError(
                 f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
             ) from None

@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from model.build import ModelConfig, build_model
+from model.build import ModelConfig, ModelSizeError, build_model
 from parallel.fragments import persistent_buffers
 from parallel.tensor_file import DTYPE_NAMES
 from parallel.tensor_folder import (
@@ -97,7 +97,7 @@ class PlainWeights(FolderWeights):
             )
         try:
             return build_model(self._config)
-        except (RuntimeError, TypeError):  # torch's, of several lines, for what overflows 64 bits
+        except ModelSizeError:
             raise PlainWeightsError(
                 f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
             ) from None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
-from model.build import ModelConfig, build_model, initial_value
+from model.build import ModelConfig, ModelSizeError, build_model, initial_value
 from model.config import Config
 from model.dense import DenseFeedForwardConfig
 from model.smoe.config import SparseMoEConfig
@@ -139,7 +139,7 @@ class Upcycled:
             raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
         try:
             self._model = build_model(self._config)
-        except (RuntimeError, TypeError):  # torch's, of several lines, for what overflows 64 bits
+        except ModelSizeError:
             raise upcycling.error("asks for more numbers than a tensor can have") from None
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 

@@ -12,6 +12,7 @@ import yaml
 
 from parallel import comm
 from parallel.checkpoint import Checkpoint
+from parallel.manifest import MANIFEST_FILE, record_of, render
 from train.device import memory_statistics
 from train.evaluate import evaluate
 from train.metrics import peak_memory_bytes
@@ -113,3 +114,11 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def newest(run_folder: Path) -> Path:
     """The last checkpoint of a finished run of 6 steps."""
     return run_folder / "checkpoints" / "step-00000006"
+
+
+def reseal(checkpoint: Path) -> None:
+    """Writes a manifest that vouches for a checkpoint's files as they are now."""
+    manifest = checkpoint / MANIFEST_FILE
+    step = json.loads(manifest.read_text())["step"]
+    others = sorted(path for path in checkpoint.iterdir() if path != manifest)
+    manifest.write_bytes(render(step, {path.name: record_of(path.read_bytes()) for path in others}))

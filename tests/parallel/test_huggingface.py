@@ -195,9 +195,10 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_layer": 10**9}, ["no tensor h.999999999.ln_1.weight", "n_layer 1000000000"]),
-        ({"n_embd": 10**18}, ["config.json: asks for more"]),
-        ({"vocab_size": 10**19}, ["config.json: asks for more"]),
+        ({"n_layer": 9000}, ["no tensor h.8999.ln_1.weight", "n_layer 9000"]),
+        ({"n_layer": 10**9}, ["config.json: n_layer: 1000000000: ", "10000"]),
+        ({"n_embd": 2**31 - 8}, ["config.json: asks for more"]),
+        ({"vocab_size": 10**19}, ["config.json: vocab_size: 10000000000000000000: ", "2147483647"]),
     ],
 )
 def test_sizes_without_bounds_are_refused_before_a_model_is_built(folder, tmp_path, change, words):

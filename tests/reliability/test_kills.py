@@ -60,19 +60,25 @@ def kill_at_a_moment(process: ForkedRun, run: Path, chance: random.Random) -> st
 
 
 @pytest.mark.parametrize(
-    ("kills", "stage", "seed"),
+    ("kills", "stage", "seed", "asynchronous"),
     [
-        (20, 1, 0),
-        *[pytest.param(50, stage, 100 + stage, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)],
+        (20, 1, 0, False),
+        *[
+            pytest.param(50, stage, 100 + stage, stage % 2 == 0, marks=pytest.mark.slow)
+            for stage in (0, 1, 2, 3)
+        ],
     ],
 )
-def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage, seed):
+def test_a_run_survives_every_kill(
+    forks, tmp_path, prepared_path, kills, stage, seed, asynchronous
+):
     # Long enough that no start comes to the end: each gets on by a few checkpoints at most.
     steps = 4 * kills
     config = write_config(
         tmp_path / "config.yaml", prepared_path, train__steps=steps, checkpoint__every=EVERY,
         evaluation__every=8, evaluation__max_windows=2, model__dropout=0.1,
-        parallel__zero_stage=stage, log__tensorboard=False, log__every=1000,
+        parallel__zero_stage=stage, checkpoint__asynchronous=asynchronous,
+        log__tensorboard=False, log__every=1000,
         monitor__spike_warmup=8, monitor__spike_window=16,
     )  # fmt: skip
     run, chance, done, log = tmp_path / "run", random.Random(seed), 0, []

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,13 @@ from data.dataset import PreparedData
 from launch.cli import run as polyad
 from parallel.checkpoint import Checkpoint
 from parallel.fragments import MASTER
-from parallel.manifest import MANIFEST_FILE, Manifest, render
 from parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
     newest,
+    reseal,
     run,
     run_expecting_error,
     weights_of,
@@ -200,21 +199,16 @@ def test_a_checkpoint_can_be_used_where_its_data_is_not(finished, tmp_path, prep
     shutil.copytree(newest(finished), tmp_path / "alone")
     config = (tmp_path / "alone" / "config.yaml").read_text().replace(str(prepared_path), "gone")
     (tmp_path / "alone" / "config.yaml").write_text(config)
-    manifest = json.loads((tmp_path / "alone" / "manifest.json").read_text())
-    assert "tokenizer.json" in manifest["files"]
-    data = config.encode()
-    manifest["files"]["config.yaml"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    (tmp_path / "alone" / "manifest.json").write_text(json.dumps(manifest))
+    assert (tmp_path / "alone" / "tokenizer.json").exists()
+    reseal(tmp_path / "alone")
     result = convert(tmp_path / "alone", tmp_path / "theirs", "huggingface")
     assert result["tokenizer"]
 
 
 def test_the_tokenizer_of_an_older_checkpoint_is_that_of_its_data(finished, tmp_path):
     shutil.copytree(newest(finished), tmp_path / "old")
-    manifest = Manifest(tmp_path / "old")
-    del manifest.files["tokenizer.json"]
-    (tmp_path / "old" / MANIFEST_FILE).write_bytes(render(manifest.step, manifest.files))
     (tmp_path / "old" / "tokenizer.json").unlink()
+    reseal(tmp_path / "old")
     old, new = Checkpoint(tmp_path / "old"), Checkpoint(newest(finished))
     assert tokenizer_of(old).fingerprint == tokenizer_of(new).fingerprint
     old.state["tokenizer_fingerprint"] = "other"

@@ -14,7 +14,7 @@ from data.prepare import prepare
 from launch.cli import run as polyad
 from launch.output import strict
 from parallel.weights import load_model
-from tests.helpers.runs import evaluation, records, run, write_config
+from tests.helpers.runs import evaluation, records, reseal, run, write_config
 from train.errors import ConfigError
 from train.evaluate import result_table
 from train.report.charts import number
@@ -241,14 +241,9 @@ def test_another_tokenizer_is_refused(runs, tmp_path, texts):
 
 def change_state(folder, **values):
     """Writes other values into a checkpoint's state, with its manifest."""
-    import zlib
-
     path = folder / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    data = path.read_bytes()
-    manifest["files"]["state.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    reseal(folder)
 
 
 def test_no_attack_is_the_clean_evaluation(workers, runs):
