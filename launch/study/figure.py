@@ -27,10 +27,10 @@ LEAK_HEIGHT = 260
 WAYS = ("prefix", "masked")
 Scale = Callable[[float], float]
 COLOURS = (
-    *("#4477aa", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#ee6677"),
-    *("#bbbbbb", "#000000", "#997700", "#004488"),
+    *("#4477aa", "#228833", "#aa3377", "#dd6611", "#0099bb", "#997700"),
+    *("#555555", "#cc3311", "#77aa22", "#332288"),
 )
-"""Of variants, in their order: told apart by most who do not see all colours (Paul Tol, bright)."""
+"""Of variants, in their order: told apart by most who do not see all colours."""
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.title{font-weight:600;font-size:14px}"
     ".note{fill:#666;font-size:11px}.grid{stroke:#e3e3e3}.zero{stroke:#888}"
@@ -215,7 +215,7 @@ def _draw_leaks(
     to_y = _scale(low, high, bottom, top)
     note = "full, dots seeds: text cut before each token; dashed: with the mask; by step"
     parts = _head("What later tokens are worth, nats a token", note, x, y)
-    for tick in ticks(low, high, 4):
+    for tick in ticks(low, high, 6):
         css = "grid" if tick else "zero"
         parts.append(
             f'<line class="{css}" x1="{x + 50}" x2="{x + WIDTH - 12}" y1="{to_y(tick)}" '

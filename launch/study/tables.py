@@ -149,7 +149,7 @@ def _cost_rows(variants: Mapping[str, Any]) -> list[Row]:
 
 
 def _routing_rows(variants: Mapping[str, Any]) -> list[Row]:
-    names = list({name: None for v in variants.values() for name in _routing_names(v)})
+    names = _routing_names(variants)
     rows: list[Row] = [("routing", *names)]
     for variant_name, variant in variants.items():
         known = variant["measures"]
@@ -161,8 +161,8 @@ def _routing_rows(variants: Mapping[str, Any]) -> list[Row]:
 
 def _routing_difference_rows(variants: Mapping[str, Any]) -> list[Row]:
     """What routers did, beside the baseline's; nothing if the baseline does not route."""
-    names = list({n: None for v in variants.values() for n in _routing_names(v)
-                  if n in v["differences"]})  # fmt: skip
+    beside_all = [variant["differences"] for variant in variants.values()]
+    names = [name for name in _routing_names(variants) if any(name in b for b in beside_all)]
     rows: list[Row] = [("routing beside", *names)]
     for variant_name, variant in variants.items():
         beside = variant["differences"]
@@ -175,8 +175,11 @@ def _routing_difference_rows(variants: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _routing_names(variant: Mapping[str, Any]) -> list[str]:
-    return [name for name in variant["measures"] if name not in LOSSES]
+def _routing_names(variants: Mapping[str, Any]) -> list[str]:
+    """What routers did; no line for what was 0 with all, as tokens dropped are mostly."""
+    known = [variant["measures"] for variant in variants.values()]
+    names = {name: None for each in known for name in each if name not in LOSSES}
+    return [name for name in names if any(each[name]["mean"] for each in known if name in each)]
 
 
 def _leak_rows(variants: Mapping[str, Any]) -> list[Row]:
