@@ -97,6 +97,7 @@ def test_prefixes_equal_a_loop_over_tokens(whole, by_hand, stream):
     assert leak["prefix_standard_error"] == pytest.approx(means.std(), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_sample_is_spread_over_split_and_window(workers, leaky, whole, by_hand):
     results = [workers(size).run(evaluation, leaky, leak=200)[0]["leak"] for size in (1, 2)]
     assert results[1] == pytest.approx(results[0], abs=1e-6)  # whatever the processes
@@ -109,6 +110,7 @@ def test_a_sample_is_spread_over_split_and_window(workers, leaky, whole, by_hand
     assert found["masked_loss"] == pytest.approx(whole["leak"]["masked_loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_with_the_mask_it_is_what_generation_computes(leaky, whole, stream):
     model, total = load_model(leaky), 0.0
@@ -124,6 +126,7 @@ def test_with_the_mask_it_is_what_generation_computes(leaky, whole, stream):
     assert whole["leak"]["masked_tokens"] == whole["tokens_scored"]
 
 
+@pytest.mark.slow
 def test_windows_that_overlap_score_each_token_once(workers, leaky, stream):
     options = {"leak": 10**9, "overrides": ("evaluation.stride=20",)}
     result = workers(1).run(evaluation, leaky, **options)[0]
@@ -131,6 +134,7 @@ def test_windows_that_overlap_score_each_token_once(workers, leaky, stream):
     assert result["leak"]["prefix_loss_in_window"] == pytest.approx(result["loss"], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_the_command_says_all_three(leaky, capfd):
     assert polyad(["evaluate", str(leaky), "--leak", "64", "--json", "-"]) == 0
     result = json.loads(capfd.readouterr().out)
