@@ -5,9 +5,10 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -168,9 +169,27 @@ def leave(status: int) -> NoReturn:
 
     The interpreter's own shutdown can end in SIGABRT when a gloo thread frees its last tensor.
     """
+    mark = _failure_mark()
+    if mark is not None and 0 < status < 128:
+        with suppress(OSError):
+            mark.touch()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def peer_has_failed() -> bool:
+    """Whether another process of this host has failed: then nothing can be agreed on any more."""
+    mark = _failure_mark()
+    if mark is None:
+        return False
+    return any(path != mark for path in mark.parent.parent.glob(f"*/{mark.name}"))
+
+
+def _failure_mark() -> Path | None:
+    """Beside the file in which torchrun expects a process's error, in a folder of its attempt."""
+    where = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(where).parent / "polyad-failed" if where else None
 
 
 def seed_random(seed: int, step: int, world: World) -> None:

@@ -128,6 +128,8 @@ class StopSignals:
             asked = [each for each in heard if each in SIGNALS]
             if asked and not number:
                 number, ends = asked[0], time.monotonic() + self._grace
+                if comm.peer_has_failed():  # which torchrun answers so; that one has said why
+                    os._exit(128 + number)
                 if os.getppid() != self._launcher:
                     # Whoever started this process was killed, and may start the run again at once:
                     # nobody is to write beside it.

@@ -59,6 +59,7 @@ def test_variants_differ_in_the_feed_forward_alone(name: str) -> None:
     assert parameters == pytest.approx(4_722_432, rel=0.01)
 
 
+@pytest.mark.slow
 def test_factorized_experts_are_compared_with_our_dense_step() -> None:
     model = TINY.model_copy(update={"hidden_size": 64})  # 256 experts do not fit into 32's
     result = bench_step(

@@ -295,6 +295,7 @@ def test_half_an_environment_of_torchrun_is_one_line(
     assert capfd.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_files_of_the_current_folder_do_not_shadow_the_packages(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> N
     assert steps == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_evaluate_in_two_processes_prints_once_and_equals_one(
     finished_run: Finished, polyad: Polyad
 ) -> None:
@@ -48,6 +49,7 @@ def test_evaluate_in_two_processes_prints_once_and_equals_one(
     assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluate_writes_json_beside_the_table(
     finished_run: Finished, polyad: Polyad, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
+@pytest.mark.slow
 def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
     hosts: tuple[Host, Host], data: Path, polyad: Polyad, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1  # of three blocks: all share it
 
 
+@pytest.mark.slow
 def test_compiled_recomputation_drops_the_same_units_twice(small_model, random_ids):
     ids = random_ids(2, 16)
     _dynamo.reset()

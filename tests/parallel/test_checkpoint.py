@@ -68,12 +68,12 @@ def saved(workers, tmp_path_factory):
 
 # Of factorized experts, in the everyday suite.
 EVERYDAY = {("cp", (2, 1, 3), "bf16"), ("tr", (2, 1, 2), "fp32")}
-# Each data-parallel layout in the everyday suite in one precision, of tensor-parallel ones two.
-RARE = [layout for layout in TENSOR_PARALLEL if layout not in ((2, 2, 1), (4, 2, 1))]
+# Of dense models, each in one precision.
+COMMON = [(1, 1, 0), (2, 1, 1), (2, 1, 2), (2, 2, 1)]
 IN_TURN = [
     pytest.param(
         "dense", layout, precision,
-        marks=[] if number % 2 == turn and layout not in RARE else [pytest.mark.slow],
+        marks=[] if number % 2 == turn and layout in COMMON else [pytest.mark.slow],
         id=f"{name(layout)}-{precision}",
     )
     for number, layout in enumerate(LAYOUTS)

@@ -8,6 +8,7 @@ from tests.helpers.workers import WorkerPool
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says() -> None:
     pool = WorkerPool(2)  # of its own: its groups are of no use afterwards
     try:

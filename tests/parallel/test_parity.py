@@ -106,6 +106,7 @@ def test_recomputation_changes_nothing_under_the_engine(workers, references, sta
     assert close(result["norms"], expected["norms"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )

@@ -131,6 +131,7 @@ def test_every_layout_takes_the_same_global_batches_none_twice_and_none_left_out
     assert sorted(first) == sorted(samples[: left_out * B] + samples[(left_out + 1) * B : count])
 
 
+@pytest.mark.slow
 def test_samples_read_ahead_are_not_lost(workers, small_data, tmp_path):
     """Loader workers are a few batches ahead of the step at which a run ends."""
     config = write_config(

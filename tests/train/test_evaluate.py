@@ -90,7 +90,14 @@ def test_perplexity_equals_an_independent_computation(
 
 @pytest.mark.parametrize(
     ("kind", "batch_size"),
-    [("dense", 1), ("dense", 3), ("dense", 64), ("smoe", 3), ("cp", 3), ("tr", 64)],
+    [
+        ("dense", 3),
+        ("smoe", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("dense", 1), ("dense", 64), ("cp", 3), ("tr", 64))
+        ),
+    ],
 )
 def test_two_processes_score_what_one_scores(workers, finished, trained, kind, batch_size):
     finished = finished if kind == "dense" else trained(kind)

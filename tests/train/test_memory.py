@@ -76,6 +76,7 @@ def test_an_engine_that_does_not_fit_is_one_line(config: Path) -> None:
     assert "change no key of this layout: start more processes, or take a smaller model" in line
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_rank_that_fails_speaks_and_the_other_does_not_wait_for_it(config: Path) -> None:
     keys = ("train.global_batch_size=144", "train.micro_batch_size=72")
@@ -88,6 +89,7 @@ def test_the_rank_that_fails_speaks_and_the_other_does_not_wait_for_it(config: P
     ) in line
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_going_on_and_evaluating_know_the_run(workers, config: Path, tmp_path: Path) -> None:
     few = ("train.micro_batch_size=4", "train.steps=1", "evaluation.max_windows=1")

@@ -125,6 +125,7 @@ def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
     assert records(tmp_path / "run")[0]["step"] == 1
 
 
+@pytest.mark.slow
 def test_init_from_of_a_run_that_goes_on_is_said_not_to_be_used(finished, config, tmp_path):
     start = f"checkpoint.init_from={finished / 'run'}"
     command = [sys.executable, "-m", "launch", "train", str(config), start]

@@ -160,6 +160,7 @@ def test_top_tokens_are_the_highest_of_the_split(
             assert sum(lengths[: top["document"]]) + top["offset"] == position
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(runs, prepared_path):
     prepared = PreparedData.open(prepared_path)
     model = load_model(runs["mumoe"])

@@ -92,6 +92,6 @@ def test_bad_input_is_one_line_before_anything_is_timed(options, words, capfd):
     assert words in line
 
 
-def test_unknown_bench_names_the_nearest(capfd):
+def test_unknown_bench_names_those_that_there_are(capfd):
     assert run(["bench", "dta"]) == 2
-    assert "bench data" in capfd.readouterr().err
+    assert "bench: one of data, checkpoint, " in capfd.readouterr().err

@@ -24,7 +24,8 @@ from tests.launch.study.test_checks import refused
 from train.config import load_config
 from train.study import load_study
 
-pytestmark = pytest.mark.distributed
+# A study is a few whole runs: 47 s.
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Capture = pytest.CaptureFixture[str]
 

@@ -244,6 +244,7 @@ def test_flops_equal_numbers_worked_out_by_hand(section, feed_forward):
     assert flops_per_token(config) == 6 * weights + 2 * 6_144
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tr", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cp", "tt", "tucker"))]
 )

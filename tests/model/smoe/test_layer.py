@@ -148,6 +148,7 @@ def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
     assert_compiles(small_model, random_ids, GRAPH_OPTIONS[graph], recompute, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids):
     assert_compiles(small_model, random_ids, {})
 
