@@ -36,12 +36,14 @@ class RecordingOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def _note(self, kind: str, path: Any, what: Any = None) -> None:
+    def _note(self, kind: str, path: Any, what: Any = None) -> Operation:
         if len(self.operations) == self._fail_at:
             self._fail_at, self.failed = None, (kind, str(path))
             named = kind not in ("write", "sync")  # by number, so the kernel knows no name
             raise OSError(self._error, os.strerror(self._error), *([str(path)] if named else []))
-        self.operations.append((time.monotonic_ns(), kind, str(path), what))
+        operation = time.monotonic_ns(), kind, str(path), what
+        self.operations.append(operation)
+        return operation
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_CREAT:
@@ -72,8 +74,12 @@ class RecordingOs:
         os.unlink(path)
 
     def mkdir(self, path: Any) -> None:
-        self._note("mkdir", path)
-        os.mkdir(path)
+        operation = self._note("mkdir", path)
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # another process was quicker: nothing was done to the disk
+            self.operations.remove(operation)
+            raise
 
     def rmdir(self, path: Any) -> None:
         self._note("rmdir", path)

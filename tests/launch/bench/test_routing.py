@@ -61,7 +61,7 @@ def test_variants_share_memory_and_have_the_same_experts(plain):
 def test_graphs_are_their_definitions_and_a_leak_would_be_seen(plain, name, monkeypatch):
     block = make_variants(plain, 200, "fp32", materialized=False)[name].blocks[0]
     x_BTD = torch.randn(1, 200, 16)
-    assert difference(block, x_BTD) < 1e-5
+    assert difference(block, x_BTD) < 1e-4  # as the bench itself asks of fp32
     monkeypatch.setattr(MaterializedGraph, "_masked", lambda self, logits: logits)
     assert difference(block, x_BTD) > 1e-2
 
