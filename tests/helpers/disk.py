@@ -36,14 +36,12 @@ class RecordingOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def _note(self, kind: str, path: Any, what: Any = None) -> Operation:
+    def _note(self, kind: str, path: Any, what: Any = None) -> None:
         if len(self.operations) == self._fail_at:
             self._fail_at, self.failed = None, (kind, str(path))
             named = kind not in ("write", "sync")  # by number, so the kernel knows no name
             raise OSError(self._error, os.strerror(self._error), *([str(path)] if named else []))
-        operation = time.monotonic_ns(), kind, str(path), what
-        self.operations.append(operation)
-        return operation
+        self.operations.append((time.monotonic_ns(), kind, str(path), what))
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_CREAT:
@@ -74,12 +72,8 @@ class RecordingOs:
         os.unlink(path)
 
     def mkdir(self, path: Any) -> None:
-        operation = self._note("mkdir", path)
-        try:
-            os.mkdir(path)
-        except FileExistsError:  # another process was quicker: nothing was done to the disk
-            self.operations.remove(operation)
-            raise
+        self._note("mkdir", path)
+        os.mkdir(path)
 
     def rmdir(self, path: Any) -> None:
         self._note("rmdir", path)
@@ -178,6 +172,8 @@ class Disk:
             else:
                 file.durable = file.content
             return
+        if kind == "mkdir" and isinstance(above.names.get(name), Folder):
+            return  # another process was quicker, and this one was told so
         change = {
             "create": ("set", name, File()), "mkdir": ("set", name, Folder()),
             "unlink": ("drop", name, None), "rmdir": ("drop", name, None),
