@@ -1,6 +1,6 @@
 """Dispatch: tokens to the experts that were selected for them, and their outputs back.
 
-No token is dropped unless a capacity is asked for, and no row is padded: assignments are sorted by
+No token is dropped unless a capacity is asked for, and no row is added: assignments are sorted by
 expert, and each expert takes the rows that it has.
 
 Shapes: N tokens, K experts of a token, M rows: assignments that are computed (N K unless some are
