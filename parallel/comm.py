@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from parallel.dims import LayoutError
+from parallel.host_memory import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ def initialize(
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        keep_freed_memory()
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         backend = "nccl" if on_gpu else "gloo"

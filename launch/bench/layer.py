@@ -9,19 +9,18 @@ Shapes: N tokens, D width.
 import contextlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from launch.bench.device import now
 from launch.machine import processor_name
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
 from model.smoe.host import has_bf16_products
 from parallel import comm
-from train.errors import ConfigError
 
 SLOW = 10
 """Times the dense MLP: what takes longer is timed once, for its ratio hangs on no third digit."""
@@ -91,19 +90,6 @@ def context_of(width: int) -> FeedForwardContext:
     return FeedForwardContext(
         hidden_size=width, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
     )
-
-
-def check_device(device: str) -> None:
-    """Checks that the device is there.
-
-    Args:
-        device: `cpu` or `cuda`.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: cuda: there is no CUDA device here; cpu is allowed")
 
 
 @contextlib.contextmanager
@@ -210,11 +196,11 @@ def _interleaved(
                 continue
             if together:
                 comm.barrier()
-            started = _now(tokens_ND.device)
+            started = now(tokens_ND.device)
             output_ND = layer(tokens_ND)
-            half = _now(tokens_ND.device)
+            half = now(tokens_ND.device)
             output_ND.backward(gradient_ND)
-            ended = _now(tokens_ND.device)
+            ended = now(tokens_ND.device)
             taken = torch.tensor([half - started, ended - half], dtype=torch.float64)
             forward, backward = (comm.max_over_ranks(taken) if together else taken).tolist()
             times[name].append((forward, backward))
@@ -232,12 +218,6 @@ def _interleaved(
         }
         for name, taken in times.items()
     }
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def say(line: str) -> None:

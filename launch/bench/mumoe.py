@@ -10,16 +10,15 @@ Shapes: N tokens, D width.
 import importlib.metadata
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
+from launch.bench.device import free_bytes, prepare_device
 from launch.bench.layer import (
     HEAD,
     TOLERANCES,
     TimedLayer,
     cells,
-    check_device,
     context_of,
     measure,
     of_ours,
@@ -91,7 +90,7 @@ def bench_mumoe(
             there.
         RunError: a variant does not compute what the reference computes.
     """
-    check_device(device)
+    prepare_device(device)
     shape = {"tokens": tokens, "width": width, "hidden": hidden}
     for number in experts:  # before anything is timed
         for name in FACTORIZATIONS:
@@ -173,7 +172,7 @@ class _Comparison:
     def _add_dense_moe(self, experts: int) -> None:
         name = f"dense moe {experts}"
         needed = dense_moe_bytes(experts, self.shape, self.tokens_ND.dtype)
-        free = _free_bytes(self.device)
+        free = free_bytes(self.device)
         if needed > free:
             self.left_out[name] = f"takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
             return
@@ -222,12 +221,6 @@ class _Comparison:
             if name in rows
             for key, goal in goals.items()
         ]
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def _output_and_gradient(layer: nn.Module, tokens_ND: Tensor) -> tuple[Tensor, Tensor]:

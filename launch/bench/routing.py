@@ -9,18 +9,16 @@ Shapes: B batch, T tokens in a sequence, D width.
 """
 
 import statistics
-import time
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from launch.bench.device import free_bytes, now, prepare_device
 from launch.bench.layer import (
     TOLERANCES,
     TimedLayer,
-    check_device,
     saved_bytes,
     say,
     surroundings,
@@ -34,7 +32,6 @@ from launch.bench.routing_peers import (
     make_variants,
 )
 from launch.bench.routing_table import add_ratios, model_config
-from launch.bench.step_variants import synchronize
 from model.build import num_parameters
 from model.gpt2 import GPT2, compile_blocks
 from parallel.zero import DTYPES
@@ -109,7 +106,7 @@ def bench_routing(
         raise ConfigError(f"--experts: {experts} is less than 2")
     if width % heads:
         raise ConfigError(f"--width: {width} is not a multiple of --heads: {heads}")
-    check_device(device)
+    prepare_device(device)
     shape = {
         "width": width,
         "heads": heads,
@@ -249,7 +246,7 @@ def _check_memory(
     shape: dict[str, int], places: dict[str, tuple[int, ...]], precision: str, device: torch.device
 ) -> None:
     """Weights and gradients have to fit, of one variant at a time."""
-    free = _free_bytes(device)
+    free = free_bytes(device)
     for place, lengths in places.items():
         parameters = num_parameters(model_config(shape, place, max(lengths)))
         needed = 2 * parameters * DTYPES[precision].itemsize
@@ -263,7 +260,7 @@ def _check_memory(
 
 def _leave_out(models: dict[str, GPT2], length: int, device: torch.device) -> dict[str, str]:
     """Takes out the variants whose matrices do not fit, and says why."""
-    free = _free_bytes(device)
+    free = free_bytes(device)
     reasons = {}
     for name, matrices in MATRICES.items():
         needed = 4 * matrices * length**2
@@ -282,11 +279,11 @@ def _interleaved(
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     for number in range(repeats + 1):
         for name, layer in layers.items():
-            started = _now(inputs.device)
+            started = now(inputs.device)
             output = layer(inputs)
-            half = _now(inputs.device)
+            half = now(inputs.device)
             output.backward(gradient)
-            ended = _now(inputs.device)
+            ended = now(inputs.device)
             times[name].append((half - started, ended - half))
             layer.zero_grad(set_to_none=True)
             inputs.grad = None
@@ -299,14 +296,3 @@ def _interleaved(
         }
         for name, taken in times.items()
     }
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
-
-
-def _now(device: torch.device) -> float:
-    synchronize(device.type)
-    return time.perf_counter()

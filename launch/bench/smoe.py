@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launch.bench.device import prepare_device
 from launch.bench.layer import (
     HEAD,
     TOLERANCES,
     TimedLayer,
     cells,
-    check_device,
     measure,
     say,
     setting,
@@ -82,7 +82,7 @@ def bench_smoe(
         RunError: a peer does not compute what the reference computes.
     """
     check_shape(tokens, experts, top_k)
-    check_device(device)
+    prepare_device(device)
     shape = {
         "tokens": tokens,
         "experts": experts,

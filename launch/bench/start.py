@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from launch.bench.device import prepare_device, synchronize
 from launch.bench.step import OUT_OF_MEMORY
-from launch.bench.step_variants import make_step, synchronize
+from launch.bench.step_variants import make_step
 from model.gpt2 import GPT2Config
 from train.memory import is_out_of_memory
 from train.metrics import peak_memory_bytes
@@ -31,6 +32,7 @@ def measure(began: float, order: dict[str, Any]) -> dict[str, Any]:
         JSON values.
     """
     name, device = order.pop("name"), order["device"]
+    prepare_device(device)
     if name == "transformers":
         from transformers import GPT2LMHeadModel  # noqa: F401
     imported = time.time()

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from launch.bench.step_variants import make_step, model_of, synchronize
+from launch.bench.device import now, prepare_device
+from launch.bench.step_variants import make_step, model_of
 from model.gpt2 import GPT2Config, flops_per_token
 from train.errors import ConfigError, RunError
 from train.memory import is_out_of_memory
@@ -69,8 +70,7 @@ def bench_step(
         ConfigError: there is no such device.
         RunError: a step does not fit into its memory.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: cuda: there is no CUDA device here; cpu is allowed")
+    prepare_device(device)
     default_batch, default_length, default_repeats, warmup = DEFAULTS[device]
     config = model or GPT2Config(sequence_length=1024, vocab_size=50257)
     length = sequence_length or default_length
@@ -149,11 +149,9 @@ def _medians(
         }
         for _ in range(warmup + repeats):
             for name, step in steps.items():
-                synchronize(shape["device"])
-                started = time.perf_counter()
+                started = now(shape["device"])
                 step()
-                synchronize(shape["device"])
-                times[name].append(time.perf_counter() - started)
+                times[name].append(now(shape["device"]) - started)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -95,9 +95,3 @@ def _theirs(
     )
     module: nn.Module = transformers.GPT2LMHeadModel(reference).to(device, DTYPES[precision])
     return module.train(), lambda ids: module(ids).logits
-
-
-def synchronize(device: str) -> None:
-    """Waits until the device has done what it was told."""
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -132,7 +132,7 @@ def test_whole_experts_are_left_out_where_they_do_not_fit(monkeypatch):
     needed = dense_moe_bytes(4, SHAPE, torch.float32)
     # Weights and gradients, and five times all inner units.
     assert needed == 4 * 4 * (2 * 2128 + 5 * 32 * 64)
-    monkeypatch.setattr(mumoe, "_free_bytes", lambda device: needed)
+    monkeypatch.setattr(mumoe, "free_bytes", lambda device: needed)
     result = bench_mumoe(**SHAPE, experts=(4, 8), precisions=("fp32",), repeats=1)
     compared = result["precisions"]["fp32"]
     assert "dense moe 4" in compared["variants"]

@@ -117,7 +117,7 @@ def test_flops_equal_those_worked_out_by_hand():
 
 
 def test_a_matrix_that_does_not_fit_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr(routing, "_free_bytes", lambda device: 300_000)
+    monkeypatch.setattr(routing, "free_bytes", lambda device: 300_000)
     shape = SHAPE | {"layers": 0}
     one = bench_routing(**shape, tokens=(100,), precisions=("fp32",), repeats=1)
     (one,) = one["precisions"]["fp32"]["block"]

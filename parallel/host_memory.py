@@ -1,0 +1,37 @@
+"""What becomes of freed memory where a model runs on the CPU."""
+
+import ctypes
+import os
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
+OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+"""Environment variables that say how malloc is to do it; then nothing is changed."""
+LARGEST = 2**31 - 1
+"""Bytes of a block that is kept: what `mallopt` can be told."""
+
+
+def keep_freed_memory() -> bool:
+    """Has malloc keep what is freed for what is allocated next, instead of giving it back.
+
+    torch has no allocator of its own on a CPU. Every activation and gradient above 32 MiB, and in
+    a process that has freed none yet above 128 KiB, is a mapping of its own, which the system fills
+    with zeros page by page each time: up to half of the time of a training step. A process then
+    holds its peak until it ends, and a little more for the gaps (the figures are in README.md).
+
+    Does nothing without glibc, or where the environment has a variable of `OF_THE_USER` or
+    `GLIBC_TUNABLES` of malloc.
+
+    Returns:
+        Whether it is so from now on.
+    """
+    if sys.platform != "linux" or any(name in os.environ for name in OF_THE_USER):
+        return False
+    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is None:
+        return False
+    # -1: nothing is ever given back at the end of the heap.
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
