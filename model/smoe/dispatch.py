@@ -152,14 +152,19 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
             return rows_NKD.sum(1)
         return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
     # A CPU is slow at many small products, and at sums over a short axis in the middle.
+    parts = (rows_MD.index_select(0, row_NK[:, k]) for k in range(top_k))
+    if weights_NK is None and top_k == 2:
+        return next(parts).add_(next(parts))  # a sum of two is rounded once in any dtype
     wide = torch.promote_types(rows_MD.dtype, torch.float32)
-    sum_ND = torch.zeros(num_tokens, rows_MD.shape[1], dtype=wide)
-    for k in range(top_k):
-        rows_ND = rows_MD.index_select(0, row_NK[:, k]).to(wide)
-        if weights_NK is None:
-            sum_ND += rows_ND
-        else:
-            sum_ND.addcmul_(rows_ND, weights_NK[:, k : k + 1].to(wide))
+    sum_ND = next(parts).to(wide)
+    if weights_NK is None:
+        for rows_ND in parts:
+            sum_ND += rows_ND.to(wide)
+        return sum_ND.to(rows_MD.dtype)
+    first_N1, *others_N1 = torch.split(weights_NK.to(wide), 1, dim=1)
+    sum_ND *= first_N1
+    for rows_ND, weight_N1 in zip(parts, others_N1, strict=True):
+        sum_ND.addcmul_(rows_ND.to(wide), weight_N1)
     return sum_ND.to(rows_MD.dtype)
 
 

@@ -14,20 +14,18 @@ Shapes: M rows, P inner rows with the padding, E experts, D width, F inner width
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.smoe.activation import gelu_for
+
 GROUP_NUMBERS = 2**19
 """The most inner numbers of small experts that go through the activation together."""
-BLOCK_NUMBERS = 2**16
-"""Of the activation: the most numbers of a block for each thread. Its buffers stay in the cache."""
 UNIT = 32
 """Numbers of rows in bf16 are multiples of it, unless they are small."""
-SLOPE, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def experts_on_host(
@@ -59,7 +57,7 @@ def _forward(
     inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
     groups = _groups(spans, GROUP_NUMBERS // inner_PF.shape[1])
     active_mF = inner_PF.new_empty(_most_rows(groups), inner_PF.shape[1])
-    gelu = _Gelu(inner_PF)
+    gelu = gelu_for(inner_PF)
     for group in groups:
         for span in group:
             bias_F = None if bias_EF is None else bias_EF[span.expert]
@@ -97,7 +95,7 @@ def _backward(
             whole[counts_E == 0] = 0
     groups = _groups(spans, GROUP_NUMBERS // inner_PF.shape[1])
     active_mF, change_mF = inner_PF.new_empty(2, _most_rows(groups), inner_PF.shape[1])
-    gelu = _Gelu(inner_PF)
+    gelu = gelu_for(inner_PF)
     for group in groups:
         for span in group:
             change = change_mF[span.inside_of(group)]
@@ -148,58 +146,6 @@ def _differentiate(ctx: Any, gradient_MD: Tensor | None, _: Any) -> tuple[Tensor
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
-
-
-class _Gelu:
-    """GELU h s(h) with s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3)), which is its tanh form.
-
-    PyTorch's own takes twice as long: it has no fast tanh. In bf16 all is computed in fp32.
-
-    Args:
-        like: Of the rows' dtype and width.
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self.rows = max(1, BLOCK_NUMBERS * torch.get_num_threads() // like.shape[1])
-        self.dtype = torch.promote_types(like.dtype, torch.float32)
-        self.buffers = torch.empty(4, self.rows, like.shape[1], dtype=self.dtype)
-        self.slope = torch.tensor(SLOPE, dtype=self.dtype)
-
-    def forward(self, inner_mF: Tensor, active_mF: Tensor) -> None:
-        """Writes the activation of the inner rows; there may be more rows to write to."""
-        for inner, active in self._blocks(inner_mF, active_mF):
-            wide, share, _ = self._share(inner)
-            active.copy_(share.mul_(wide))
-
-    def backward(self, inner_mF: Tensor, active_mF: Tensor, change_mF: Tensor) -> None:
-        """Writes the activation, and turns its gradient into that of the inner rows."""
-        for inner, active, change in self._blocks(inner_mF, active_mF, change_mF):
-            wide, share, square = self._share(inner)
-            value = torch.mul(wide, share, out=self.buffers[3, : len(inner)])
-            active.copy_(value)
-            # d/dh (h s) = s + h s (1 - s) 2 sqrt(2/pi) (1 + 3 * 0.044715 h^2)
-            torch.add(self.slope, square, alpha=3 * SLOPE * CUBIC, out=square)
-            value.addcmul_(value, share, value=-1)
-            torch.addcmul(share, value, square, out=value)
-            change.copy_(value.mul_(self._read(change, 0)))
-
-    def _share(self, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h in the wider dtype, s and h^2, the last two in buffers."""
-        wide = self._read(inner, 0)
-        share, square = self.buffers[1:3, : len(inner)]
-        torch.mul(wide, wide, out=square)
-        torch.add(self.slope, square, alpha=SLOPE * CUBIC, out=share).mul_(wide).sigmoid_()
-        return wide, share, square
-
-    def _read(self, narrow: Tensor, buffer: int) -> Tensor:
-        """In the wider dtype: an operation between dtypes takes twice as long as a copy and it."""
-        same = narrow.dtype == self.dtype
-        return narrow if same else self.buffers[buffer, : len(narrow)].copy_(narrow)
-
-    def _blocks(self, inner_mF: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        parts = math.ceil(len(inner_mF) / self.rows)  # of nearly the same size
-        whole = (inner_mF, *(other[: len(inner_mF)] for other in others))
-        return zip(*(tensor.chunk(parts) for tensor in whole), strict=True)
 
 
 class _Span(NamedTuple):

@@ -66,7 +66,7 @@ class SparseMoE(FeedForward):
             # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
             weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.num_experts)
             weights_NE = weights_NE.scatter(1, selected.expert_ids_NK, weights_NK)
-            y_ND = y_ND + weights_NE.to(y_ND.dtype) @ self.output_bias
+            y_ND = torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
         return self.dropout(y_ND.view_as(normalized_BTD)), stats
 
     def gate_columns(self) -> list[Tensor]:

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from model.smoe import host
+from model.smoe import activation, host
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from tests.helpers.routing import make, make_config, make_context
@@ -45,7 +45,7 @@ def test_padding_changes_no_output_and_no_gradient(counts, group, monkeypatch):
     expected = run(counts, "loop")
     monkeypatch.setattr(host, "_pads", lambda dtype: True)
     monkeypatch.setattr(host, "GROUP_NUMBERS", group)
-    monkeypatch.setattr(host, "BLOCK_NUMBERS", 24 * 7)
+    monkeypatch.setattr(activation, "BLOCK_NUMBERS", 24 * 7)
     # New memory is NaN: nothing may be read that was not written.
     with _filled_memory():
         actual = run(counts, "grouped")
