@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from data.windows import SpreadWindows, window_batches
+from model.entropy import entropy
 from parallel import comm
 from parallel.zero import Engine
 from train.probing import Decision, RoutedLayer, deciding, routed_layers
@@ -63,7 +64,7 @@ def encode(decision: Decision, codes_S: Tensor) -> Codes:
         decision: Of a layer.
         codes_S: Of its experts, from `expert_codes`, on its device.
     """
-    entropies = [-torch.xlogy(a_MN, a_MN).sum(-1) for a_MN in map(_full, decision.levels)]
+    entropies = [entropy(a_MN) for a_MN in map(_full, decision.levels)]
     entropy_M = torch.stack(entropies).sum(0)
     if decision.selected is not None:
         ids_MK = decision.selected.expert_ids_NK

@@ -19,7 +19,7 @@ from launch.bench.device import now
 from launch.machine import processor_name
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
-from model.smoe.host import has_bf16_products
+from model.processor import has_bf16_products
 from parallel import comm
 
 SLOW = 10

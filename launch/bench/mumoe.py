@@ -41,7 +41,7 @@ from launch.bench.mumoe_peers import (
 from launch.output import align
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
 from model.mumoe.config import MuMoEConfig
-from model.smoe.host import has_bf16_products
+from model.processor import has_bf16_products
 from parallel.zero import DTYPES
 from train.errors import RunError
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from model.initialization import Initializer, uniform
 from model.mumoe.exchange import LayerExchange
-from model.mumoe.products import affine
+from model.mumoe.products import affine, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,7 @@ class Factorized(nn.Module, ABC):
         """
         contracted = self.contract_input(self.exchange.enter(z_MI))
         mixed = self.mix(self.exchange.before_mixing(contracted), coefficients)
-        output_factor = self.output_factor.flatten(0, -2)
-        return self.exchange.leave(self.exchange.after_mixing(mixed) @ output_factor)
+        return self.exchange.leave(product(self.exchange.after_mixing(mixed), self.output_factor))
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:

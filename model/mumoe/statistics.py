@@ -9,6 +9,7 @@ Shapes: M tokens, N experts of a level, E and S experts of all levels side by si
 
 import torch
 
+from model.entropy import entropy
 from model.mumoe.gating import Gated
 from model.output import RoutingStats
 
@@ -26,7 +27,7 @@ def gate_statistics(gated: Gated) -> RoutingStats:
         With an empty name; what belongs to experts that are chosen is None.
     """
     levels = [a_MN.detach() for a_MN in gated.coefficients]
-    entropies = [-torch.xlogy(a_MN, a_MN).sum(-1) for a_MN in levels]  # 0 log 0 is 0
+    entropies = [entropy(a_MN) for a_MN in levels]
     entropy_M, largest_M = entropies[0], levels[0].amax(-1)
     for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
         entropy_M = entropy_M + level_M

@@ -143,6 +143,8 @@ def _padded(rows: Tensor, row_A: Tensor) -> Tensor:
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
     """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
     num_tokens, top_k = row_NK.shape
+    if not row_NK.numel():  # of a process to which no row was sent
+        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     rows_MD = _padded(rows_MD, row_NK.view(-1))
     if top_k == 1 and weights_NK is None:  # a permutation, of which nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache, attend_cached
+from model.entropy import entropy
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext
 from model.smoe.config import SparseMoEConfig
@@ -303,7 +304,7 @@ def _mix_lower_entropy(
         )
         key_BSF = keys[:, 0, :, : key_BSF.shape[-1]]
         value_BSE = values[:, 0, :, : value_BSE.shape[-1]]
-    entropy_BS = _entropy(value_BSE.detach())
+    entropy_BS = entropy(value_BSE.detach())
     blocks, neighbours = [], []
     for first in range(0, query_BTF.shape[1], ROWS_AT_ONCE):
         rows_BRF = query_BTF[:, first : first + ROWS_AT_ONCE]
@@ -334,18 +335,13 @@ def _mix_rows(
         mask_BRS = mask_BRS & _seen(first, size, length, rows_BRF.device)
     logits_BRS = (rows_BRF @ key_BSF.transpose(1, 2)).masked_fill(~mask_BRS, -torch.inf)
     weights_BRS = logits_BRS.softmax(-1)
-    return weights_BRS @ value_BSE, _entropy(weights_BRS.detach()).exp()
+    return weights_BRS @ value_BSE, entropy(weights_BRS.detach()).exp()
 
 
 def _seen(first: int, rows: int, length: int, device: torch.device) -> Tensor:
     """[R, S]: whether row first + i sees token j."""
     row_R = torch.arange(first, first + rows, device=device)
     return torch.arange(length, device=device) <= row_R[:, None]
-
-
-def _entropy(weights: Tensor) -> Tensor:
-    """Entropy over the last dimension, in nats."""
-    return -torch.xlogy(weights, weights).sum(-1)
 
 
 def _measured_rows(length: int, device: torch.device) -> Tensor:
@@ -367,7 +363,7 @@ def _row_entropies(query: Tensor, key: Tensor, scale: float, causal: bool) -> Te
     if causal:
         seen_RT = torch.arange(length, device=query.device) <= rows_R[:, None]
         logits = logits.masked_fill(~seen_RT, -torch.inf)
-    return _entropy(logits.softmax(-1))
+    return entropy(logits.softmax(-1))
 
 
 def effective_neighbours(features: Features, causal: bool) -> Tensor:

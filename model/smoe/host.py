@@ -12,7 +12,6 @@ there that expert's own product overwrites.
 Shapes: M rows, P inner rows with the padding, E experts, D width, F inner width; m rows at once.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.processor import has_bf16_products
 from model.smoe.activation import gelu_for
 
 GROUP_NUMBERS = 2**19
@@ -249,10 +249,3 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> 
         torch.mm(a, b, out=out)
     else:
         torch.addmm(bias, a, b, out=out)
-
-
-@functools.cache
-def has_bf16_products() -> bool:
-    """Whether this processor has instructions that PyTorch's products in bf16 use."""
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -6,6 +6,8 @@ Shapes: N tokens, E experts, K experts of a token.
 import torch
 from torch import Tensor
 
+from model.entropy import entropy
+
 
 def load(expert_ids_NK: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The share of the assignments that each expert receives.
@@ -57,4 +59,4 @@ def mean_entropy(scores_NE: Tensor) -> Tensor:
     Returns:
         Nats, no dimensions.
     """
-    return -torch.xlogy(scores_NE, scores_NE).sum(-1).mean()
+    return entropy(scores_NE).mean()

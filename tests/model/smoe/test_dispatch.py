@@ -101,6 +101,38 @@ def test_gradients_of_taking_and_combining_equal_differences(ids, experts, facto
     )
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 3])
+def test_a_process_may_have_no_token(top_k):
+    where = plan(torch.zeros(0, top_k, dtype=torch.int64), 4)
+    tokens_ND = torch.zeros(0, 6, requires_grad=True)
+    weights_NK = torch.zeros(0, top_k, requires_grad=True)
+    y_ND = combine(take_rows(tokens_ND, where), weights_NK, where)
+    y_ND.sum().backward()
+    assert y_ND.shape == tokens_ND.grad.shape == (0, 6)
+    assert weights_NK.grad.shape == (0, top_k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+def test_sums_over_experts_are_rounded_once(top_k, dtype):
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.rand(50, 8, generator=generator).argsort(-1)[:, :top_k]
+    where = plan(ids, 8)
+    rows_MD = torch.randn(50 * top_k, 6, generator=generator).to(dtype)
+    weights_NK = torch.rand(50, top_k, generator=generator).to(dtype)
+    tokens_ND = torch.zeros(50, 6, dtype=dtype, requires_grad=True)
+    take_rows(tokens_ND, where).backward(rows_MD)
+    wide_NKD = rows_MD.double()[where.row_A].view(50, top_k, 6)
+    combined_ND = (wide_NKD * weights_NK.double().unsqueeze(-1)).sum(1)
+    tolerance = {"rtol": torch.finfo(dtype).eps / 2 + 1e-6, "atol": 1e-6}
+    for actual, expected in (
+        (tokens_ND.grad, wide_NKD.sum(1)),
+        (combine(rows_MD, weights_NK, where), combined_ND),
+    ):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, **tolerance)
+
+
 def test_a_gradient_that_is_not_contiguous_is_right():
     # The gradient of a sum is one number, expanded.
     where = plan(IDS, 4)
