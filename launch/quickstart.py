@@ -145,7 +145,8 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         Names and values.
     """
     from data.dataset import PreparedData
-    from train.config import load_config, validate
+    from train.config import load_config
+    from train.config_rules import validate
     from train.describe import describe
     from train.unigram import unigram_perplexity
 

@@ -21,8 +21,10 @@ from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.smoe.dispatch import Dispatcher, Plan, plan, take_rows
 from model.smoe.experts import Experts
-from model.smoe.graph import AttentionGraph, Mixed, head_entropies, mix
+from model.smoe.features import head_entropies
+from model.smoe.graph import AttentionGraph, Mixed
 from model.smoe.layer import SparseMoE
+from model.smoe.mixture import mix
 from model.smoe.selection import Selected
 from parallel import comm
 from parallel.placement import split_experts

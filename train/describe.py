@@ -12,7 +12,8 @@ from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from parallel.dims import Dims
 from train.comparison import comparison_rows, factorized_experts
-from train.config import RunConfig, load_config, validate
+from train.config import RunConfig, load_config
+from train.config_rules import validate
 from train.environment import check_compiler
 from train.errors import ConfigError
 from train.optimizer import num_state_tensors

@@ -17,7 +17,8 @@ from data.windows import EvaluationWindows
 from parallel import comm
 from parallel.checkpoint import Checkpoint, find_checkpoint
 from parallel.weights import load_model
-from train.config import RunConfig, flatten, parse_config
+from train.config import RunConfig, parse_config
+from train.config_text import flatten
 from train.device import allow_tf32
 from train.errors import ConfigError, RunError
 from train.leak import check_leaks, measure

@@ -11,7 +11,8 @@ import torch
 from parallel import comm
 from parallel.commit import complete_checkpoints
 from parallel.dims import Dims, LayoutError
-from train.config import RunConfig, validate
+from train.config import RunConfig
+from train.config_rules import validate
 from train.errors import ConfigError, RunError
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -12,7 +12,8 @@ from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
 from parallel.verification import newest_that_opens
 from parallel.weights import Weights, open_weights
-from train.config import RunConfig, load_config, parse_config, refuse_changes, validate
+from train.config import RunConfig, load_config, parse_config
+from train.config_rules import refuse_changes, validate
 from train.environment import check_compiler
 from train.errors import ConfigError
 from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of

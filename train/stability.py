@@ -12,7 +12,7 @@ from data.windows import EvaluationWindows, SpreadWindows
 from parallel import comm
 from parallel.checkpoint import Checkpoint, find_checkpoint
 from parallel.weights import load_model
-from train.config import flatten
+from train.config_text import flatten
 from train.device import allow_tf32
 from train.errors import ConfigError
 from train.evaluate import Evaluated, Progress, open_evaluated

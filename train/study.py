@@ -14,15 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.smoe.config import SparseMoEConfig
-from train.config import (
-    RunConfig,
-    apply_override,
-    describe,
-    flatten,
-    load_config,
-    parse_yaml,
-    validate,
-)
+from train.config import RunConfig, load_config
+from train.config_rules import validate
+from train.config_text import apply_override, describe, flatten, parse_yaml
 from train.environment import check_compiler
 from train.errors import ConfigError
 from train.study_config import StudyConfig

@@ -20,7 +20,8 @@ from model.smoe.upcycling import copies, dense_tensor
 from parallel.fragments import persistent_buffers
 from parallel.tensor_folder import differing_shapes
 from parallel.weights import Weights
-from train.config import RunConfig, apply_override, describe
+from train.config import RunConfig
+from train.config_text import apply_override, describe
 from train.errors import ConfigError
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
@@ -76,7 +77,7 @@ class Upcycling:
         try:
             self.start = _Start.model_validate(start)
         except ValidationError as error:
-            raise self.error(describe(error)) from None
+            raise self.error(describe(error, RunConfig)) from None
 
     def error(self, message: str) -> ConfigError:
         """What is wrong with it, to be raised."""
@@ -107,7 +108,7 @@ class Upcycling:
             tree = dense.model_dump(mode="json") | {"feed_forward": section}
             config = _Tree.model_validate({"model": tree}).model
         except ValidationError as error:
-            raise self.error(describe(error)) from None
+            raise self.error(describe(error, RunConfig)) from None
         assert isinstance(config.feed_forward, SparseMoEConfig)
         for key in _WIDTHS:
             if (width := getattr(config.feed_forward, key)) != inner:

@@ -32,7 +32,7 @@ from launch.study.measures import all_measures, forget, read_measures
 from launch.study.results import summarize
 from launch.study.tables import finished_line, measure_line, plan_table, progress_line
 from parallel.commit import complete_checkpoints
-from train.config import validate
+from train.config_rules import validate
 from train.describe import describe
 from train.errors import ConfigError, RunError
 from train.plan import plan_run

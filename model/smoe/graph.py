@@ -2,8 +2,8 @@
 
     p_i = sum_j S_ij r_j
 
-S is a softmax of inner products of per-token features, so p is one call of fused attention, or on a
-CPU goes by blocks of rows (`mixing.py`), and S never exists: a graph only says which features.
+S is a softmax of inner products of per-token features, so p is made without it (`mixture.py`),
+and S never exists: a graph only says which features.
 Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
 The paper names no mask; in a language model S has to be causal, or the experts of a token depend on
 the tokens that it is about to predict.
@@ -11,8 +11,7 @@ the tokens that it is about to predict.
 A new graph is a class here, a line of `GRAPHS` and a name in the config's `GraphName`.
 
 Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of one head, G heads
-that the graph chooses from (A, or a process's part of them), F width of the features, R rows that
-measures are taken at.
+that the graph chooses from (A, or a process's part of them), F width of the features.
 """
 
 import math
@@ -22,30 +21,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, pad, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import normalize
 
 from model.attention import AttentionTrace
-from model.cache import LayerCache, attend_cached
-from model.entropy import entropy
+from model.cache import LayerCache
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext
 from model.smoe.config import SparseMoEConfig
-from model.smoe.mixing import ROWS_AT_ONCE, mix_on_host
+from model.smoe.features import Features, head_entropies
+from model.smoe.mixture import mix
 from model.smoe.scores import wide
 
-MEASURED_ROWS = 32
-"""Query rows of a sequence that entropies are measured at: exact there, a sample of all."""
 ENTROPY_MOMENTUM = 0.99
 """Of the running mean of head entropies, a step."""
-
-
-class Features(NamedTuple):
-    """S_ij is the softmax over j of scale * query_i . key_j."""
-
-    query_BTF: Tensor
-    key_BTF: Tensor
-    scale: float = 1.0
 
 
 class Mixed(NamedTuple):
@@ -238,157 +226,3 @@ GRAPHS: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Graph]] = {
     "similarity": SimilarityGraph,
     "attention": AttentionGraph,
 }
-
-
-def mix(
-    features: Features,
-    scores_BTE: Tensor,
-    config: SparseMoEConfig,
-    causal: bool,
-    cache: LayerCache | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Computes p = S r without S.
-
-    Args:
-        features: That S is made of.
-        scores_BTE: r.
-        config: Of the layer.
-        causal: Whether j <= i; in generation it is so always.
-        cache: In generation: what is before these tokens.
-
-    Returns:
-        p [B, T, E], and the effective neighbours as `Mixed` has them.
-    """
-    if config.lower_entropy_only:
-        return _mix_lower_entropy(features, scores_BTE, causal or cache is not None, cache)
-    if cache is None and goes_by_blocks(scores_BTE):
-        mixed_BTE = mix_on_host(*features, value_BTE=scores_BTE, causal=causal)
-        return mixed_BTE, effective_neighbours(features, causal)
-    width, experts = features.key_BTF.shape[-1], scores_BTE.shape[-1]
-    # One width for keys and values, and a multiple of 8: what fused kernels take.
-    padded = -(-max(width, experts) // 8) * 8
-    query, key, value = (
-        pad(x, (0, padded - x.shape[-1])).unsqueeze(1) for x in (*features[:2], scores_BTE)
-    )
-    if cache is not None:
-        mixed = attend_cached(query, key, value, cache, scale=features.scale)
-    else:
-        mixed = scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=features.scale
-        )
-    neighbours = effective_neighbours(features, causal) if cache is None else None
-    return mixed[:, 0, :, :experts], neighbours
-
-
-def goes_by_blocks(scores_BTE: Tensor) -> bool:
-    """Whether plain products by blocks of rows are faster here than fused attention."""
-    return scores_BTE.device.type == "cpu"
-
-
-def _mix_lower_entropy(
-    features: Features, scores_BTE: Tensor, causal: bool, cache: LayerCache | None
-) -> tuple[Tensor, Tensor | None]:
-    """As `mix`, over the tokens j whose scores have no more entropy than those of i.
-
-    The mask depends on the data, so this goes by blocks of query rows; the backward pass computes
-    each block again and nothing of size T x T is kept.
-    """
-    query_BTF, key_BSF, value_BSE = features.query_BTF, features.key_BTF, scores_BTE
-    query_BTF = query_BTF * features.scale
-    start = 0
-    if cache is not None:
-        start = cache.length
-        padded = max(key_BSF.shape[-1], value_BSE.shape[-1])
-        keys, values = cache.append(
-            *(pad(x, (0, padded - x.shape[-1])).unsqueeze(1) for x in (key_BSF, value_BSE))
-        )
-        key_BSF = keys[:, 0, :, : key_BSF.shape[-1]]
-        value_BSE = values[:, 0, :, : value_BSE.shape[-1]]
-    entropy_BS = entropy(value_BSE.detach())
-    blocks, neighbours = [], []
-    for first in range(0, query_BTF.shape[1], ROWS_AT_ONCE):
-        rows_BRF = query_BTF[:, first : first + ROWS_AT_ONCE]
-        arguments = (rows_BRF, key_BSF, value_BSE, entropy_BS, start + first, causal)
-        if torch.is_grad_enabled():
-            block_BRE, count = checkpoint(
-                _mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            block_BRE, count = _mix_rows(*arguments)
-        blocks.append(block_BRE)
-        neighbours.append(count)
-    return torch.cat(blocks, 1), torch.cat(neighbours, 1).mean() if cache is None else None
-
-
-def _mix_rows(
-    rows_BRF: Tensor,
-    key_BSF: Tensor,
-    value_BSE: Tensor,
-    entropy_BS: Tensor,
-    first: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Rows first .. first + R of S r, and the effective neighbours [B, R] of each."""
-    size, length = rows_BRF.shape[1], key_BSF.shape[1]
-    mask_BRS = entropy_BS[:, None, :] <= entropy_BS[:, first : first + size, None]
-    if causal:
-        mask_BRS = mask_BRS & _seen(first, size, length, rows_BRF.device)
-    logits_BRS = (rows_BRF @ key_BSF.transpose(1, 2)).masked_fill(~mask_BRS, -torch.inf)
-    weights_BRS = logits_BRS.softmax(-1)
-    return weights_BRS @ value_BSE, entropy(weights_BRS.detach()).exp()
-
-
-def _seen(first: int, rows: int, length: int, device: torch.device) -> Tensor:
-    """[R, S]: whether row first + i sees token j."""
-    row_R = torch.arange(first, first + rows, device=device)
-    return torch.arange(length, device=device) <= row_R[:, None]
-
-
-def _measured_rows(length: int, device: torch.device) -> Tensor:
-    """Rows spread evenly over a sequence, the last one among them."""
-    count = min(length, MEASURED_ROWS)
-    return (torch.arange(1, count + 1, device=device) * length).div(
-        count, rounding_mode="floor"
-    ) - 1
-
-
-@torch.no_grad()
-def _row_entropies(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    """Entropies of the rows softmax(scale * query . key) at the measured rows; [..., T, F] ->
-    [..., R].
-    """
-    length = query.shape[-2]
-    rows_R = _measured_rows(length, query.device)
-    logits = scale * query.index_select(-2, rows_R) @ key.transpose(-1, -2)
-    if causal:
-        seen_RT = torch.arange(length, device=query.device) <= rows_R[:, None]
-        logits = logits.masked_fill(~seen_RT, -torch.inf)
-    return entropy(logits.softmax(-1))
-
-
-def effective_neighbours(features: Features, causal: bool) -> Tensor:
-    """The mean of exp(entropy of S_i) over sampled rows: 1 where each token has itself alone.
-
-    Args:
-        features: That S is made of.
-        causal: Whether j <= i.
-
-    Returns:
-        No dimensions; no gradient.
-    """
-    return _row_entropies(*features, causal).exp().mean()
-
-
-def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
-    """The mean entropy of each head's attention over sampled rows.
-
-    Args:
-        attention: What attention did.
-        causal: Whether j <= i.
-
-    Returns:
-        [G] in nats; no gradient.
-    """
-    dtype = wide(attention.q_BATH.dtype)
-    query, key = (x.detach().to(dtype) for x in (attention.q_BATH, attention.k_BATH))
-    return _row_entropies(query, key, query.shape[-1] ** -0.5, causal).mean((0, 2))

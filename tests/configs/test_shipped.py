@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from launch.cli import run
-from train.config import flatten, load_config
+from train.config import load_config
+from train.config_text import flatten
 from train.study_config import StudyAttack, StudyConfig, StudyData, StudyLeak
 
 ROOT = Path(__file__).resolve().parents[2]

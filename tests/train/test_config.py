@@ -6,15 +6,9 @@ import pytest
 import yaml
 
 from parallel.dims import LayoutError
-from train.config import (
-    RunConfig,
-    config_classes,
-    keys,
-    load_config,
-    parse_config,
-    refuse_changes,
-    validate,
-)
+from train.config import RunConfig, load_config, parse_config
+from train.config_rules import refuse_changes, validate
+from train.config_text import config_classes, keys
 from train.errors import ConfigError
 
 SMALLEST = """

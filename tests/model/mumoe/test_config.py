@@ -4,7 +4,8 @@ import pytest
 
 from model.gpt2 import GPT2Config
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from train.config import parse_config, validate
+from train.config import parse_config
+from train.config_rules import validate
 from train.errors import ConfigError
 from train.resolve import resolve
 

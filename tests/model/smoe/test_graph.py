@@ -8,8 +8,9 @@ import torch
 
 from model.attention import AttentionTrace, CausalSelfAttention
 from model.build import materialize
-from model.smoe import graph as graph_module
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from model.smoe import mixture
+from model.smoe.features import head_entropies
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
 from model.smoe.mixing import differentiate_rows, mix_rows
 from tests.helpers.routing import (
     Watch,
@@ -311,8 +312,8 @@ def test_mixing_goes_by_blocks_and_is_what_the_fused_kernel_computes(
     assert {"mix_on_host", "mix_on_host_backward"} <= watch.operations
     assert not any("attention" in operation for operation in watch.operations)
     # What other devices run.
-    monkeypatch.setattr(graph_module, "mix_on_host", None)
-    monkeypatch.setattr(graph_module, "goes_by_blocks", lambda scores_BTE: False)
+    monkeypatch.setattr(mixture, "mix_on_host", None)
+    monkeypatch.setattr(mixture, "goes_by_blocks", lambda scores_BTE: False)
     with Watch() as watch:
         fused_BTE = graph(r_BTE, u_BTD, trace).scores_BTE
         fused = torch.autograd.grad(fused_BTE.square().sum(), inputs)
