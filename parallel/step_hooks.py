@@ -39,6 +39,8 @@ class StageZeroHook:
         self.clip_grad_norm = clip_grad_norm
         self.refuse_above = math.inf
         self.grad_norm: float | None = None
+        self.refused = False
+        """Whether the last step was; in bf16 DeepSpeed's optimizer around this one does not ask."""
         self._copies, self._is_cut = copies, any(n != world.size for n in copies)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -48,7 +50,7 @@ class StageZeroHook:
         norm = self._norm(parameters) if self._is_cut else nn.utils.get_total_norm(gradients)
         self.grad_norm = norm.item()
         refused = above(self.grad_norm, self.refuse_above)  # on all processes
-        refused = refused or not math.isfinite(self.grad_norm)
+        self.refused = refused = refused or not math.isfinite(self.grad_norm)
         optimizer.overflow = refused  # type: ignore[attr-defined]  # tells the engine
         if refused:
             for parameter in parameters:
@@ -78,6 +80,8 @@ class ZeroHook:
 
     def __init__(self, optimizer: Any) -> None:
         self.refuse_above = math.inf
+        self.refused = False
+        """Whether DeepSpeed does not know that it was; it always does."""
         self.grad_norm: float | None = None
         """Of a step that was refused for its norm; DeepSpeed knows that of any other."""
         module: Any = sys.modules[type(optimizer).__module__]

@@ -189,8 +189,9 @@ class Engine:
         for group in self.deepspeed.basic_optimizer.param_groups:
             group["lr"] = learning_rate
         self._hook.grad_norm, self._hook.refuse_above = None, refuse_above
+        self._hook.refused = False
         self.deepspeed.step()
-        applied = self.deepspeed.was_step_applied()
+        applied = self.deepspeed.was_step_applied() and not self._hook.refused
         return StepResult(applied, self._grad_norm())
 
     def _grad_norm(self) -> float:

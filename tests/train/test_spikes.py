@@ -173,7 +173,8 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
     exceeded = Limits(event["loss_limit"], event["grad_norm_limit"])
     assert (event["action"], event["batch"]) == ("skip", BAD)
     assert (event["loss"] > exceeded.loss) == (what == "loss")
-    assert (event["grad_norm"] > exceeded.grad_norm) == (what == "gradient")
+    # A loss 6 times as high has a gradient 6 times as long, which may be too long as well.
+    assert event["grad_norm"] > exceeded.grad_norm or what == "loss"
     lines = records(folder)
     assert lines[BAD]["skipped"]
     assert sum(line["skipped"] for line in lines) == len(spikes(folder)) < 3
