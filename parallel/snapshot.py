@@ -136,6 +136,7 @@ class SnapshotWriter:
             self._process.kill()
         if self._copying is not None:  # it may have been giving the order
             self._copying.result()
+            self._copying = None
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
