@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from parallel.commit import complete_checkpoints
+from parallel.manifest import Manifest
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
 from tests.helpers.saving import slow_copies
@@ -135,6 +136,27 @@ def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage,
     hits = [moment.split()[0] for moment, _ in log]
     assert hits.count("saving") + hits.count("copying") > kills / 2
     assert not asynchronous or hits.count("copying") > kills / 10
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_a_copy_ends_the_run_saved(forks, tmp_path, prepared_path):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, train__steps=100, checkpoint__every=EVERY,
+        checkpoint__asynchronous=True, evaluation__every=0, log__tensorboard=False,
+    )  # fmt: skip
+    before = functools.partial(slow_copies, tmp_path)
+    process = forks.start(tmp_path, ["train", str(config)], before=before)
+    process.until(lambda: copying(tmp_path / "run"))
+    process.signal(signal.SIGTERM)
+    assert process.wait() == [143, 143], process.text()
+    assert "Traceback" not in process.text()
+    written = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    steps = [int(path.name.removeprefix("step-")) for path in written]
+    assert steps[0] == EVERY  # whose copy it was
+    assert steps[-1] == records(tmp_path / "run")[-1]["step"]
+    assert not saving(tmp_path / "run")
+    for path in written:
+        Manifest(path).verify()
 
 
 def wait_for(condition: Callable[[], bool], process: ForkedRun, seconds: float = 20.0) -> None:
