@@ -134,7 +134,7 @@ def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage,
         assert states[0][key] == states[1][key]
     # The moments were what they were meant to be: most kills hit a save or its neighbourhood.
     hits = [moment.split()[0] for moment, _ in log]
-    assert hits.count("saving") + hits.count("copying") > kills / 2
+    assert hits.count("saving") + hits.count("copying") >= kills / 2
     assert not asynchronous or hits.count("copying") > kills / 10
 
 
