@@ -10,7 +10,7 @@ from launch.cli import run as polyad
 from tests.helpers.disk import read_tree
 from tests.helpers.gpu import NEEDS_CUDA, optimizer_of, run_expecting_memory_error, world
 from tests.helpers.runs import records, run, write_config
-from tests.helpers.saving import save_both_ways
+from tests.helpers.snapshots import save_both_ways
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]

@@ -21,7 +21,7 @@ from parallel.commit import complete_checkpoints
 from parallel.manifest import Manifest
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
-from tests.helpers.saving import slow_copies
+from tests.helpers.snapshots import slow_copies
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed

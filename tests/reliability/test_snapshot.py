@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from tests.helpers.disk import read_tree
-from tests.helpers.saving import (
+from tests.helpers.snapshots import (
+    changes_told,
     close_while_copying,
     save_both_ways,
     save_that_fails,
@@ -62,6 +63,13 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     case = Case(model=MODELS[kind], tensor=tensor, expert=expert, stage=stage, precision=precision)
     assert workers(processes).run(save_both_ways, case, str(tmp_path)) == [True] * processes
     assert_same(tmp_path, processes + 6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32")]
+)
+def test_the_engine_tells_once_before_anything_changes(workers, stage, precision):
+    assert workers(1).run(changes_told, Case(stage=stage, precision=precision)) == [[True]]
 
 
 @pytest.mark.parametrize(
