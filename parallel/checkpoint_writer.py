@@ -61,6 +61,8 @@ class Chunk:
     """On the meta device where `make` gives them."""
     make: Callable[[], torch.Tensor] | None = None
     """Gives the values when their turn to be written comes."""
+    by_optimizer: bool = False
+    """Whether nothing changes the values without calling `Engine.about_to_change` before."""
 
     def entry(self) -> Entry:
         """The chunk as a tensor of a file."""
@@ -213,7 +215,7 @@ def chunks_of(engine: Engine) -> Iterator[Chunk]:
             for first, (offset, size) in fragment.placement.boxes(start, stop):
                 done = first - fragment.start
                 values = view[done : done + math.prod(size)]
-                yield Chunk(name, field, shape, offset, size, step, values)
+                yield Chunk(name, field, shape, offset, size, step, values, by_optimizer=True)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _buffer_chunk(name, buffer)

@@ -34,8 +34,9 @@ class CheckpointConfig(Config):
     """Optimizer steps between checkpoints; 0 saves at the end of the run only."""
 
     asynchronous: bool = False
-    """Whether training goes on while another process writes a snapshot, which takes as much more
-    memory on the host as this process's part of a checkpoint. The end of a run waits for it."""
+    """Whether training goes on while a thread copies a snapshot (the next optimizer step waits for
+    what is left of that) and another process writes it. It takes as much more memory on the host as
+    this process's part of a checkpoint. The end of a run waits for it."""
 
     keep_last: int | None = Field(default=None, ge=1)
     """So many of the newest checkpoints stay, older ones are deleted; None keeps all. One whose

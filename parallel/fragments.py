@@ -37,7 +37,10 @@ class Fragment:
     numel: int
 
     def view(self, field: str) -> torch.Tensor:
-        """The fragment's elements of the master weight or of an optimizer state, flat, in place."""
+        """The fragment's elements of the master weight or of an optimizer state, flat, in place.
+
+        Who writes there calls `Engine.about_to_change` before.
+        """
         whole = self.key if field == MASTER else self.state[field]
         return whole.detach().view(-1)[self.position : self.position + self.numel]
 
@@ -103,6 +106,7 @@ def fill(engine: Engine, source: Source) -> None:
 
     Every process reads the boxes of its own fragments and no others.
     """
+    engine.about_to_change()
     held = fragments(engine)
     for name, fragment in held.items():
         for field in (MASTER, *engine.state_fields):

@@ -1,6 +1,7 @@
 """Saves a run's checkpoints: at once, or from a snapshot while training goes on."""
 
 import base64
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ class _Pending:
 class Saver:
     """Writes one checkpoint after the other; all processes call every method together.
 
-    Asynchronous saving copies what this process would write and goes on; another process writes
-    it. Nothing is committed before every process knows that all writers are done.
+    Asynchronous saving goes on while a thread copies what this process would write; whatever
+    changes weights or moments first waits for that. Another process writes the copy. Nothing is
+    committed before every process knows that all writers are done.
 
     Args:
         engine: what is saved.
@@ -54,6 +56,8 @@ class Saver:
         self._engine, self._folder, self._keep = engine, folder, keep
         self._pending: _Pending | None = None
         self._writer: SnapshotWriter | None = None
+        self.seconds_waited = 0.0
+        """For copies before something changed weights or moments, over all saves."""
         if asynchronous:
             self._writer = SnapshotWriter(memory_needed(list(chunks_of(engine))))
 
@@ -61,6 +65,9 @@ class Saver:
         self, step: int, state: dict[str, Any], config_yaml: str, tokenizer: TokenizerCopy | None
     ) -> None:
         """Begins to save, once the save before is done; without a writer it is done at the end.
+
+        Of an asynchronous save weights and moments may still be read when this returns: see
+        `Engine.before_change`.
 
         Args:
             step: optimizer steps done.
@@ -84,9 +91,9 @@ class Saver:
             self._writer = SnapshotWriter(needed)
         staging = comm.from_main(staging_folder(self._folder, step))
         assert staging is not None
-        tensors = self._writer.take(chunks)
-        order = {"do": "write", "staging": str(staging), "rank": comm.rank(), "tensors": tensors}
-        self._writer.order(order)
+        order = {"do": "write", "staging": str(staging), "rank": comm.rank()}
+        self._writer.take(chunks, order, self._engine.device)
+        self._engine.before_change(self._settle)
         self._pending = _Pending(step, staging, small_files(state, config_yaml, tokenizer))
 
     @property
@@ -115,6 +122,13 @@ class Saver:
         if self._writer is not None:
             self._writer.close(kill=self._pending is not None)
             self._writer = None
+
+    def _settle(self) -> None:
+        """Waits until nothing is read of weights and moments any more. Talks to nobody."""
+        if self._writer is not None:
+            started = time.perf_counter()
+            self._writer.settle()
+            self.seconds_waited += time.perf_counter() - started
 
     def _advance(self, *, wait: bool) -> None:
         pending, writer = self._pending, self._writer

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parallel.checkpoint_writer import Chunk
+from parallel.copying import Copying, Pair, copy_tensor
 from parallel.tensor_file import DTYPE_NAMES
 
 ALIGNMENT = 64
@@ -51,28 +52,44 @@ class SnapshotWriter:
         finally:
             os.close(descriptor)
         self._unread = b""
+        self._copying: Copying | None = None
+        """Of the last snapshot, until its answer is asked for."""
 
     @property
     def process_id(self) -> int:
         """Of the writing process."""
         return self._process.pid
 
-    def take(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """Copies tensors; this is the time that training stands still.
+    def take(self, chunks: Sequence[Chunk], order: dict[str, Any], device: torch.device) -> None:
+        """Begins to copy tensors; once all are there, orders the process to write them.
 
-        Returns:
-            JSON values: where each came to lie, and what it is.
+        What may change at any moment is copied before this returns. The rest a thread copies, and
+        `settle` has to be called before anything changes it.
+
+        Args:
+            chunks: the tensors.
+            order: is given `tensors`, where each came to lie, and what it is.
+            device: of the model.
         """
-        listed, at = [], 0
+        listed, later, at = [], [], 0
         for chunk in chunks:
             values = chunk.values.detach()
             nbytes = values.numel() * values.element_size()
             place = self._bytes[at : at + nbytes].view(values.dtype).view(values.shape)
-            place.copy_(values)
+            if chunk.by_optimizer:
+                later.append(Pair(place, values))
+            else:
+                copy_tensor(place, values)
             dtype = DTYPE_NAMES[values.dtype]
             listed.append([at, chunk.entry().key, dtype, chunk.size, nbytes, chunk.piece()])
             at += _room(chunk)
-        return listed
+        order = order | {"tensors": listed}
+        self._copying = Copying(later, lambda: self.order(order), device)
+
+    def settle(self) -> None:
+        """Waits until no tensor is read any more; `answer` tells of errors."""
+        if self._copying is not None:
+            self._copying.wait()
 
     def order(self, what: dict[str, Any]) -> None:
         """Tells the process what to do; `answer` gives what came of it."""
@@ -86,6 +103,12 @@ class SnapshotWriter:
 
     def answer(self, *, wait: bool) -> dict[str, Any] | None:
         """The answer to the last order; None if it is not there and was not waited for."""
+        if self._copying is not None:
+            if self._copying.running and not wait:
+                return None
+            if (error := self._copying.result()) is not None:
+                return {"error": error}
+            self._copying = None
         pipe = self._process.stdout
         assert pipe is not None
         arrival = select.poll()  # a large job has more descriptors than select can look at
@@ -102,9 +125,18 @@ class SnapshotWriter:
         return answer
 
     def close(self, *, kill: bool = False) -> None:
-        """Ends the process, which has nothing to do, or is not to go on with it."""
+        """Ends the process, which has nothing to do, or is not to go on with it.
+
+        When it returns, no tensor is read any more.
+        """
+        if self._copying is not None:
+            self._copying.drop()
+            self._copying.wait()
         if kill:
             self._process.kill()
+        if self._copying is not None:  # it may have been giving the order
+            self._copying.result()
+            self._copying = None
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

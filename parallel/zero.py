@@ -126,9 +126,13 @@ class Engine:
         self.world, self.device = world, world.device
         self.token_losses = token_losses
         self.stage: int = config["zero_optimization"]["stage"]
+        self._before_change: list[Callable[[], None]] = []
         if self.stage == 0:
             hook = StageZeroHook(clip_grad_norm, copies, world)
             optimizer.register_step_pre_hook(hook)
+        # At every stage DeepSpeed has this optimizer change masters and moments, and only after
+        # that changes the weights of the forward pass. The norm has been judged by then.
+        optimizer.register_step_pre_hook(lambda *_: self.about_to_change())
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # of an engine that this process had before
@@ -136,6 +140,7 @@ class Engine:
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=config, mpu=mpu
             )
+        assert self.deepspeed.basic_optimizer is optimizer
         self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
         _restore_dtypes(self.module, dtypes)
         self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
@@ -156,6 +161,26 @@ class Engine:
     def no_grad(self) -> AbstractContextManager[None]:
         """For evaluation through the engine."""
         return torch.no_grad()
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        """Has something called before weights, masters or moments change the next time, once.
+
+        They change in an optimizer's step that is applied, after the forward and backward passes,
+        and in `fill`; buffers (running means, biases that balance experts) change in between.
+        Until the call comes, anybody may read weights, masters and moments in a thread.
+
+        Args:
+            callback: the same one is called once, however often it is given. It must not exchange
+                anything with other processes: not all of them may be here.
+        """
+        if callback not in self._before_change:
+            self._before_change.append(callback)
+
+    def about_to_change(self) -> None:
+        """To be called by whoever is about to change weights, masters or moments."""
+        callbacks, self._before_change = self._before_change, []
+        for callback in callbacks:
+            callback()
 
     def largest_weight(self) -> float:
         """The largest magnitude among the weights that this process computes with; maybe NaN."""

@@ -168,6 +168,8 @@ def memory_per_process(
                                                         stage 0 steps its weights themselves: m 0)
         buffers       2 s min(bucket_size, P)          (reduction and gathering)
         activations   see `activation_bytes`
+        snapshot      4 (1 + n) P  / all processes     (asynchronous checkpoints; always in the
+                                                        host's memory)
 
     Of experts, each of E expert-parallel processes holds 1 / E, and D / E processes hold the same.
 
@@ -203,6 +205,8 @@ def memory_per_process(
         "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
         "activations": activation_bytes(config.model, config.train.micro_batch_size, size),
     }
+    if config.checkpoint.asynchronous:
+        parts["snapshot"] = 4 * (1 + moments) * parameters // dims.world_size
     return parts | {"total": sum(parts.values())}
 
 

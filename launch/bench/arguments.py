@@ -35,7 +35,7 @@ def bench_checkpoint_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--folder", type=Path, default=Path(), metavar="DIR", help="on the disk to measure; here")
     add("--repeats", type=positive, default=5, metavar="N", help="of everything; default 5")
-    add("--steps", type=positive, default=5, metavar="N", help="of training in each; default 5")
+    add("--steps", type=positive, default=3, metavar="N", help="of training in each; default 3")
     add("--batch-size", type=positive, default=1, metavar="B", help="of a step; default 1")
     add("--sequence-length", type=positive, default=128, metavar="T", help="default 128")
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")

@@ -1,9 +1,11 @@
 """`polyad bench checkpoint`: what saving costs a run, beside a plain write of the same bytes.
 
-One process trains GPT-2 124M. In turn: a synchronous save, a plain write, an asynchronous save
-during which training goes on, reading it all to verify it, and loading it. Medians count.
+One process trains GPT-2 124M. Again and again: a synchronous save, a plain write, an asynchronous
+save during which training goes on, reading it all to verify it, and loading it. Each time another
+one of the writes comes first, and each finds a disk that has nothing left to do. Medians count.
 """
 
+import mmap
 import os
 import shutil
 import statistics
@@ -39,17 +41,25 @@ from train.step import train_step
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Of the synchronous save, and of the plain write."""
 LEARNING_RATE = 1e-4
+REST = 1.0
+"""Seconds; see `bench_checkpoint`."""
 Times = dict[str, list[float]]
+RATES = (
+    "plain_write", "synchronous_save", "asynchronous_commit", "verify_from_disk",
+    "verify_from_memory", "load",
+)  # fmt: skip
+"""What moves the whole checkpoint."""
 
 
 def bench_checkpoint(
     folder: Path,
     *,
     repeats: int = 5,
-    steps: int = 5,
+    steps: int = 3,
     batch_size: int = 1,
     sequence_length: int = 128,
     model: GPT2Config | None = None,
+    rest: float = REST,
 ) -> dict[str, Any]:
     """Times saves and loads of one process.
 
@@ -60,9 +70,10 @@ def bench_checkpoint(
         batch_size: samples of a step.
         sequence_length: tokens of each.
         model: another size than 124M.
+        rest: seconds that the disk has to itself before a write, once all is flushed.
 
     Returns:
-        JSON values: medians, and both goals.
+        JSON values: medians, from which value to which they are, and both goals.
 
     Raises:
         ConfigError: there is no such folder, or no room in it.
@@ -74,16 +85,16 @@ def bench_checkpoint(
     trainer = _Trainer(engine, batch_size, sequence_length)
     trainer.step()  # makes the moments
     with _room_in(folder, engine) as place:
-        times = _measure(trainer, place, repeats, steps)
-        nbytes = times.pop("bytes")[0]
+        times, nbytes = _measure(trainer, place, repeats, steps, rest)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
     stall = medians["asynchronous_stall"] / medians["synchronous_save"]
     bandwidth = medians["plain_write"] / medians["synchronous_save"]
     return {
-        "model": config.model_dump(mode="json"), "bytes": int(nbytes), "repeats": repeats,
+        "model": config.model_dump(mode="json"), "bytes": nbytes, "repeats": repeats,
         "batch_size": batch_size, "sequence_length": sequence_length,
         "threads": torch.get_num_threads(), "torch": torch.__version__,
         "seconds": medians, "all_seconds": times,
+        "spread": {name: [min(taken), max(taken)] for name, taken in times.items()},
         "stall_ratio": stall, "stall_goal": STALL_GOAL, "stall_reached": stall <= STALL_GOAL,
         "bandwidth_ratio": bandwidth, "bandwidth_goal": BANDWIDTH_GOAL,
         "bandwidth_reached": bandwidth >= BANDWIDTH_GOAL,
@@ -135,67 +146,102 @@ def _room_in(folder: Path, engine: Engine) -> Iterator[Path]:
         yield Path(place)
 
 
-def _measure(trainer: _Trainer, place: Path, repeats: int, steps: int) -> Times:
+def _measure(
+    trainer: _Trainer, place: Path, repeats: int, steps: int, rest: float
+) -> tuple[Times, int]:
+    """All seconds by name, and the bytes of a checkpoint."""
     times: Times = {}
-    savers = {
-        name: Saver(
-            trainer.engine, place / name, keep=Retention(), asynchronous=name == "asynchronous"
-        )
-        for name in ("synchronous", "asynchronous")
-    }
     progress = Progress("bench checkpoint", repeats + 1, "repeats")
+    writes = _Writes(trainer, place)
     try:
         for repeat in range(repeats + 1):
-            taken = _one_repeat(trainer, savers, place, repeat, steps)
+            taken = {"step": [trainer.step() for _ in range(steps)]}
+            kinds = [writes.synchronous, writes.plain, writes.asynchronous]
+            first = repeat % len(kinds)
+            for write in kinds[first:] + kinds[:first]:
+                _settle(writes.nbytes, rest)
+                taken |= write(repeat)
             for name, seconds in taken.items() if repeat else ():
                 times.setdefault(name, []).extend(seconds)
             progress((repeat + 1) / (repeats + 1))
     finally:
-        for saver in savers.values():
-            saver.close()
-    return times
+        writes.close()
+    return times, writes.nbytes
 
 
-def _one_repeat(
-    trainer: _Trainer, savers: dict[str, Saver], place: Path, repeat: int, steps: int
-) -> Times:
-    quiet = [trainer.step() for _ in range(steps)]
-    started = time.perf_counter()
-    savers["synchronous"].save(repeat, {}, "", None)
-    synchronous = time.perf_counter() - started
-    path = place / "synchronous" / step_folder(repeat)
-    nbytes = sum(file.stat().st_size for file in path.iterdir())
-    shutil.rmtree(path)
-    plain = _plain_write(place / "plain", nbytes)
-    started = time.perf_counter()
-    savers["asynchronous"].save(repeat, {}, "", None)
-    stall = time.perf_counter() - started
-    path = place / "asynchronous" / step_folder(repeat)
-    busy = []
-    while not path.exists():
-        busy.append(trainer.step())
-        savers["asynchronous"].poll()
-    savers["asynchronous"].finish()
-    committed = time.perf_counter() - started
-    reading = _reading(trainer.engine, path)
-    shutil.rmtree(path)
-    return {
-        "bytes": [nbytes], "plain_write": [plain], "synchronous_save": [synchronous],
-        "asynchronous_stall": [stall], "asynchronous_commit": [committed], "step": quiet,
-        "step_while_writing": busy, **reading,
-    }  # fmt: skip
+def _settle(nbytes: int, rest: float) -> None:
+    """Has a write find what every other one does: an idle disk, and memory to cache it in."""
+    os.sync()  # what was written and removed before would be timed as well
+    if nbytes:  # a virtual machine first has to be given what was not used for a while
+        with mmap.mmap(-1, nbytes) as memory:
+            for page in range(0, nbytes, mmap.PAGESIZE):
+                memory[page] = 1
+    time.sleep(rest)
 
 
-def _plain_write(path: Path, nbytes: int) -> float:
-    """One file of the same size, from memory, flushed."""
-    data = memoryview(bytearray(nbytes))
-    data[::4096] = bytes(range(256)) * (len(data[::4096]) // 256) + bytes(len(data[::4096]) % 256)
-    started = time.perf_counter()
-    parts = (data[first : first + PIECE_BYTES] for first in range(0, nbytes, PIECE_BYTES))
-    write_file(path, parts)
-    seconds = time.perf_counter() - started
-    path.unlink()
-    return seconds
+class _Writes:
+    """The three ways to write as many bytes, each timed and then removed."""
+
+    def __init__(self, trainer: _Trainer, place: Path) -> None:
+        self._trainer, self._place = trainer, place
+        engine, keep = trainer.engine, Retention()
+        self._synchronous = Saver(engine, place / "synchronous", keep=keep)
+        self._asynchronous = Saver(engine, place / "asynchronous", keep=keep, asynchronous=True)
+        self.nbytes = 0
+        """Of a checkpoint, known from the first one on, which comes before any other write."""
+        self._data = bytearray()
+
+    def synchronous(self, repeat: int) -> Times:
+        """A save that is done when it returns."""
+        started = time.perf_counter()
+        self._synchronous.save(repeat, {}, "", None)
+        seconds = time.perf_counter() - started
+        path = self._place / "synchronous" / step_folder(repeat)
+        self.nbytes = sum(file.stat().st_size for file in path.iterdir())
+        shutil.rmtree(path)
+        return {"synchronous_save": [seconds]}
+
+    def plain(self, repeat: int) -> Times:
+        """One file of the same size, from memory, flushed."""
+        if not self._data:
+            self._data = bytearray(1 + number % 255 for number in range(4096))
+            self._data *= -(-self.nbytes // len(self._data))
+        path, data = self._place / "plain", memoryview(self._data)[: self.nbytes]
+        started = time.perf_counter()
+        write_file(path, (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)))
+        seconds = time.perf_counter() - started
+        path.unlink()
+        return {"plain_write": [seconds]}
+
+    def asynchronous(self, repeat: int) -> Times:
+        """A save while training goes on, which is then read.
+
+        The step after the save has the copy beside it, the wait for it in it, and the beginning of
+        the writing.
+        """
+        saver, trainer = self._asynchronous, self._trainer
+        waited, started = saver.seconds_waited, time.perf_counter()
+        saver.save(repeat, {}, "", None)
+        saved = time.perf_counter() - started
+        copying = trainer.step()
+        waited = saver.seconds_waited - waited
+        path, writing = self._place / "asynchronous" / step_folder(repeat), []
+        while not path.exists():  # nothing is committed before it is asked for
+            saver.poll()
+            writing.append(trainer.step())
+        saver.finish()
+        committed = time.perf_counter() - started
+        reading = _reading(trainer.engine, path)
+        shutil.rmtree(path)
+        return {
+            "asynchronous_save": [saved], "asynchronous_wait": [waited],
+            "asynchronous_stall": [saved + waited], "asynchronous_commit": [committed],
+            "step_while_copying": [copying], "step_while_writing": writing, **reading,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the writing process."""
+        self._asynchronous.close()
 
 
 def _reading(engine: Engine, path: Path) -> Times:
@@ -216,18 +262,23 @@ def _reading(engine: Engine, path: Path) -> Times:
 
 def checkpoint_bench_table(result: dict[str, Any]) -> str:
     """The result for a person."""
-    seconds, gigabytes = result["seconds"], result["bytes"] / 1e9
-    rows: list[tuple[str, ...]] = [("median", "s", "GB/s")]
+    gigabytes = result["bytes"] / 1e9
+    rows: list[tuple[str, ...]] = [("", "median s", "from", "to", "GB/s")]
     labels = {
         "plain_write": "plain write and fsync", "synchronous_save": "synchronous save",
-        "asynchronous_stall": "asynchronous: stall", "asynchronous_commit": "asynchronous: commit",
+        "asynchronous_save": "asynchronous: until save returns",
+        "asynchronous_wait": "  and until weights may change",
+        "asynchronous_stall": "  stall, the sum of both",
+        "asynchronous_commit": "  until committed",
         "verify_from_disk": "verify, from disk", "verify_from_memory": "verify, from memory",
-        "load": "load, from memory",
+        "load": "load, from memory", "step": "step",
+        "step_while_copying": "  after the save: beside the copy",
+        "step_while_writing": "  while written",
     }  # fmt: skip
     for name, label in labels.items():
-        rows.append((label, f"{seconds[name]:.3f}", f"{gigabytes / seconds[name]:.2f}"))
-    for name, label in (("step", "step"), ("step_while_writing", "step while writing")):
-        rows.append((label, f"{seconds[name]:.3f}", ""))
+        median, spread = result["seconds"][name], result["spread"][name]
+        rate = f"{gigabytes / median:.2f}" if name in RATES else ""
+        rows.append((label, *(f"{seconds:.3f}" for seconds in (median, *spread)), rate))
     goals = (
         ("stall / synchronous save", "stall", "at most"),
         ("bandwidth / plain write", "bandwidth", "at least"),

@@ -1,6 +1,7 @@
 """The parts of the GPU path, each alone, in this process."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from model.build import build_model, materialize
 from model.gpt2 import GPT2Config, compile_blocks
 from parallel.comm import World
+from parallel.copying import Copying, Pair
 from tests.helpers.gpu import NEEDS_CUDA
 from train.device import Prefetch, allow_tf32
 from train.errors import RunError
@@ -151,6 +153,29 @@ def test_the_copy_overlaps_with_computation() -> None:
     copy.record(ahead._stream)
     copy.synchronize()
     assert not done.query()
+    torch.cuda.synchronize()
+
+
+def test_a_snapshot_has_what_was_queued_before_it_and_waits_for_nothing_after() -> None:
+    busy = torch.randn(8192, 8192, device=CUDA)
+    values = [torch.zeros(1 << 20, device=CUDA) for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in itertools.repeat(None, 20):
+        busy = torch.tanh(busy @ busy)
+    for number, value in enumerate(values):
+        value += number + 0 * busy[0, 0]
+    pairs = [Pair(torch.empty(value.shape), value) for value in values]
+    ordered = threading.Event()
+    copying = Copying(pairs, ordered.set, CUDA)
+    for _ in itertools.repeat(None, 100):  # hundreds of milliseconds, queued at once
+        busy = torch.tanh(busy @ busy)
+    done = torch.cuda.Event()
+    done.record()
+    assert copying.result() is None
+    assert not done.query()
+    assert ordered.is_set()
+    for number, pair in enumerate(pairs):
+        assert (pair.place == number).all()
     torch.cuda.synchronize()
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from launch.cli import run as polyad
+from tests.helpers.disk import read_tree
 from tests.helpers.gpu import NEEDS_CUDA, optimizer_of, run_expecting_memory_error, world
 from tests.helpers.runs import records, run, write_config
+from tests.helpers.snapshots import save_both_ways
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
@@ -64,6 +66,17 @@ def test_a_checkpoint_of_the_gpu_loads_on_a_cpu_bit_for_bit(
     before, after = tensors(saved), tensors(resaved)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_snapshot_is_the_checkpoint_of_its_moment_though_the_next_step_begins(
+    on_gpu, tmp_path, stage, precision
+) -> None:
+    assert on_gpu(save_both_ways, Case(stage=stage, precision=precision), str(tmp_path))
+    trees = [read_tree(tmp_path / way) for way in ("synchronous", "process")]
+    assert len(trees[0]) >= 7
+    assert trees[0] == trees[1]
 
 
 def test_going_on_drops_the_units_that_would_have_been_dropped(on_gpu, tmp_path) -> None:

@@ -4,7 +4,6 @@ import mmap
 import os
 import resource
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,10 @@ from typing import Any
 from unittest import mock
 
 import psutil
-import torch
 
 from parallel import comm, snapshot, snapshot_process
 from parallel.checkpoint_writer import SaveError
-from parallel.commit import Retention, complete_checkpoints
+from parallel.commit import Retention
 from parallel.fragments import fragments
 from parallel.manifest import CheckpointError, Manifest
 from parallel.saver import Saver
@@ -73,6 +71,7 @@ class _Thread:
 
 def change(engine: Engine, step: int) -> None:
     """Makes the next checkpoint another one in every tensor."""
+    engine.about_to_change()
     for fragment in fragments(engine).values():
         for field in ("master", *engine.state_fields):
             fragment.view(field).fill_(step)
@@ -178,94 +177,14 @@ def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[s
     return text, read_tree(Path(folder))
 
 
-def save_both_ways(case: Case, folder: str) -> None:
-    """A checkpoint in `process`, of weights that change while it is written, and the same before
-    that in `synchronous`.
-    """
-    engine, _ = build_engine(case)
-    change_a_little(engine)
-    root = Path(folder)
-    with saving(engine, root / "synchronous", None, way="synchronous") as save:
-        save(1)
-    saver = Saver(engine, root / "process", keep=Retention(), asynchronous=True)
-    saver.save(1, {"step": 1}, model_yaml(Case()), None)
-    change(engine, 7)
-    saver.finish()
-    saver.close()
-
-
-def change_a_little(engine: Engine) -> None:
-    """Moments that are not zero, and other ones on every process."""
-    for fragment in fragments(engine).values():
-        for number, field in enumerate(engine.state_fields):
-            view = fragment.view(field)
-            view.copy_(torch.arange(fragment.start, fragment.start + fragment.numel) + number)
-        if "step" in fragment.state:
-            fragment.state["step"].fill_(5)
-
-
-def second_save_waits(case: Case, folder: str) -> list[str]:
-    """What is there before and after a second save, whose first one was held up for a while."""
-    engine, world = build_engine(case)
-    path = Path(folder)
-    saver = Saver(engine, path, keep=Retention(), asynchronous=True)
-    assert saver.writer_id is not None
-    if world.is_main:
-        os.kill(saver.writer_id, signal.SIGSTOP)
-    saver.save(1, {"step": 1}, model_yaml(case), None)
-    for _ in range(3):
-        saver.poll()
-    comm.barrier()
-    before = [path.name for path in complete_checkpoints(path)]
-    comm.barrier()
-    started = time.monotonic()
-    if world.is_main:
-        threading.Timer(1.0, os.kill, (saver.writer_id, signal.SIGCONT)).start()
-    saver.save(2, {"step": 2}, model_yaml(case), None)
-    comm.barrier()
-    waited = time.monotonic() - started
-    # The second one may be done as well by now.
-    between = [path.name for path in complete_checkpoints(path)][:1]
-    saver.finish()
-    after = [path.name for path in complete_checkpoints(path)]
-    saver.close()
-    return [str(waited > 0.9), *before, "|", *between, "|", *after]
-
-
-def save_with_a_dead_writer(case: Case, folder: str) -> tuple[str, str]:
-    """How a run hears of a writer of rank 1 that was killed: in a step, and at the next save."""
-    engine, world = build_engine(case)
-    lines = []
-    for in_a_step in (True, False):
-        saver = Saver(engine, Path(folder), keep=Retention(), asynchronous=True)
-        assert saver.writer_id is not None
-        if world.rank == 1:
-            os.kill(saver.writer_id, signal.SIGKILL)
-            os.waitid(os.P_PID, saver.writer_id, os.WEXITED | os.WNOWAIT)
-        comm.barrier()
-        try:
-            saver.save(1, {}, model_yaml(case), None)
-            if in_a_step:
-                for _ in range(200):
-                    saver.poll()
-                    time.sleep(0.01)
-            else:
-                saver.save(2, {}, model_yaml(case), None)
-            lines.append("none")
-        except SaveError as error:
-            lines.append(str(error))
-        saver.close()
-        comm.barrier()
-    return lines[0], lines[1]
-
-
 def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
     """`polyad bench checkpoint` of a tiny model."""
     from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
 
     result = bench_checkpoint(
-        Path(folder), repeats=2, steps=1, sequence_length=model.sequence_length, model=model
-    )
+        Path(folder), repeats=2, steps=1, rest=0.0, sequence_length=model.sequence_length,
+        model=model,
+    )  # fmt: skip
     return result, checkpoint_bench_table(result)
 
 

@@ -1,31 +1,36 @@
 """SIGKILL at any moment: the run always goes on, and ends as one that nothing happened to, bitwise.
 
 One run of two processes is killed again and again, at moments that a seed chooses, two thirds of
-them while a checkpoint is written. Every start is a run of its own, forked from a process that has
-imported everything: the 20 kills take as many starts.
+them while a checkpoint is written, or copied while training goes on. Every start is a run of its
+own, forked from a process that has imported everything: the 20 kills take as many starts.
 """
 
 import contextlib
+import functools
 import json
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from parallel.commit import complete_checkpoints
+from parallel.manifest import Manifest
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
+from tests.helpers.snapshots import slow_copies
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
 EVERY = 2
-SAVE_SECONDS = 0.02
-"""About what a save takes here."""
+SAVE_SECONDS, COPY_SECONDS = 0.02, 0.06
+"""About what a save takes here, and a copy that `slow_copies` slows."""
+SYNCHRONOUS, ASYNCHRONOUS = ("saving", "saving", "any"), ("copying", "saving", "any")
+"""Moments that chance chooses from."""
 KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 
 
@@ -38,10 +43,17 @@ def saving(run: Path, since: float = 0.0) -> bool:
     return False
 
 
-def kill_at_a_moment(process: ForkedRun, run: Path, chance: random.Random) -> str:
+def copying(run: Path) -> bool:
+    """Whether a thread copies weights while the run goes on."""
+    return any(run.parent.glob("copying-*"))
+
+
+def kill_at_a_moment(
+    process: ForkedRun, run: Path, chance: random.Random, moments: Sequence[str]
+) -> str:
     """Kills one process or all, and whatever is left of them after it; says when."""
     begun = time.time()
-    when = chance.choice(["saving", "saving", "any"])
+    when = chance.choice(moments)
     ranks = chance.choice([(0,), (1,), (0, 1)])
     if when == "saving":
         for _ in range(chance.choice([0, 1, 2])):  # let so many saves of this start pass
@@ -49,6 +61,13 @@ def kill_at_a_moment(process: ForkedRun, run: Path, chance: random.Random) -> st
             wait_for(lambda: not saving(run, begun), process)
         wait_for(lambda: saving(run, begun), process)
         time.sleep(chance.random() * SAVE_SECONDS)
+    elif when == "copying":
+        for _ in range(chance.choice([0, 1, 2])):
+            wait_for(lambda: copying(run), process)
+            wait_for(lambda: not copying(run), process)
+        wait_for(lambda: copying(run), process)
+        time.sleep(chance.random() * COPY_SECONDS)
+        when = "copying" if copying(run) else "saving"
     else:
         time.sleep(chance.random() * 1.5)  # start-up, steps, validation
     process.signal(signal.SIGKILL, *ranks)
@@ -60,18 +79,18 @@ def kill_at_a_moment(process: ForkedRun, run: Path, chance: random.Random) -> st
 
 
 @pytest.mark.parametrize(
-    ("kills", "stage", "seed", "asynchronous"),
+    ("kills", "stage", "seed", "moments"),
     [
-        (20, 1, 0, False),
+        (20, 1, 0, SYNCHRONOUS),
+        (3, 1, 1, ("copying",)),
         *[
-            pytest.param(50, stage, 100 + stage, stage % 2 == 0, marks=pytest.mark.slow)
-            for stage in (0, 1, 2, 3)
+            pytest.param(50, stage, 100 + stage, moments, marks=pytest.mark.slow)
+            for stage, moments in enumerate((ASYNCHRONOUS, SYNCHRONOUS, ASYNCHRONOUS, SYNCHRONOUS))
         ],
     ],
 )
-def test_a_run_survives_every_kill(
-    forks, tmp_path, prepared_path, kills, stage, seed, asynchronous
-):
+def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage, seed, moments):
+    asynchronous = "copying" in moments
     # Long enough that no start comes to the end: each gets on by a few checkpoints at most.
     steps = 4 * kills
     config = write_config(
@@ -83,8 +102,11 @@ def test_a_run_survives_every_kill(
     )  # fmt: skip
     run, chance, done, log = tmp_path / "run", random.Random(seed), 0, []
     while done < kills:
-        process = forks.start(tmp_path, ["train", str(config)])
-        moment = kill_at_a_moment(process, run, chance)
+        for mark in tmp_path.glob("copying-*"):  # of processes that were killed
+            mark.unlink()
+        before = functools.partial(slow_copies, tmp_path) if asynchronous else None
+        process = forks.start(tmp_path, ["train", str(config)], before=before)
+        moment = kill_at_a_moment(process, run, chance, moments)
         if set(process.statuses.values()) == {0}:  # it came to its end: begin another one
             assert complete_checkpoints(run / "checkpoints")[-1].name == f"step-{steps:08d}"
             check_whole(run, steps)
@@ -111,7 +133,30 @@ def test_a_run_survives_every_kill(
     for key in ("samples", "tokens", "recent_losses", "recent_grad_norms", "left_out"):
         assert states[0][key] == states[1][key]
     # The moments were what they were meant to be: most kills hit a save or its neighbourhood.
-    assert sum(moment.startswith("saving") for moment, _ in log) > kills / 2
+    hits = [moment.split()[0] for moment, _ in log]
+    assert hits.count("saving") + hits.count("copying") >= kills / 2
+    assert not asynchronous or hits.count("copying") > kills / 10
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_a_copy_ends_the_run_saved(forks, tmp_path, prepared_path):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, train__steps=100, checkpoint__every=EVERY,
+        checkpoint__asynchronous=True, evaluation__every=0, log__tensorboard=False,
+    )  # fmt: skip
+    before = functools.partial(slow_copies, tmp_path)
+    process = forks.start(tmp_path, ["train", str(config)], before=before)
+    process.until(lambda: copying(tmp_path / "run"))
+    process.signal(signal.SIGTERM)
+    assert process.wait() == [143, 143], process.text()
+    assert "Traceback" not in process.text()
+    written = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    steps = [int(path.name.removeprefix("step-")) for path in written]
+    assert steps[0] == EVERY  # whose copy it was
+    assert steps[-1] == records(tmp_path / "run")[-1]["step"]
+    assert not saving(tmp_path / "run")
+    for path in written:
+        Manifest(path).verify()
 
 
 def wait_for(condition: Callable[[], bool], process: ForkedRun, seconds: float = 20.0) -> None:

@@ -8,13 +8,29 @@ import psutil
 import pytest
 
 from tests.helpers.disk import read_tree
-from tests.helpers.saving import save_both_ways, save_with_a_dead_writer, second_save_waits
+from tests.helpers.snapshots import (
+    changes_told,
+    close_while_copying,
+    save_both_ways,
+    save_that_fails,
+    second_save_waits,
+)
 from tests.helpers.training import Case, moe_model, mumoe_model
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {"dense": Case().model, "smoe": moe_model(), "mumoe": mumoe_model(rank=8)}
-EVERYDAY = {("dense", 2, 1, 1, 3, "bf16"), ("smoe", 2, 1, 2, 1, "fp32")}
+MODELS = {
+    "dense": Case().model,
+    "smoe": moe_model(graph="attention", balancing_rate=0.1),
+    "mumoe": mumoe_model(rank=8),
+}
+"""The sparse one has state in buffers."""
+EVERYDAY = {
+    ("dense", 2, 1, 1, 0, "fp32"),
+    ("dense", 2, 1, 1, 1, "bf16"),
+    ("dense", 2, 1, 1, 3, "bf16"),
+    ("smoe", 2, 1, 2, 1, "fp32"),
+}
 # Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
 LAYOUTS = [
     *(("dense", 2, 1, 1, stage) for stage in range(4)),
@@ -33,15 +49,49 @@ CASES = [
 ]
 
 
+def assert_same(folder, files):
+    trees = [read_tree(folder / way) for way in ("synchronous", "process")]
+    assert len(trees[0]) >= files
+    assert trees[0] == trees[1]
+
+
 @pytest.mark.parametrize(("kind", "processes", "tensor", "expert", "stage", "precision"), CASES)
 def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     workers, tmp_path, kind, processes, tensor, expert, stage, precision
 ):
+    # Though the next step begins at once, and nothing is copied before it has to wait.
     case = Case(model=MODELS[kind], tensor=tensor, expert=expert, stage=stage, precision=precision)
-    workers(processes).run(save_both_ways, case, str(tmp_path))
+    assert workers(processes).run(save_both_ways, case, str(tmp_path)) == [True] * processes
+    assert_same(tmp_path, processes + 6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32")]
+)
+def test_the_engine_tells_once_before_anything_changes(workers, stage, precision):
+    assert workers(1).run(changes_told, Case(stage=stage, precision=precision)) == [[True]]
+
+
+@pytest.mark.parametrize(
+    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
+)
+def test_without_the_wait_it_would_be_another_one(workers, tmp_path, stage):
+    case = Case(stage=stage, precision="bf16")
+    assert workers(1).run(save_both_ways, case, str(tmp_path), waits=False) == [False]
     trees = [read_tree(tmp_path / way) for way in ("synchronous", "process")]
-    assert len(trees[0]) >= processes + 6
-    assert trees[0] == trees[1]
+    (tensors,) = (name for name in trees[0] if name.endswith(".safetensors"))
+    assert len(trees[0][tensors]) == len(trees[1][tensors])
+    assert trees[0][tensors] != trees[1][tensors]
+
+
+@pytest.mark.parametrize(("then", "waited"), [("fill", True), ("finish", False)])
+def test_what_comes_instead_of_a_step_waits_too(workers, tmp_path, then, waited):
+    assert workers(1).run(save_both_ways, Case(stage=1), str(tmp_path), then) == [waited]
+    assert_same(tmp_path, 7)
+
+
+def test_closing_waits_for_the_copy_and_commits_nothing(workers, tmp_path):
+    assert workers(2).run(close_while_copying, Case(), str(tmp_path)) == [[], []]
 
 
 def test_a_second_save_waits_for_the_first(workers, tmp_path):
@@ -50,13 +100,18 @@ def test_a_second_save_waits_for_the_first(workers, tmp_path):
         assert names == ["|", "step-00000001", "|", "step-00000001", "step-00000002"]
 
 
-def test_a_writer_that_dies_ends_the_run_with_the_reason(workers, tmp_path):
-    ours, theirs = workers(2).run(save_with_a_dead_writer, Case(), str(tmp_path))
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("writer", "its writing process ended with status -9"),
+        ("copy", "RuntimeError: the device is lost"),
+    ],
+)
+def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, what, reason):
+    ours, theirs = workers(2).run(save_that_fails, Case(), str(tmp_path), what)
     assert ours == theirs
     for line in ours:
-        assert line == (
-            "step 1 could not be saved: rank 1: its writing process ended with status -9"
-        )
+        assert line == f"step 1 could not be saved: rank 1: {reason}"
     assert [path.name for path in tmp_path.iterdir()] == []
 
 

@@ -72,6 +72,14 @@ def test_memory_follows_the_zero_stage(
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
 
 
+def test_asynchronous_checkpoints_take_memory_for_their_share_of_one() -> None:
+    config = small(checkpoint={"asynchronous": True})
+    without = memory_per_process(small(), Dims(world_size=4), PARAMETERS)
+    memory = memory_per_process(config, Dims(world_size=4), PARAMETERS)
+    assert memory == without | {"snapshot": 3 * PARAMETERS, "total": memory["total"]}
+    assert memory["total"] == without["total"] + 3 * PARAMETERS  # 4 bytes, 3 numbers, 4 processes
+
+
 def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> None:
     # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes.
     assert activation_bytes(small().model, 2, 4) == 2 * 3 * (2 * 128 * 4 + 60)
