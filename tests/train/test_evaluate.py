@@ -54,7 +54,7 @@ def reference_loss(run_folder, data, split, stride):
     return total, scored
 
 
-EVERYDAY = [("dense", "validation", 32), ("dense", "test", 8), ("cp", "validation", 8)]
+EVERYDAY = [("dense", "validation", 32), ("cp", "test", 8)]
 CASES = [
     *EVERYDAY,
     *(
@@ -65,7 +65,7 @@ CASES = [
                 for split in ("validation", "test")
                 for stride in (32, 8, 5)
             ),
-            *((kind, "validation", 8) for kind in ("smoe", "tr")),
+            *((kind, "validation", 8) for kind in ("cp", "smoe", "tr")),
         ]
         if case not in EVERYDAY
     ),

@@ -157,7 +157,7 @@ def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     assert last == f"polyad: error: interrupted; the same command goes on from {newest}"
 
 
-@pytest.mark.parametrize("workers_count", [0, 2])
+@pytest.mark.parametrize("workers_count", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_do_not_depend_on_loader_workers(
     workers, finished, config, tmp_path, workers_count
 ):
