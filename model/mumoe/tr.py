@@ -20,6 +20,7 @@ from torch import Tensor
 from model.initialization import Initializer
 from model.mumoe.base import Factorized, Sizes, expert_factor
 from model.mumoe.initialization import around_one, diagonal_around_one
+from model.mumoe.products import token_product
 
 
 class TensorRing(Factorized):
@@ -94,7 +95,7 @@ class TensorRing(Factorized):
             ring_MPQ = ring_MPQ @ level_MQQ
         ring_MPQ = self.exchange.shared(ring_MPQ)
         input_MQR = contracted.view(-1, self.sizes.expert_rank, self.sizes.rank)
-        return (ring_MPQ @ input_MQR).flatten(1)
+        return token_product(ring_MPQ, input_MQR).flatten(1)
 
 
 class TensorTrain(TensorRing):
