@@ -50,8 +50,11 @@ class _Entmax15(torch.autograd.Function):
 
 def _above_threshold(x_MN: Tensor) -> Tensor:
     """As many steps as are needed; all of them on a device that would have to be waited for."""
-    s_MN: Tensor = _above_threshold_on_host(x_MN) if x_MN.device.type == "cpu" else _newton(x_MN)
-    return s_MN
+    on_host = x_MN.device.type == "cpu"
+    if on_host and torch.compiler.is_compiling():
+        s_MN: Tensor = _above_threshold_on_host(x_MN)
+        return s_MN
+    return _newton(x_MN, ends_early=on_host)
 
 
 # An operation of its own: a compiler would write out all steps.

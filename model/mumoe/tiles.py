@@ -1,11 +1,14 @@
 """Products of narrow factors in bf16, in the arrangement that a processor with tiles likes.
 
 A rank is rarely a multiple of the 32 numbers that its products take at a time, and a factor is
-several times as wide as its rank. oneDNN then takes up to half longer than it has to, so the same
-sums are asked for in another order. Everywhere else these are the plain products.
+several times as wide as its rank. oneDNN then takes up to twice as long as it has to, with all its
+work on one core, so the same sums are asked for in other pieces. Everywhere else these are the
+plain products.
 
-Shapes: M tokens, I rows of a factor, C columns of a factor, F wide, both of two matrices.
+Shapes: M tokens, I rows and C columns of a factor.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from model.processor import has_tiles
 
 TILE = 32
 """Columns of a product whose multiples take no longer than they have to."""
+PIECE = 256
+"""The most columns of a product that sums over more than twice as many numbers as it has."""
 FEWEST_TOKENS = 128
 """Below, a product of its own takes longer than it saves."""
 
@@ -28,12 +33,11 @@ def matmul(a_MI: Tensor, b_IC: Tensor) -> Tensor:
     Returns:
         [M, C].
     """
-    cut = _cut(a_MI, b_IC)
-    if not cut:
+    if not _is_tiled(a_MI):
         return a_MI @ b_IC
     result_MC = a_MI.new_empty(len(a_MI), b_IC.shape[1])
-    torch.mm(a_MI, b_IC[:, :cut], out=result_MC[:, :cut])
-    torch.mm(a_MI, b_IC[:, cut:], out=result_MC[:, cut:])
+    for piece in _pieces(b_IC):
+        torch.mm(a_MI, b_IC[:, piece], out=result_MC[:, piece])
     return result_MC
 
 
@@ -48,12 +52,11 @@ def addmm(bias_C: Tensor, a_MI: Tensor, b_IC: Tensor) -> Tensor:
     Returns:
         [M, C].
     """
-    cut = _cut(a_MI, b_IC)
-    if not cut:
+    if not _is_tiled(a_MI):
         return torch.addmm(bias_C, a_MI, b_IC)
     result_MC = a_MI.new_empty(len(a_MI), b_IC.shape[1])
-    torch.addmm(bias_C[:cut], a_MI, b_IC[:, :cut], out=result_MC[:, :cut])
-    torch.addmm(bias_C[cut:], a_MI, b_IC[:, cut:], out=result_MC[:, cut:])
+    for piece in _pieces(b_IC):
+        torch.addmm(bias_C[piece], a_MI, b_IC[:, piece], out=result_MC[:, piece])
     return result_MC
 
 
@@ -80,10 +83,11 @@ def transposed_matmul(a_MI: Tensor, b_MC: Tensor, out_IC: Tensor) -> None:
         torch.mm(a_MI.t(), b_MC, out=out_IC)
 
 
-def _cut(a_MI: Tensor, b_IC: Tensor) -> int:
-    """How many columns go before the rest that fill no tile; 0 if all go together."""
-    columns = b_IC.shape[1]
-    return columns - columns % TILE if columns % TILE and _is_tiled(a_MI) else 0
+def _pieces(b_IC: Tensor) -> Iterator[slice]:
+    """The columns of a product: few at a time if it is deep, or else whole tiles and the rest."""
+    rows, columns = b_IC.shape
+    size = PIECE if rows > 2 * columns else columns - columns % TILE or columns
+    return (slice(first, min(first + size, columns)) for first in range(0, columns, size))
 
 
 def _is_tiled(a_MI: Tensor) -> bool:

@@ -8,8 +8,8 @@ import torch
 from model.mumoe import tiles
 from model.mumoe.products import affine, product, token_product
 
-SIZES = (20, 32, 40, 96, 105, 260)
-"""Below a tile, whole tiles, and with a rest; some more than twice as wide as others."""
+SIZES = (20, 32, 40, 105, 260, 700)
+"""Below a tile, whole tiles, with a rest, and in pieces; some more than twice as wide as others."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "tiled"])
