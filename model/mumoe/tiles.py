@@ -17,8 +17,12 @@ from model.processor import has_tiles
 
 TILE = 32
 """Columns of a product whose multiples take no longer than they have to."""
+LARGE = 2**28
+"""Multiplications of a product from which on it is asked for in pieces."""
 PIECE = 256
-"""The most columns of a product that sums over more than twice as many numbers as it has."""
+"""Columns of one."""
+ROWS = 1536
+"""Of a factor's gradient at a time."""
 FEWEST_TOKENS = 128
 """Below, a product of its own takes longer than it saves."""
 
@@ -36,7 +40,7 @@ def matmul(a_MI: Tensor, b_IC: Tensor) -> Tensor:
     if not _is_tiled(a_MI):
         return a_MI @ b_IC
     result_MC = a_MI.new_empty(len(a_MI), b_IC.shape[1])
-    for piece in _pieces(b_IC):
+    for piece in _pieces(a_MI, b_IC):
         torch.mm(a_MI, b_IC[:, piece], out=result_MC[:, piece])
     return result_MC
 
@@ -55,16 +59,13 @@ def addmm(bias_C: Tensor, a_MI: Tensor, b_IC: Tensor) -> Tensor:
     if not _is_tiled(a_MI):
         return torch.addmm(bias_C, a_MI, b_IC)
     result_MC = a_MI.new_empty(len(a_MI), b_IC.shape[1])
-    for piece in _pieces(b_IC):
+    for piece in _pieces(a_MI, b_IC):
         torch.addmm(bias_C[piece], a_MI, b_IC[:, piece], out=result_MC[:, piece])
     return result_MC
 
 
 def transposed_matmul(a_MI: Tensor, b_MC: Tensor, out_IC: Tensor) -> None:
     """a^T b, the gradient of a factor.
-
-    A narrow matrix is the one that is turned around: as the first of a product it is copied, and if
-    it is the second, the product is made the other way round and turned itself.
 
     Args:
         a_MI: Tokens.
@@ -73,28 +74,28 @@ def transposed_matmul(a_MI: Tensor, b_MC: Tensor, out_IC: Tensor) -> None:
     """
     tiled = _is_tiled(a_MI)
     if tiled and 2 * a_MI.shape[1] <= b_MC.shape[1]:
+        # Turned around it is copied in any case, a piece at a time and more than once.
         torch.mm(a_MI.t().contiguous(), b_MC, out=out_IC)
-    elif tiled and 2 * b_MC.shape[1] <= a_MI.shape[1]:
-        turned_CI = b_MC.t().contiguous() @ a_MI
-        for first in range(0, len(turned_CI), TILE):  # so many numbers are a line of the cache
-            rows = slice(first, first + TILE)
-            out_IC[:, rows].copy_(turned_CI[rows].t())
-    else:
-        torch.mm(a_MI.t(), b_MC, out=out_IC)
+        return
+    size = ROWS if tiled else len(out_IC)
+    for first in range(0, len(out_IC), size):
+        piece = slice(first, first + size)
+        torch.mm(a_MI[:, piece].t(), b_MC, out=out_IC[piece])
 
 
-def _pieces(b_IC: Tensor) -> Iterator[slice]:
-    """The columns of a product: few at a time if it is deep, or else whole tiles and the rest."""
-    rows, columns = b_IC.shape
-    size = PIECE if rows > 2 * columns else columns - columns % TILE or columns
+def _pieces(a_MI: Tensor, b_IC: Tensor) -> Iterator[slice]:
+    """The columns of a product: few at a time if it is large, or else whole tiles and the rest."""
+    columns = b_IC.shape[1]
+    large = a_MI.numel() * columns >= LARGE
+    size = PIECE if large else columns - columns % TILE or columns
     return (slice(first, min(first + size, columns)) for first in range(0, columns, size))
 
 
 def _is_tiled(a_MI: Tensor) -> bool:
     return (
-        a_MI.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and a_MI.device.type == "cpu"
         and a_MI.dtype == torch.bfloat16
         and len(a_MI) >= FEWEST_TOKENS
         and has_tiles()
-        and not torch.compiler.is_compiling()
     )
