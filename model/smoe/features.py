@@ -40,7 +40,9 @@ def _row_entropies(query: Tensor, key: Tensor, scale: float, causal: bool) -> Te
     """
     length = query.shape[-2]
     rows_R = _measured_rows(length, query.device)
-    logits = scale * query.index_select(-2, rows_R) @ key.transpose(-1, -2)
+    dtype = wide(query.dtype)
+    rows = scale * query.index_select(-2, rows_R).to(dtype)
+    logits = rows @ key.to(dtype).transpose(-1, -2)
     if causal:
         seen_RT = torch.arange(length, device=query.device) <= rows_R[:, None]
         logits = logits.masked_fill(~seen_RT, -torch.inf)
@@ -70,6 +72,5 @@ def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
     Returns:
         [G] in nats; no gradient.
     """
-    dtype = wide(attention.q_BATH.dtype)
-    query, key = (x.detach().to(dtype) for x in (attention.q_BATH, attention.k_BATH))
+    query, key = attention.q_BATH, attention.k_BATH
     return _row_entropies(query, key, query.shape[-1] ** -0.5, causal).mean((0, 2))
