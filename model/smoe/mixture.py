@@ -35,11 +35,15 @@ def mix(
     Returns:
         p [B, T, E], and the effective neighbours as `Mixed` has them.
     """
-    if config.lower_entropy_only:
-        return _mix_lower_entropy(features, scores_BTE, causal or cache is not None, cache)
+    lower_only = config.lower_entropy_only
     if cache is None and goes_by_blocks(scores_BTE):
-        mixed_BTE = mix_on_host(*features, value_BTE=scores_BTE, causal=causal)
+        entropy_BT = entropy(scores_BTE.detach()) if lower_only else None
+        mixed_BTE, neighbours_BT1 = mix_on_host(*features, scores_BTE, causal, entropy_BT)
+        if lower_only:
+            return mixed_BTE, neighbours_BT1.detach().mean()
         return mixed_BTE, effective_neighbours(features, causal)
+    if lower_only:
+        return _mix_lower_entropy(features, scores_BTE, causal or cache is not None, cache)
     width, experts = features.key_BTF.shape[-1], scores_BTE.shape[-1]
     # One width for keys and values, and a multiple of 8: what fused kernels take.
     padded = -(-max(width, experts) // 8) * 8

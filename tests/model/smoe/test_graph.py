@@ -8,7 +8,7 @@ import torch
 
 from model.attention import AttentionTrace, CausalSelfAttention
 from model.build import materialize
-from model.smoe import mixture
+from model.smoe import mixing, mixture
 from model.smoe.features import head_entropies
 from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
 from model.smoe.mixing import differentiate_rows, mix_rows
@@ -324,13 +324,40 @@ def test_mixing_goes_by_blocks_and_is_what_the_fused_kernel_computes(
     torch.testing.assert_close((ours_BTE, *ours), (fused_BTE, *fused), **tolerance)
 
 
+@every_mixing_graph
+@pytest.mark.parametrize("rows", [7, 16, 128])
+@both_masks
+def test_lower_entropy_goes_by_the_same_blocks_and_is_what_other_devices_compute(
+    name, rows, causal, monkeypatch
+):
+    monkeypatch.setattr(mixing, "ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(mixture, "ROWS_AT_ONCE", rows)
+    config = make_config(num_experts=6, graph=name, lower_entropy_only=True, tau=3.0, sigma=3.0)
+    graph = make(GRAPHS[name], config, make_context(causal=causal))
+    r_BTE, u_BTD = leaves(2, 50, experts=6, dtype=torch.float64)
+    trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=torch.float64)
+    inputs = (r_BTE, *trace) if graph.needs_attention else (r_BTE, u_BTD)
+
+    def step():
+        mixed = graph(r_BTE, u_BTD, trace)
+        gradients = torch.autograd.grad(mixed.scores_BTE.square().sum(), inputs)
+        return (mixed.scores_BTE, mixed.effective_neighbours, *gradients)
+
+    with Watch() as watch:
+        ours = step()
+    assert {"mix_on_host", "mix_on_host_backward"} <= watch.operations
+    monkeypatch.setattr(mixture, "mix_on_host", None)
+    monkeypatch.setattr(mixture, "goes_by_blocks", lambda scores_BTE: False)
+    torch.testing.assert_close(ours, step())
+
+
 @both_masks
 def test_blocks_of_rows_are_the_largest_that_mixing_makes(causal):
     # The operation as a whole is one to whoever watches; these are its two halves.
     query_BTF, key_BTF = torch.randn(2, 2, 512, 8)
     r_BTE = torch.randn(2, 512, 4).softmax(-1)
     with Watch() as watch:
-        mixed_BTE, log_sum_BT1 = mix_rows(query_BTF, key_BTF, 0.5, r_BTE, causal)
+        mixed_BTE, log_sum_BT1, _ = mix_rows(query_BTF, key_BTF, 0.5, r_BTE, causal)
         differentiate_rows(
             mixed_BTE, query_BTF, key_BTF, 0.5, r_BTE, mixed_BTE, log_sum_BT1, causal
         )
