@@ -1,6 +1,7 @@
 """What becomes of freed memory where a model runs on the CPU."""
 
 import ctypes
+import gc
 import os
 import sys
 
@@ -35,3 +36,14 @@ def keep_freed_memory() -> bool:
         return False
     # -1: nothing is ever given back at the end of the heap.
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
+
+
+def give_back_freed_memory() -> None:
+    """Gives back what has been kept, so that what comes next finds no heap in pieces.
+
+    Does nothing without glibc.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

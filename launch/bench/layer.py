@@ -21,6 +21,7 @@ from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
 from model.processor import has_bf16_products
 from parallel import comm
+from parallel.host_memory import give_back_freed_memory
 
 SLOW = 10
 """Times the dense MLP: what takes longer is timed once, for its ratio hangs on no third digit."""
@@ -136,6 +137,7 @@ def measure(
         For each its median seconds, the bytes kept for backward, and both as a multiple of the
         dense MLP's.
     """
+    give_back_freed_memory()  # what was measured before may have left a heap in pieces
     if compiled:
         torch.compiler.reset()  # programs of another precision would be tried first
         layers = {name: _compile(layer) for name, layer in layers.items()}
