@@ -8,6 +8,7 @@ dropped), E experts, D width.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from model.smoe.experts import Experts
 from model.smoe.selection import Selected
+
+CACHED_ROWS = 512
+"""Rows of one block on a CPU."""
 
 
 class Plan(NamedTuple):
@@ -154,20 +158,39 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
             return rows_NKD.sum(1)
         return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
     # A CPU is slow at many small products, and at sums over a short axis in the middle.
-    parts = (rows_MD.index_select(0, row_NK[:, k]) for k in range(top_k))
-    if weights_NK is None and top_k == 2:
-        return next(parts).add_(next(parts))  # a sum of two is rounded once in any dtype
-    wide = torch.promote_types(rows_MD.dtype, torch.float32)
-    sum_ND = next(parts).to(wide)
-    if weights_NK is None:
-        for rows_ND in parts:
-            sum_ND += rows_ND.to(wide)
-        return sum_ND.to(rows_MD.dtype)
-    first_N1, *others_N1 = torch.split(weights_NK.to(wide), 1, dim=1)
-    sum_ND *= first_N1
-    for rows_ND, weight_N1 in zip(parts, others_N1, strict=True):
-        sum_ND.addcmul_(rows_ND.to(wide), weight_N1)
-    return sum_ND.to(rows_MD.dtype)
+    sum_ND = rows_MD.new_empty(num_tokens, rows_MD.shape[1])
+    for here in _blocks(num_tokens, rows_MD.device):
+        parts = (rows_MD.index_select(0, row_NK[here, k]) for k in range(top_k))
+        sum_ND[here] = _sum_parts(parts, top_k, None if weights_NK is None else weights_NK[here])
+    return sum_ND
+
+
+def _sum_parts(parts: Iterator[Tensor], top_k: int, weights_nK: Tensor | None) -> Tensor:
+    """Of some tokens the sum of their rows, of which the k-th are the k-th part."""
+    first_nD = next(parts)
+    if weights_nK is None and top_k == 2:
+        return first_nD.add_(next(parts))  # a sum of two is rounded once in any dtype
+    wide = torch.promote_types(first_nD.dtype, torch.float32)
+    sum_nD = first_nD.to(wide)
+    if weights_nK is None:
+        for rows_nD in parts:
+            sum_nD += rows_nD.to(wide)
+        return sum_nD
+    first_n1, *others_n1 = torch.split(weights_nK.to(wide), 1, dim=1)
+    sum_nD *= first_n1
+    for rows_nD, weight_n1 in zip(parts, others_n1, strict=True):
+        sum_nD.addcmul_(rows_nD.to(wide), weight_n1)
+    return sum_nD
+
+
+def _blocks(rows: int, device: torch.device) -> list[slice]:
+    """Rows that are computed together: on a CPU so many that they stay in the cache.
+
+    A compiler, which joins the operations anyway, gets all.
+    """
+    whole = device.type != "cpu" or torch.compiler.is_compiling()
+    size = max(1, rows) if whole else CACHED_ROWS
+    return [slice(first, first + size) for first in range(0, rows, size)]
 
 
 # Autograd's own backward of an index is an atomic addition of rows; here the inverse of the
@@ -198,8 +221,12 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,) = gradients
-        gradient_MD = gradient_ND.index_select(0, assignment_M // weights_NK.shape[1])
-        weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
-        for_weight_M = (rows_MD * gradient_MD).sum(1)
+        token_M = assignment_M // weights_NK.shape[1]
+        weight_M1 = weights_NK.reshape(-1).index_select(0, assignment_M).unsqueeze(1)
+        for_rows_MD, for_weight_M = torch.empty_like(rows_MD), torch.empty_like(weight_M1[:, 0])
+        for here in _blocks(len(rows_MD), rows_MD.device):
+            gradient_mD = gradient_ND.index_select(0, token_M[here])
+            for_weight_M[here] = (rows_MD[here] * gradient_mD).sum(1)
+            torch.mul(gradient_mD, weight_M1[here], out=for_rows_MD[here])
         for_weights_NK = _padded(for_weight_M, row_A).index_select(0, row_A).view_as(weights_NK)
-        return gradient_MD * weight_M.unsqueeze(1), for_weights_NK, None, None
+        return for_rows_MD, for_weights_NK, None, None
