@@ -6,12 +6,18 @@ Shapes: N tokens, K experts of a token, M rows, E experts, D width.
 import pytest
 import torch
 
+from model.smoe import dispatch
 from model.smoe.dispatch import Dispatcher, combine, plan, take_rows
 from model.smoe.experts import Experts
 from model.smoe.selection import Selected
 from tests.helpers.routing import make, make_config, make_context
 
 IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])
+
+
+@pytest.fixture(autouse=True, params=[2, 512], ids=["blocks", "whole"])
+def rows_at_once(request, monkeypatch):
+    monkeypatch.setattr(dispatch, "CACHED_ROWS", request.param)
 
 
 def random_ids(tokens, top_k, experts):
