@@ -1,9 +1,9 @@
 """Products of narrow factors in bf16, in the arrangement that a processor with tiles likes.
 
 A rank is rarely a multiple of the 32 numbers that its products take at a time, and a factor is
-several times as wide as its rank. oneDNN then takes up to twice as long as it has to, with all its
-work on one core, so the same sums are asked for in other pieces. Everywhere else these are the
-plain products.
+several times as wide as its rank. oneDNN then takes up to twice as long as it has to, with two
+threads as long as with one, so the same sums are asked for in other pieces. Everywhere else these
+are the plain products.
 
 Shapes: M tokens, I rows and C columns of a factor.
 """
