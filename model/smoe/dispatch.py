@@ -8,17 +8,14 @@ dropped), E experts, D width.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
 from model.smoe.experts import Experts
 from model.smoe.selection import Selected
-
-CACHED_ROWS = 512
-"""Rows of one block on a CPU."""
 
 
 class Plan(NamedTuple):
@@ -144,6 +141,11 @@ def _padded(rows: Tensor, row_A: Tensor) -> Tensor:
     return rows
 
 
+def _takes_bags(rows_MD: Tensor) -> bool:
+    """Whether sums of rows are one operation: on a CPU, which is slow at several over all rows."""
+    return rows_MD.device.type == "cpu"
+
+
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
     """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
     num_tokens, top_k = row_NK.shape
@@ -152,45 +154,41 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     rows_MD = _padded(rows_MD, row_NK.view(-1))
     if top_k == 1 and weights_NK is None:  # a permutation, of which nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
-    if rows_MD.device.type != "cpu":
+    if _takes_bags(rows_MD):
+        return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")
+    rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
+    if weights_NK is None:
+        return rows_NKD.sum(1)
+    return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
+
+
+def _scaled_rows(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor:
+    """weight_m token_m. [M, D]."""
+    if _takes_bags(tokens_ND) and token_M.numel():
+        bags_M1, weights_M1 = token_M.unsqueeze(1), weight_M.unsqueeze(1)
+        return embedding_bag(bags_M1, tokens_ND, per_sample_weights=weights_M1, mode="sum")
+    return tokens_ND.index_select(0, token_M) * weight_M.unsqueeze(1)
+
+
+def _products_with_rows(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
+    """token_n . row_nk; 0 for one that is dropped. [N, K]."""
+    num_tokens, top_k = row_NK.shape
+    if not row_NK.numel():
+        return tokens_ND.new_zeros(num_tokens, top_k)
+    rows_MD = _padded(rows_MD, row_NK.view(-1))
+    if not _takes_bags(rows_MD):
         rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
-        if weights_NK is None:
-            return rows_NKD.sum(1)
-        return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
-    # A CPU is slow at many small products, and at sums over a short axis in the middle.
-    sum_ND = rows_MD.new_empty(num_tokens, rows_MD.shape[1])
-    for here in _blocks(num_tokens, rows_MD.device):
-        parts = (rows_MD.index_select(0, row_NK[here, k]) for k in range(top_k))
-        sum_ND[here] = _sum_parts(parts, top_k, None if weights_NK is None else weights_NK[here])
-    return sum_ND
-
-
-def _sum_parts(parts: Iterator[Tensor], top_k: int, weights_nK: Tensor | None) -> Tensor:
-    """Of some tokens the sum of their rows, of which the k-th are the k-th part."""
-    first_nD = next(parts)
-    if weights_nK is None and top_k == 2:
-        return first_nD.add_(next(parts))  # a sum of two is rounded once in any dtype
-    wide = torch.promote_types(first_nD.dtype, torch.float32)
-    sum_nD = first_nD.to(wide)
-    if weights_nK is None:
-        for rows_nD in parts:
-            sum_nD += rows_nD.to(wide)
-        return sum_nD
-    first_n1, *others_n1 = torch.split(weights_nK.to(wide), 1, dim=1)
-    sum_nD *= first_n1
-    for rows_nD, weight_n1 in zip(parts, others_n1, strict=True):
-        sum_nD.addcmul_(rows_nD.to(wide), weight_n1)
-    return sum_nD
-
-
-def _blocks(rows: int, device: torch.device) -> list[slice]:
-    """Rows that are computed together: on a CPU so many that they stay in the cache.
-
-    A compiler, which joins the operations anyway, gets all.
-    """
-    whole = device.type != "cpu" or torch.compiler.is_compiling()
-    size = max(1, rows) if whole else CACHED_ROWS
-    return [slice(first, first + size) for first in range(0, rows, size)]
+        return (rows_NKD * tokens_ND.unsqueeze(1)).sum(2)
+    token_N = torch.arange(num_tokens)
+    products_A: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        tokens_ND.contiguous(),
+        rows_MD,
+        row_NK.reshape(-1),
+        token_N * top_k,
+        token_N.repeat_interleave(top_k),
+        mode=0,
+    )
+    return products_A.view(num_tokens, top_k)
 
 
 # Autograd's own backward of an index is an atomic addition of rows; here the inverse of the
@@ -222,11 +220,7 @@ class _Combine(torch.autograd.Function):
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,) = gradients
         token_M = assignment_M // weights_NK.shape[1]
-        weight_M1 = weights_NK.reshape(-1).index_select(0, assignment_M).unsqueeze(1)
-        for_rows_MD, for_weight_M = torch.empty_like(rows_MD), torch.empty_like(weight_M1[:, 0])
-        for here in _blocks(len(rows_MD), rows_MD.device):
-            gradient_mD = gradient_ND.index_select(0, token_M[here])
-            for_weight_M[here] = (rows_MD[here] * gradient_mD).sum(1)
-            torch.mul(gradient_mD, weight_M1[here], out=for_rows_MD[here])
-        for_weights_NK = _padded(for_weight_M, row_A).index_select(0, row_A).view_as(weights_NK)
+        weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
+        for_rows_MD = _scaled_rows(gradient_ND, token_M, weight_M)
+        for_weights_NK = _products_with_rows(gradient_ND, rows_MD, row_A.view_as(weights_NK))
         return for_rows_MD, for_weights_NK, None, None

@@ -15,9 +15,9 @@ from tests.helpers.routing import make, make_config, make_context
 IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])
 
 
-@pytest.fixture(autouse=True, params=[2, 512], ids=["blocks", "whole"])
-def rows_at_once(request, monkeypatch):
-    monkeypatch.setattr(dispatch, "CACHED_ROWS", request.param)
+@pytest.fixture(autouse=True, params=[True, False], ids=["as on a CPU", "as on a GPU"])
+def takes_bags(request, monkeypatch):
+    monkeypatch.setattr(dispatch, "_takes_bags", lambda rows_MD: request.param)
 
 
 def random_ids(tokens, top_k, experts):
