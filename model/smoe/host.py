@@ -1,18 +1,20 @@
-"""Experts on a CPU: plain products, one expert after the other, into buffers.
+"""Experts on a CPU: plain products into buffers, one expert after the other, or in bf16 as many at
+once as there are threads.
 
 Knowing the counts costs nothing here, and a small expert's activations stay in the cache between
-its products. For the backward pass the inner rows before the activation are kept, and no more: half
-of what a dense MLP keeps.
+its products. For the backward pass the inner rows before bias and activation are kept, and no more:
+half of what a dense MLP keeps.
 
 In bf16 a product of another number of rows is another program: making it takes as long as hundreds
 of rows, and odd numbers are slow. So each expert's inner rows are padded to one of few numbers. The
-rows themselves stay where they are: a product reads on into the next expert's, and what it writes
-there that expert's own product overwrites.
+rows themselves stay where they are: a product reads on into the next expert's, and what it computes
+of them is left out.
 
 Shapes: M rows, P inner rows with the padding, E experts, D width, F inner width; m rows at once.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +23,11 @@ from torch.nn.functional import pad
 
 from model.processor import has_bf16_products
 from model.smoe.activation import gelu_for
+from model.threads import share_out
 
-GROUP_NUMBERS = 2**19
-"""The most inner numbers of small experts that go through the activation together."""
+SHARED_NUMBERS = 2**21
+"""The fewest inner numbers of experts that are shared out among threads: of fewer the forward pass
+takes longer so."""
 UNIT = 32
 """Numbers of rows in bf16 are multiples of it, unless they are small."""
 
@@ -53,20 +57,21 @@ def _forward(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     spans = _spans(counts_E, rows_MD.dtype)
-    output_MD = _with_room(rows_MD, spans)
+    output_MD = torch.empty_like(rows_MD)
     inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
-    groups = _groups(spans, GROUP_NUMBERS // inner_PF.shape[1])
-    active_mF = inner_PF.new_empty(_most_rows(groups), inner_PF.shape[1])
-    gelu = gelu_for(inner_PF)
-    for group in groups:
-        for span in group:
-            bias_F = None if bias_EF is None else bias_EF[span.expert]
-            _multiply(_rows(rows_MD, span), up_EDF[span.expert], inner_PF[span.inside], bias_F)
-        gelu.forward(inner_PF[_whole(group)], active_mF)
-        for span in group:
-            active = active_mF[span.inside_of(group)]
-            _multiply(active, down_EFD[span.expert], output_MD[span.reached])
-    return output_MD[: len(rows_MD)], inner_PF
+    gelu = gelu_for(inner_PF.dtype)
+
+    def compute(mine: Iterator[_Span], most: int) -> None:
+        active_mF, buffer_mD = inner_PF.new_empty(most, up_EDF.shape[2]), _like(rows_MD, most)
+        for span in mine:
+            expert = span.expert
+            inner, active = inner_PF[span.inside], active_mF[: span.padded]
+            _multiply(_rows(rows_MD, span), up_EDF[expert], inner)
+            gelu.forward(inner, None if bias_EF is None else bias_EF[expert], active)
+            _multiply_rows(active, down_EFD[expert], output_MD[span.rows], buffer_mD)
+
+    _run(compute, spans, inner_PF)
+    return output_MD, inner_PF
 
 
 @_forward.register_fake
@@ -83,34 +88,37 @@ def _backward(
     rows_MD: Tensor,
     inner_PF: Tensor,
     up_EDF: Tensor,
+    bias_EF: Tensor | None,
     down_EFD: Tensor,
     counts_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spans = _spans(counts_E, rows_MD.dtype)
-    for_rows_MD = _with_room(rows_MD, spans)
+    for_rows_MD = torch.empty_like(rows_MD)
     for_up_EDF, for_down_EFD = torch.empty_like(up_EDF), torch.empty_like(down_EFD)
     for_bias_EF = up_EDF.new_empty(up_EDF.shape[::2])
     if len(spans) < len(up_EDF):
         for whole in (for_up_EDF, for_down_EFD, for_bias_EF):
             whole[counts_E == 0] = 0
-    groups = _groups(spans, GROUP_NUMBERS // inner_PF.shape[1])
-    active_mF, change_mF = inner_PF.new_empty(2, _most_rows(groups), inner_PF.shape[1])
-    gelu = gelu_for(inner_PF)
-    for group in groups:
-        for span in group:
-            change = change_mF[span.inside_of(group)]
-            _multiply(_rows(gradient_MD, span), down_EFD[span.expert].t(), change)
-        gelu.backward(inner_PF[_whole(group)], active_mF, change_mF)
-        for span in group:
-            expert, here = span.expert, span.inside_of(group)
-            active, change = active_mF[here], change_mF[here]
-            active[span.size :] = 0  # the next expert's rows meet these in the sums over rows
-            change[span.size :] = 0
-            _multiply(active.t(), _rows(gradient_MD, span), for_down_EFD[expert])
+    gelu = gelu_for(inner_PF.dtype)
+
+    def compute(mine: Iterator[_Span], most: int) -> None:
+        active_mF, change_mF = inner_PF.new_empty(2, most, up_EDF.shape[2])
+        buffer_mD = _like(rows_MD, most)
+        for span in mine:
+            expert, size = span.expert, span.size
+            active, change = active_mF[: span.padded], change_mF[: span.padded]
+            inner, bias_F = inner_PF[span.inside], None if bias_EF is None else bias_EF[expert]
+            gradient = _rows(gradient_MD, span)
+            _multiply(gradient, down_EFD[expert].t(), change)
+            gelu.backward(inner[:size], bias_F, active[:size], change[:size], for_bias_EF[expert])
+            active[size:] = 0  # the next expert's rows meet these in the sums over rows
+            change[size:] = 0
+            _multiply(active.t(), gradient, for_down_EFD[expert])
             _multiply(_rows(rows_MD, span).t(), change, for_up_EDF[expert])
-            torch.sum(change, 0, out=for_bias_EF[expert])
-            _multiply(change, up_EDF[expert].t(), for_rows_MD[span.reached])
-    return for_rows_MD[: len(rows_MD)], for_up_EDF, for_bias_EF, for_down_EFD
+            _multiply_rows(change, up_EDF[expert].t(), for_rows_MD[span.rows], buffer_mD)
+
+    _run(compute, spans, inner_PF)
+    return for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD
 
 
 @_backward.register_fake
@@ -119,6 +127,7 @@ def _like_backward(
     rows_MD: Tensor,
     inner_PF: Tensor,
     up_EDF: Tensor,
+    bias_EF: Tensor | None,
     down_EFD: Tensor,
     counts_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -135,7 +144,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     rows_MD, up_EDF, bias_EF, down_EFD, counts_E = inputs
     ctx.set_materialize_grads(False)  # of the inner rows, which nobody outside has
     ctx.has_bias = bias_EF is not None
-    ctx.save_for_backward(rows_MD, output[1], up_EDF, down_EFD, counts_E)
+    ctx.save_for_backward(rows_MD, output[1], up_EDF, bias_EF, down_EFD, counts_E)
 
 
 def _differentiate(ctx: Any, gradient_MD: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
@@ -167,14 +176,14 @@ class _Span(NamedTuple):
         return slice(self.start, self.start + self.padded)
 
     @property
+    def rows(self) -> slice:
+        """Its rows."""
+        return slice(self.start, self.start + self.size)
+
+    @property
     def inside(self) -> slice:
         """Its inner rows."""
         return slice(self.first, self.first + self.padded)
-
-    def inside_of(self, group: list["_Span"]) -> slice:
-        """Its inner rows among those of a group."""
-        first = self.first - group[0].first
-        return slice(first, first + self.padded)
 
 
 def _spans(counts_E: Tensor, dtype: torch.dtype) -> list[_Span]:
@@ -206,13 +215,6 @@ def _pads(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_bf16_products()
 
 
-def _with_room(like_MD: Tensor, spans: list[_Span]) -> Tensor:
-    """Memory for as many rows, and for those that a padded product writes after the last."""
-    return like_MD.new_empty(
-        max([len(like_MD), *(s.reached.stop for s in spans)]), like_MD.shape[1]
-    )
-
-
 def _rows(whole_MD: Tensor, span: _Span) -> Tensor:
     """The rows that an expert's padded product reads; zeros after the last."""
     rows_mD = whole_MD[span.reached]
@@ -220,32 +222,45 @@ def _rows(whole_MD: Tensor, span: _Span) -> Tensor:
     return pad(rows_mD, (0, 0, 0, missing)) if missing else rows_mD
 
 
-def _groups(spans: list[_Span], rows: int) -> list[list[_Span]]:
-    """Experts whose rows go through the activation together: as many as have so few inner rows."""
-    groups: list[list[_Span]] = []
-    for span in spans:
-        if groups and span.inside.stop - groups[-1][0].first <= rows:
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    return groups
+def _like(rows_MD: Tensor, rows: int) -> Tensor:
+    return rows_MD.new_empty(rows, rows_MD.shape[1])
 
 
-def _whole(group: list[_Span]) -> slice:
-    """All inner rows of a group."""
-    return slice(group[0].first, group[-1].inside.stop)
+def _run(
+    compute: Callable[[Iterator[_Span], int], None], spans: list[_Span], inner_PF: Tensor
+) -> None:
+    """Has experts computed: each by all threads, or in bf16 each by one of them.
+
+    A product of 512 rows in fp32 is nearly twice as fast with two threads; in bf16 it is not.
+    """
+    threads, rows = torch.get_num_threads(), sum(span.padded for span in spans)
+    shared = threads > 1 and _pads(inner_PF.dtype) and inner_PF.numel() >= SHARED_NUMBERS
+    # With an expert of more rows one thread alone would be busy when all others are done.
+    most_alone = 1.5 * rows / threads if shared else 0
+    together = [span for span in spans if span.padded > most_alone]
+    compute(iter(together), _most_rows(together))
+    if len(together) < len(spans):
+        alone = [span for span in spans if span.padded <= most_alone]
+        alone.sort(key=lambda span: span.padded, reverse=True)
+        share_out(lambda mine: compute(mine, alone[0].padded), alone)
 
 
-def _most_rows(groups: list[list[_Span]]) -> int:
-    return max((group[-1].inside.stop - group[0].first for group in groups), default=0)
+def _most_rows(spans: list[_Span]) -> int:
+    return max((span.padded for span in spans), default=0)
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = a @ b + bias; without bf16 instructions fp32 is faster, by an order of magnitude."""
-    if a.dtype == torch.bfloat16 and not has_bf16_products():
-        product = a.float() @ b.float()
-        out.copy_(product if bias is None else product + bias)
-    elif bias is None:
-        torch.mm(a, b, out=out)
+def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
+    """As `_multiply` for the first rows of a. Another thread may write those behind them."""
+    if len(a) == len(out):
+        _multiply(a, b, out)
     else:
-        torch.addmm(bias, a, b, out=out)
+        _multiply(a, b, buffer[: len(a)])
+        out.copy_(buffer[: len(out)])
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b; without bf16 instructions fp32 is faster, by an order of magnitude."""
+    if a.dtype == torch.bfloat16 and not has_bf16_products():
+        out.copy_(a.float() @ b.float())
+    else:
+        torch.mm(a, b, out=out)

@@ -1,81 +1,121 @@
-"""GELU on a CPU, computed and read from a table, against PyTorch's in float64."""
+"""GELU on a CPU, compiled and PyTorch's, against its formula in float64.
+
+Shapes: m rows, F inner width.
+"""
+
+import math
 
 import pytest
 import torch
-from torch.nn.functional import gelu
 
-from model.smoe import activation
-from model.smoe.activation import BlockGelu, TableGelu, gelu_for
+from model.smoe.activation import NativeGelu, TorchGelu, gelu_for, has_native_gelu
 
-
-def reference(inner, change):
-    """The activation and the gradient of the inner rows, in float64."""
-    wide = inner.detach().double().clone().requires_grad_()
-    active = gelu(wide, approximate="tanh")
-    (gradient,) = torch.autograd.grad(active, wide, change.double())
-    return active.detach(), gradient
-
-
-def every_number():
-    """All finite numbers of bf16, in rows of 16."""
-    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    return numbers[numbers.isfinite()].view(-1, 16)
-
-
-@pytest.mark.parametrize("block", [2**16, 2**12, 7])
-def test_the_table_has_every_number_rounded_once(block, monkeypatch):
-    monkeypatch.setattr(activation, "BLOCK_NUMBERS", block)
-    inner = every_number() if block > 7 else every_number()[::511].contiguous()
-    change = torch.randn(inner.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected, expected_gradient = reference(inner, change)
-    kernel, active, gradient = TableGelu(), torch.empty_like(inner), change.clone()
-    kernel.forward(inner, active)
-    # Where 1 + tanh loses all places, the reference is 0 for what is not.
-    exact = expected.abs() > 1e-10
-    assert torch.equal(active[exact], expected[exact].bfloat16())
-    assert (active[~exact].abs() < 2e-10).all()
-    again = active.clone()
-    active.fill_(torch.nan)
-    kernel.backward(inner, active, gradient)
-    assert torch.equal(active, again)
-    # Half a unit of the last of 8 places, and what the slope in fp32 leaves where it is near 0.
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2**-7.99, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2**-8)],
+native = pytest.mark.skipif(
+    not has_native_gelu(), reason="no C compiler was there when Polyad was installed"
 )
-def test_it_is_computed_alike(dtype, tolerance):
-    inner = 3 * torch.randn(37, 24, generator=torch.Generator().manual_seed(1))
-    change = torch.randn(37, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
-    inner = inner.to(dtype)
-    expected, expected_gradient = reference(inner, change)
-    active, gradient = torch.empty_like(inner), change.clone()
-    BlockGelu(inner).backward(inner, active, gradient)
-    torch.testing.assert_close(active.double(), expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=tolerance, atol=tolerance)
+KERNELS = [
+    pytest.param(lambda dtype: TorchGelu(), torch.float64, 1e-12, id="PyTorch's in fp64"),
+    pytest.param(lambda dtype: TorchGelu(), torch.float32, 1e-5, id="PyTorch's in fp32"),
+    pytest.param(gelu_for, torch.float32, 2e-6, id="compiled in fp32", marks=native),
+    pytest.param(gelu_for, torch.bfloat16, 2**-8, id="compiled in bf16", marks=native),
+]
 
 
-def test_rows_behind_the_inner_ones_are_left_alone():
-    inner, active = torch.ones(3, 8).bfloat16(), torch.zeros(5, 8).bfloat16()
-    TableGelu().forward(inner, active)
-    assert (active[:3] != 0).all()
-    assert (active[3:] == 0).all()
+def reference(inner_mF, bias_F, change_mF):
+    """The activation, the gradient of the inner rows and their sum, in float64."""
+    h = inner_mF.double()
+    if bias_F is not None:
+        h = h + bias_F.double()
+    slope = 2 * math.sqrt(2 / math.pi)
+    share = torch.sigmoid(slope * h * (1 + 0.044715 * h.square()))
+    other = torch.sigmoid(-slope * h * (1 + 0.044715 * h.square()))  # 1 - share, all its places
+    derivative = share + h * share * other * slope * (1 + 3 * 0.044715 * h.square())
+    change_mF = change_mF.double() * derivative
+    return h * share, change_mF, change_mF.sum(0)
 
 
-def test_what_is_not_finite_stays_so():
-    inner = torch.tensor([[float("nan"), float("inf")]]).bfloat16()
-    active = torch.empty_like(inner)
-    TableGelu().forward(inner, active)
-    assert not active.isfinite().any()
+def both_ways(kernel, inner_mF, bias_F, change_mF):
+    """As `reference`; memory that nobody has written is NaN."""
+    active_mF, again_mF = torch.full_like(inner_mF, torch.nan), torch.full_like(inner_mF, torch.nan)
+    for_bias_F = torch.full_like(inner_mF[0], torch.nan)
+    change_mF = change_mF.clone()
+    kernel.forward(inner_mF, bias_F, active_mF)
+    kernel.backward(inner_mF, bias_F, again_mF, change_mF, for_bias_F)
+    torch.testing.assert_close(active_mF, again_mF, rtol=0, atol=0, equal_nan=True)
+    return active_mF, change_mF, for_bias_F
 
 
-def test_the_table_is_read_in_bf16_by_few_threads(monkeypatch):
-    for dtype, threads, kernel in (
-        (torch.bfloat16, 2, TableGelu),
-        (torch.bfloat16, 3, BlockGelu),
-        (torch.float32, 1, BlockGelu),
-    ):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert type(gelu_for(torch.empty(1, 8, dtype=dtype))) is kernel
+def numbers(rows, columns, dtype, seed=0):
+    """Inner rows, a bias and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((rows, columns), (columns,), (rows, columns))
+    return [(2 * torch.randn(size, generator=generator)).to(dtype) for size in sizes]
+
+
+# One number, less than a line, whole lines, more columns than go together, rows for all threads.
+@pytest.mark.parametrize("shape", [(1, 1), (37, 24), (3, 640), (5, 1031), (600, 96), (40, 2048)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("kernel_for", "dtype", "tolerance"), KERNELS)
+def test_it_is_the_formula(kernel_for, dtype, tolerance, with_bias, shape, threads):
+    inner, bias, change = numbers(*shape, dtype)
+    bias = bias if with_bias else None
+    actual = both_ways(kernel_for(dtype), inner, bias, change)
+    expected = reference(inner, bias, change)
+    for name, got, want in zip(("value", "change", "bias"), actual, expected, strict=True):
+        scale = math.sqrt(shape[0]) if name == "bias" else 1
+        torch.testing.assert_close(
+            got.double(), want, rtol=tolerance, atol=scale * tolerance, msg=name
+        )
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_threads_change_no_bit(dtype):
+    inner, bias, change = numbers(300, 1500, dtype)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(both_ways(gelu_for(dtype), inner, bias, change))
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+@native
+def test_every_number_of_bf16_is_rounded_once():
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    inner = bits.view(torch.bfloat16)
+    inner = inner[inner.isfinite()].view(-1, 16)
+    change = torch.randn(inner.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    active, gradient, _ = both_ways(gelu_for(torch.bfloat16), inner, None, change)
+    expected, expected_gradient, _ = reference(inner, None, change)
+    # Half a unit of the last of 8 places, and a little for fp32; 1e-37 where bf16 is denormal, too.
+    torch.testing.assert_close(active.double(), expected, rtol=2**-7.99, atol=1e-37)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2**-7.99, atol=1e-36)
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ends_and_what_is_not_finite(dtype):
+    inner = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0, 10.5, -10.5]]).to(dtype)
+    active, change, _ = both_ways(gelu_for(dtype), inner, None, torch.ones_like(inner))
+    assert active[0, :3].isfinite().tolist() == [False] * 3
+    assert active[0, 3:].tolist() == [inner[0, 3].item(), 0, 0, 10.5, 0]
+    assert change[0, 0].isnan()
+    assert change[0, 3:].tolist() == [1, 0, 0.5, 1, 0]
+
+
+@native
+def test_what_is_no_number_stays_none_whatever_its_bits():
+    bits = torch.tensor([[0x7F81, 0x7FFF, 0xFF81, 0xFFFF]], dtype=torch.int32)
+    inner = bits.to(torch.uint16).view(torch.bfloat16)
+    active, change, for_bias = torch.zeros_like(inner), torch.ones_like(inner), inner[0] * 0
+    gelu_for(torch.bfloat16).backward(inner, None, active, change, for_bias)
+    assert all(result.isnan().all() for result in (inner, active, change, for_bias))
+
+
+def test_the_compiled_one_is_taken_for_what_it_was_compiled_for():
+    kinds = {dtype: type(gelu_for(dtype)) for dtype in (torch.bfloat16, torch.float32)}
+    assert set(kinds.values()) == {NativeGelu if has_native_gelu() else TorchGelu}
+    assert type(gelu_for(torch.float64)) is TorchGelu
+    assert type(gelu_for(torch.float16)) is TorchGelu

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from model.smoe import activation, host
+from model.smoe import host
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from tests.helpers.routing import make, make_config, make_context
@@ -40,12 +40,10 @@ def run(counts, kind, *, width=16, inner=24):
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("group", [2**19, 24 * 40, 1])
-def test_padding_changes_no_output_and_no_gradient(counts, group, monkeypatch):
+def test_padding_and_threads_change_no_output_and_no_gradient(counts, threads, monkeypatch):
     expected = run(counts, "loop")
     monkeypatch.setattr(host, "_pads", lambda dtype: True)
-    monkeypatch.setattr(host, "GROUP_NUMBERS", group)
-    monkeypatch.setattr(activation, "BLOCK_NUMBERS", 24 * 7)
+    monkeypatch.setattr(host, "SHARED_NUMBERS", 0)
     # New memory is NaN: nothing may be read that was not written.
     with _filled_memory():
         actual = run(counts, "grouped")
@@ -62,6 +60,22 @@ class _filled_memory:
     def __exit__(self, *_):
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = self.before
+
+
+def test_without_a_bias_nothing_else_changes(threads, monkeypatch):
+    context = make_context(hidden_size=16, bias=False)
+    config: SparseMoEConfig = make_config(num_experts=3, expert_hidden_size=24)
+    monkeypatch.setattr(host, "_pads", lambda dtype: True)
+    monkeypatch.setattr(host, "SHARED_NUMBERS", 0)
+    results = []
+    for kind in ("loop", "grouped"):
+        experts = make(Experts, config.model_copy(update={"experts": kind}), context, torch.float64)
+        rows_MD = torch.randn(50, 16, generator=torch.Generator().manual_seed(3)).double()
+        rows_MD.requires_grad_()
+        experts(rows_MD, torch.tensor([9, 34, 7])).square().sum().backward()
+        results.append([rows_MD.grad, experts.up.grad, experts.down.grad])
+        assert experts.up_bias is None
+    torch.testing.assert_close(results[0], results[1], atol=1e-12, rtol=1e-10)
 
 
 def test_memory_is_filled_with_nan_in_that_test():

@@ -1,0 +1,78 @@
+"""Work of many small parts on a CPU: each part by one thread, instead of all threads on each part.
+
+A product of few rows is hardly faster with two threads than with one, and some operations use one
+whatever they are given. Side by side they are.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+def share_out(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
+    """Runs work in as many threads as PyTorch computes with, each of which computes alone.
+
+    Gradients are not recorded there.
+
+    Args:
+        work: Gets items until none is left; every thread calls it once, and writes where no other
+            does.
+        items: All of them. Who comes for the next gets it: give the longest first.
+
+    Raises:
+        Exception: The first of what work raised, when all threads have ended.
+    """
+    queue: SimpleQueue[Item] = SimpleQueue()
+    for item in items:
+        queue.put(item)
+
+    @torch.inference_mode()
+    def run() -> None:
+        work(_until_empty(queue))
+
+    threads = torch.get_num_threads()
+    futures = [_pool(threads).submit(run) for _ in range(threads)]
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _until_empty(queue: SimpleQueue[Item]) -> Iterator[Item]:
+    while True:
+        try:
+            item = queue.get_nowait()
+        except Empty:
+            return
+        yield item
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, for to begin one takes as long as a small product."""
+    before = torch.get_num_threads()
+    started = threading.Barrier(threads + 1)
+
+    def begin() -> None:
+        torch.get_num_threads()  # the first call in a thread undoes what was set before it
+        torch.set_num_threads(1)
+        started.wait()
+
+    pool = ThreadPoolExecutor(threads, "polyad-experts", begin)
+    for _ in range(threads):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(before)  # what a thread sets is what threads begin with after it
+    return pool
+
+
+# A forked process has none of the threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
