@@ -33,7 +33,7 @@ from launch.bench.smoe_peers import (
     rows_of_experts,
 )
 from launch.output import align
-from model.smoe.activation import has_native_gelu
+from model.activation import has_native_gelu
 from parallel import comm
 from parallel.zero import DTYPES, import_deepspeed
 from train.errors import ConfigError, RunError

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from model.activation import gelu_again
 from model.mumoe.tiles import addmm, matmul, transposed_matmul
 
 
@@ -115,12 +116,14 @@ class _Affine(torch.autograd.Function):
         z_MI, factor = ctx.saved_tensors
         inputs = z_MI.shape[1]
         for_z_MI = for_factor = None
+        active_MI = z_MI
         if ctx.needs_input_grad[0]:
             for_z_MI = gradient_MC @ factor.flatten(1)[:inputs].t()
             if ctx.activated:
-                torch.ops.aten.gelu_backward(for_z_MI, z_MI, grad_input=for_z_MI)
+                active_MI = gelu_again(z_MI, for_z_MI)
+        elif ctx.activated:
+            active_MI = gelu(z_MI)
         if ctx.needs_input_grad[1]:
-            active_MI = gelu(z_MI) if ctx.activated else z_MI
             for_factor = torch.empty_like(factor)
             flat = for_factor.view(factor.shape[0], -1)
             transposed_matmul(active_MI, gradient_MC, flat[:inputs])

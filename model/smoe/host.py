@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.activation import gelu_for
 from model.processor import has_bf16_products
-from model.smoe.activation import gelu_for
 from model.threads import share_out
 
 SHARED_NUMBERS = 2**21
@@ -59,7 +59,7 @@ def _forward(
     spans = _spans(counts_E, rows_MD.dtype)
     output_MD = torch.empty_like(rows_MD)
     inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
-    gelu = gelu_for(inner_PF.dtype)
+    gelu = gelu_for(inner_PF.dtype, "tanh")
 
     def compute(mine: Iterator[_Span], most: int) -> None:
         active_mF, buffer_mD = inner_PF.new_empty(most, up_EDF.shape[2]), _like(rows_MD, most)
@@ -99,7 +99,7 @@ def _backward(
     if len(spans) < len(up_EDF):
         for whole in (for_up_EDF, for_down_EFD, for_bias_EF):
             whole[counts_E == 0] = 0
-    gelu = gelu_for(inner_PF.dtype)
+    gelu = gelu_for(inner_PF.dtype, "tanh")
 
     def compute(mine: Iterator[_Span], most: int) -> None:
         active_mF, change_mF = inner_PF.new_empty(2, most, up_EDF.shape[2])

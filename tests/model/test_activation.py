@@ -8,24 +8,29 @@ import math
 import pytest
 import torch
 
-from model.smoe.activation import NativeGelu, TorchGelu, gelu_for, has_native_gelu
+from model.activation import NativeGelu, TorchGelu, gelu_again, gelu_for, has_native_gelu
 
 native = pytest.mark.skipif(
     not has_native_gelu(), reason="no C compiler was there when Polyad was installed"
 )
 KERNELS = [
-    pytest.param(lambda dtype: TorchGelu(), torch.float64, 1e-12, id="PyTorch's in fp64"),
-    pytest.param(lambda dtype: TorchGelu(), torch.float32, 1e-5, id="PyTorch's in fp32"),
+    pytest.param(lambda _, form: TorchGelu(form), torch.float64, 1e-12, id="PyTorch's in fp64"),
+    pytest.param(lambda _, form: TorchGelu(form), torch.float32, 1e-5, id="PyTorch's in fp32"),
     pytest.param(gelu_for, torch.float32, 2e-6, id="compiled in fp32", marks=native),
     pytest.param(gelu_for, torch.bfloat16, 2**-8, id="compiled in bf16", marks=native),
 ]
 
 
-def reference(inner_mF, bias_F, change_mF):
+def reference(inner_mF, bias_F, change_mF, form="tanh"):
     """The activation, the gradient of the inner rows and their sum, in float64."""
     h = inner_mF.double()
     if bias_F is not None:
         h = h + bias_F.double()
+    if form == "none":
+        share = torch.special.erfc(-h / math.sqrt(2)) / 2
+        derivative = share + h * (-h.square() / 2).exp() / math.sqrt(2 * math.pi)
+        change_mF = change_mF.double() * derivative
+        return h * share, change_mF, change_mF.sum(0)
     slope = 2 * math.sqrt(2 / math.pi)
     share = torch.sigmoid(slope * h * (1 + 0.044715 * h.square()))
     other = torch.sigmoid(-slope * h * (1 + 0.044715 * h.square()))  # 1 - share, all its places
@@ -55,12 +60,13 @@ def numbers(rows, columns, dtype, seed=0):
 # One number, less than a line, whole lines, more columns than go together, rows for all threads.
 @pytest.mark.parametrize("shape", [(1, 1), (37, 24), (3, 640), (5, 1031), (600, 96), (40, 2048)])
 @pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("form", ["none", "tanh"])
 @pytest.mark.parametrize(("kernel_for", "dtype", "tolerance"), KERNELS)
-def test_it_is_the_formula(kernel_for, dtype, tolerance, with_bias, shape, threads):
+def test_it_is_the_formula(kernel_for, dtype, tolerance, form, with_bias, shape, threads):
     inner, bias, change = numbers(*shape, dtype)
     bias = bias if with_bias else None
-    actual = both_ways(kernel_for(dtype), inner, bias, change)
-    expected = reference(inner, bias, change)
+    actual = both_ways(kernel_for(dtype, form), inner, bias, change)
+    expected = reference(inner, bias, change, form)
     for name, got, want in zip(("value", "change", "bias"), actual, expected, strict=True):
         scale = math.sqrt(shape[0]) if name == "bias" else 1
         torch.testing.assert_close(
@@ -70,35 +76,39 @@ def test_it_is_the_formula(kernel_for, dtype, tolerance, with_bias, shape, threa
 
 @native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_threads_change_no_bit(dtype):
+@pytest.mark.parametrize("form", ["none", "tanh"])
+def test_threads_change_no_bit(dtype, form):
     inner, bias, change = numbers(300, 1500, dtype)
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append(both_ways(gelu_for(dtype), inner, bias, change))
+        results.append(both_ways(gelu_for(dtype, form), inner, bias, change))
     torch.set_num_threads(before)
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
 
 
 @native
-def test_every_number_of_bf16_is_rounded_once():
+@pytest.mark.parametrize(("form", "tail"), [("tanh", 1e-37), ("none", 2e-7)])
+def test_every_number_of_bf16_is_rounded_once(form, tail):
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     inner = bits.view(torch.bfloat16)
     inner = inner[inner.isfinite()].view(-1, 16)
     change = torch.randn(inner.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    active, gradient, _ = both_ways(gelu_for(torch.bfloat16), inner, None, change)
-    expected, expected_gradient, _ = reference(inner, None, change)
-    # Half a unit of the last of 8 places, and a little for fp32; 1e-37 where bf16 is denormal, too.
-    torch.testing.assert_close(active.double(), expected, rtol=2**-7.99, atol=1e-37)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2**-7.99, atol=1e-36)
+    active, gradient, _ = both_ways(gelu_for(torch.bfloat16, form), inner, None, change)
+    expected, expected_gradient, _ = reference(inner, None, change, form)
+    # Half a unit of the last of 8 places, and a little for fp32. With tanh down to where bf16 is
+    # denormal; that with erf is right to 8e-8.
+    torch.testing.assert_close(active.double(), expected, rtol=2**-7.99, atol=tail)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2**-7.99, atol=10 * tail)
 
 
 @native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ends_and_what_is_not_finite(dtype):
+@pytest.mark.parametrize("form", ["none", "tanh"])
+def test_ends_and_what_is_not_finite(dtype, form):
     inner = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0, 10.5, -10.5]]).to(dtype)
-    active, change, _ = both_ways(gelu_for(dtype), inner, None, torch.ones_like(inner))
+    active, change, _ = both_ways(gelu_for(dtype, form), inner, None, torch.ones_like(inner))
     assert active[0, :3].isfinite().tolist() == [False] * 3
     assert active[0, 3:].tolist() == [inner[0, 3].item(), 0, 0, 10.5, 0]
     assert change[0, 0].isnan()
@@ -110,12 +120,25 @@ def test_what_is_no_number_stays_none_whatever_its_bits():
     bits = torch.tensor([[0x7F81, 0x7FFF, 0xFF81, 0xFFFF]], dtype=torch.int32)
     inner = bits.to(torch.uint16).view(torch.bfloat16)
     active, change, for_bias = torch.zeros_like(inner), torch.ones_like(inner), inner[0] * 0
-    gelu_for(torch.bfloat16).backward(inner, None, active, change, for_bias)
+    gelu_for(torch.bfloat16, "tanh").backward(inner, None, active, change, for_bias)
     assert all(result.isnan().all() for result in (inner, active, change, for_bias))
 
 
 def test_the_compiled_one_is_taken_for_what_it_was_compiled_for():
-    kinds = {dtype: type(gelu_for(dtype)) for dtype in (torch.bfloat16, torch.float32)}
+    kinds = {dtype: type(gelu_for(dtype, "tanh")) for dtype in (torch.bfloat16, torch.float32)}
     assert set(kinds.values()) == {NativeGelu if has_native_gelu() else TorchGelu}
-    assert type(gelu_for(torch.float64)) is TorchGelu
-    assert type(gelu_for(torch.float16)) is TorchGelu
+    assert type(gelu_for(torch.float64, "tanh")) is TorchGelu
+    assert type(gelu_for(torch.float16, "tanh")) is TorchGelu
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_gelu_again_is_gelu_and_its_gradient(dtype, contiguous):
+    z, _, change = numbers(33, 70, torch.float64)
+    z, change = z.to(dtype), change.to(dtype)
+    z = z if contiguous else z.t().contiguous().t()
+    active, gradient, _ = reference(z, None, change, "none")
+    result = gelu_again(z, change)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(result.double(), active, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(change.double(), gradient, rtol=tolerance, atol=tolerance)

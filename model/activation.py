@@ -1,10 +1,10 @@
-"""GELU of experts on a CPU, and its derivative.
+"""GELU and its derivative on a CPU, both in one pass.
 
-    h s(h)        s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
+    none    h P(h)    P: the normal distribution
+    tanh    h s(h)    s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
 
-which is its form with tanh; PyTorch's own in that form has no fast tanh. `gelu.c` is compiled when
-Polyad is installed. Where there was no compiler, PyTorch's is taken: it takes as long as the
-products of a small expert.
+as PyTorch calls them; its own with tanh takes as long as the products of a small expert. `gelu.c`
+is compiled when Polyad is installed. Where there was no compiler, PyTorch's is taken.
 
 Shapes: m rows, F inner width.
 """
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-"""What was compiled for which dtype."""
+"""What it is compiled for, in the names of its functions."""
+FORMS = {"none": "erf", "tanh": "tanh"}
+"""The same."""
 
 
 class Gelu(Protocol):
@@ -33,18 +35,39 @@ class Gelu(Protocol):
         bias_F: Tensor | None,
         active_mF: Tensor,
         change_mF: Tensor,
-        for_bias_F: Tensor,
+        for_bias_F: Tensor | None,
     ) -> None:
         """Writes the activation, turns its gradient into that of the inner rows, and sums them."""
 
 
-def gelu_for(dtype: torch.dtype) -> Gelu:
+def gelu_for(dtype: torch.dtype, approximate: str) -> Gelu:
     """The faster that is there.
 
     Args:
         dtype: Of the rows.
+        approximate: As PyTorch's: `none` or `tanh`.
     """
-    return NativeGelu(NATIVE[dtype]) if dtype in NATIVE and has_native_gelu() else TorchGelu()
+    if dtype in NATIVE and has_native_gelu():
+        return NativeGelu(f"{FORMS[approximate]}_{NATIVE[dtype]}")
+    return TorchGelu(approximate)
+
+
+def gelu_again(z_mF: Tensor, change_mF: Tensor) -> Tensor:
+    """GELU, `none`, in a backward pass; turns its gradient into that of z, in place.
+
+    Args:
+        z_mF: What it is applied to.
+        change_mF: The gradient.
+
+    Returns:
+        [m, F].
+    """
+    if z_mF.device.type == "cpu" and not torch.compiler.is_compiling():
+        active_mF = torch.empty_like(change_mF)
+        gelu_for(z_mF.dtype, "none").backward(z_mF.contiguous(), None, active_mF, change_mF, None)
+        return active_mF
+    torch.ops.aten.gelu_backward(change_mF, z_mF, grad_input=change_mF)
+    return torch.nn.functional.gelu(z_mF)
 
 
 def has_native_gelu() -> bool:
@@ -56,7 +79,7 @@ class NativeGelu:
     """Compiled: every number is rounded once, from fp32. Computes with PyTorch's threads.
 
     Args:
-        name: Of the dtype, in the library.
+        name: Of form and dtype, in the library.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,7 +96,7 @@ class NativeGelu:
         bias_F: Tensor | None,
         active_mF: Tensor,
         change_mF: Tensor,
-        for_bias_F: Tensor,
+        for_bias_F: Tensor | None,
     ) -> None:
         """See `Gelu.backward`."""
         where = _addresses(inner_mF, bias_F, active_mF, change_mF, for_bias_F)
@@ -81,12 +104,19 @@ class NativeGelu:
 
 
 class TorchGelu:
-    """PyTorch's."""
+    """PyTorch's.
+
+    Args:
+        approximate: See `gelu_for`.
+    """
+
+    def __init__(self, approximate: str) -> None:
+        self.approximate = approximate
 
     def forward(self, inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
         """See `Gelu.forward`."""
         shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
-        torch.ops.aten.gelu.out(shifted_mF, approximate="tanh", out=active_mF)
+        torch.ops.aten.gelu.out(shifted_mF, approximate=self.approximate, out=active_mF)
 
     def backward(
         self,
@@ -94,15 +124,16 @@ class TorchGelu:
         bias_F: Tensor | None,
         active_mF: Tensor,
         change_mF: Tensor,
-        for_bias_F: Tensor,
+        for_bias_F: Tensor | None,
     ) -> None:
         """See `Gelu.backward`."""
         shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
-        torch.ops.aten.gelu.out(shifted_mF, approximate="tanh", out=active_mF)
+        torch.ops.aten.gelu.out(shifted_mF, approximate=self.approximate, out=active_mF)
         torch.ops.aten.gelu_backward.grad_input(
-            change_mF, shifted_mF, approximate="tanh", grad_input=change_mF
+            change_mF, shifted_mF, approximate=self.approximate, grad_input=change_mF
         )
-        torch.sum(change_mF, 0, out=for_bias_F)
+        if for_bias_F is not None:
+            torch.sum(change_mF, 0, out=for_bias_F)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
@@ -121,5 +152,5 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """It is no module of Python, but is found as one."""
-    found = importlib.util.find_spec("model.smoe._gelu")
+    found = importlib.util.find_spec("model._gelu")
     return None if found is None or found.origin is None else ctypes.CDLL(found.origin)
