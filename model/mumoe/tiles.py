@@ -1,9 +1,8 @@
 """Products of narrow factors in bf16, in the arrangement that a processor with tiles likes.
 
-A rank is rarely a multiple of the 32 numbers that its products take at a time, and a factor is
-several times as wide as its rank. oneDNN then takes up to twice as long as it has to, with two
-threads as long as with one, so the same sums are asked for in other pieces. Everywhere else these
-are the plain products.
+A factor is several times as wide as its rank. In a large product of few columns and long sums
+oneDNN takes up to twice as long as it has to, with two threads as long as with one, so the same
+sums are asked for in other pieces. Everywhere else these are the plain products.
 
 Shapes: M tokens, I rows and C columns of a factor.
 """
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from model.processor import has_tiles
 
-TILE = 32
-"""Columns of a product whose multiples take no longer than they have to."""
 LARGE = 2**28
 """Multiplications of a product from which on it is asked for in pieces."""
 PIECE = 256
@@ -84,10 +81,9 @@ def transposed_matmul(a_MI: Tensor, b_MC: Tensor, out_IC: Tensor) -> None:
 
 
 def _pieces(a_MI: Tensor, b_IC: Tensor) -> Iterator[slice]:
-    """The columns of a product: few at a time if it is large, or else whole tiles and the rest."""
+    """The columns of a product: few at a time if it is large."""
     columns = b_IC.shape[1]
-    large = a_MI.numel() * columns >= LARGE
-    size = PIECE if large else columns - columns % TILE or columns
+    size = PIECE if a_MI.numel() * columns >= LARGE else columns
     return (slice(first, min(first + size, columns)) for first in range(0, columns, size))
 
 
