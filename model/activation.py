@@ -21,6 +21,8 @@ NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """What it is compiled for, in the names of its functions."""
 FORMS = {"none": "erf", "tanh": "tanh"}
 """The same."""
+VERSION = 1
+"""Of the library that is called here; one of an older installation is left alone."""
 
 
 class Gelu(Protocol):
@@ -137,6 +139,7 @@ class TorchGelu:
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
@@ -151,6 +154,13 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """It is no module of Python, but is found as one."""
+    """It is no module of Python, but is found as one; None without it, or if it is not of today."""
     found = importlib.util.find_spec("model._gelu")
-    return None if found is None or found.origin is None else ctypes.CDLL(found.origin)
+    if found is None or found.origin is None:
+        return None
+    library = ctypes.CDLL(found.origin)
+    try:
+        version = ctypes.c_int.in_dll(library, "polyad_gelu_version").value
+    except ValueError:
+        return None
+    return library if version == VERSION else None

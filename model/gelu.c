@@ -178,3 +178,6 @@ OF_TYPE(uint16_t, tanh_bf16, widen, narrow, by_tanh)
 OF_TYPE(uint16_t, erf_bf16, widen, narrow, by_erf)
 OF_TYPE(float, tanh_fp32, same, same, by_tanh)
 OF_TYPE(float, erf_fp32, same, same, by_erf)
+
+/* Of what the functions above take: the same number stands in activation.py. */
+const int polyad_gelu_version = 1;
