@@ -90,7 +90,8 @@ class NativeGelu:
 
     def forward(self, inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
         """See `Gelu.forward`."""
-        self._forward(*_addresses(inner_mF, bias_F, active_mF), *inner_mF.shape)
+        where = _addresses(inner_mF, bias_F, active_mF)
+        self._forward(*where, *inner_mF.shape, torch.get_num_threads())
 
     def backward(
         self,
@@ -102,7 +103,7 @@ class NativeGelu:
     ) -> None:
         """See `Gelu.backward`."""
         where = _addresses(inner_mF, bias_F, active_mF, change_mF, for_bias_F)
-        self._backward(*where, *inner_mF.shape)
+        self._backward(*where, *inner_mF.shape, torch.get_num_threads())
 
 
 class TorchGelu:
@@ -145,9 +146,9 @@ def _addresses(*tensors: Tensor | None) -> list[int | None]:
 
 @functools.cache
 def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
-    """Of the library: addresses of so many tensors, and the numbers of rows and columns."""
+    """Of the library: addresses of so many tensors, the numbers of rows, columns and threads."""
     function: ctypes._NamedFuncPointer = getattr(_library(), name)
-    function.argtypes = [*[ctypes.c_void_p] * tensors, ctypes.c_long, ctypes.c_long]
+    function.argtypes = [*[ctypes.c_void_p] * tensors, *[ctypes.c_long] * 3]
     function.restype = None
     return function
 

@@ -107,18 +107,14 @@ static long together(long columns, long threads) {
     return each < LINE ? LINE : each > COLUMNS ? COLUMNS : each;
 }
 
-#ifdef _OPENMP
-#include <omp.h>
-static long threads_for(long numbers) {
-    long worth = numbers / SHARE, most = omp_get_max_threads();
-    return worth < 1 ? 1 : worth < most ? worth : most;
+/* How many threads have enough to do. */
+static long worth(long numbers, long threads) {
+    long most = numbers / SHARE;
+    return most < 1 ? 1 : most < threads ? most : threads;
 }
-#else
-static long threads_for(long numbers) { return (void)numbers, 1; }
-#endif
 
-/* For one type of numbers and one form: rows of some columns, and then all columns by all threads. OpenMP is the
-   one that PyTorch has loaded, and has its threads. */
+/* For one type of numbers and one form: rows of some columns, and then all columns by so many
+   threads at most: the OpenMP that is loaded here need not be the one whose threads PyTorch counts. */
 #define OF_TYPE(type, name, read, write, gelu)                                                    \
     EACH_PROCESSOR void forward_##name(                                                           \
         const type *restrict inner, const type *restrict bias, type *restrict active, long rows,  \
@@ -153,8 +149,9 @@ static long threads_for(long numbers) { return (void)numbers, 1; }
     }                                                                                             \
                                                                                                   \
     void polyad_gelu_forward_##name(                                                              \
-        const type *inner, const type *bias, type *active, long rows, long columns) {             \
-        long threads = threads_for(rows * columns), step = together(columns, threads);            \
+        const type *inner, const type *bias, type *active, long rows, long columns,               \
+        long most) {                                                                              \
+        long threads = worth(rows * columns, most), step = together(columns, threads);            \
         _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")        \
         for (long first = 0; first < columns; first += step)                                      \
             forward_##name(                                                                       \
@@ -164,8 +161,8 @@ static long threads_for(long numbers) { return (void)numbers, 1; }
                                                                                                   \
     void polyad_gelu_backward_##name(                                                             \
         const type *inner, const type *bias, type *active, type *change, type *for_bias,          \
-        long rows, long columns) {                                                                \
-        long threads = threads_for(rows * columns), step = together(columns, threads);            \
+        long rows, long columns, long most) {                                                     \
+        long threads = worth(rows * columns, most), step = together(columns, threads);            \
         _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)")        \
         for (long first = 0; first < columns; first += step)                                      \
             backward_##name(                                                                      \

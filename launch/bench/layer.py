@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from launch.bench.device import now
 from launch.machine import processor_name
+from model.activation import has_native_gelu
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
 from model.processor import has_bf16_products
@@ -109,6 +110,7 @@ def surroundings(device: str, repeats: int) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
         "bf16_instructions": device == "cuda" or has_bf16_products(),
+        "native_gelu": device == "cpu" and has_native_gelu(),
         "threads": torch.get_num_threads(),
         "repeats": repeats,
         "torch": torch.__version__,

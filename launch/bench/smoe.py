@@ -33,7 +33,6 @@ from launch.bench.smoe_peers import (
     rows_of_experts,
 )
 from launch.output import align
-from model.activation import has_native_gelu
 from parallel import comm
 from parallel.zero import DTYPES, import_deepspeed
 from train.errors import ConfigError, RunError
@@ -104,7 +103,6 @@ def bench_smoe(
             **shape,
             "expert_parallel": 1 if world is None else world.expert_parallel_size,
             **surroundings(device, repeats),
-            "native_gelu": has_native_gelu(),
             "deepspeed": import_deepspeed().__version__,
             "precisions": results,
         }
