@@ -85,7 +85,8 @@ def test_prefixes_equal_a_loop_over_tokens(whole, by_hand, stream):
     assert leak["prefix_tokens"] == len(stream) - 1 == len(seen)
     assert leak["prefix_loss"] == pytest.approx(cut.mean(), abs=1e-5)
     assert leak["prefix_loss_in_window"] == pytest.approx(seen.mean(), abs=1e-5)
-    assert leak["prefix_loss_in_window"] == pytest.approx(whole["loss"], abs=1e-9)
+    # The same tokens in batches of other sizes, in fp32.
+    assert leak["prefix_loss_in_window"] == pytest.approx(whole["loss"], abs=1e-7)
     assert leak["prefix_difference"] == pytest.approx((cut - seen).mean(), abs=1e-5)
     assert np.abs(cut - seen).max() > 0.01  # later tokens do matter here
     # The spread of such a mean over windows that are drawn again and again.
