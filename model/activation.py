@@ -12,7 +12,6 @@ Shapes: m rows, F inner width.
 import ctypes
 import functools
 import importlib.util
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,33 +24,54 @@ VERSION = 1
 """Of the library that is called here; one of an older installation is left alone."""
 
 
-class Gelu(Protocol):
-    """Both directions, of contiguous rows, into memory that is there."""
-
-    def forward(self, inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
-        """Writes the activation of the inner rows with the bias."""
-
-    def backward(
-        self,
-        inner_mF: Tensor,
-        bias_F: Tensor | None,
-        active_mF: Tensor,
-        change_mF: Tensor,
-        for_bias_F: Tensor | None,
-    ) -> None:
-        """Writes the activation, turns its gradient into that of the inner rows, and sums them."""
-
-
-def gelu_for(dtype: torch.dtype, approximate: str) -> Gelu:
-    """The faster that is there.
+def gelu_forward(
+    inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor, *, approximate: str
+) -> None:
+    """Writes the activation of the inner rows with the bias. All tensors are contiguous.
 
     Args:
-        dtype: Of the rows.
+        inner_mF: The rows.
+        bias_F: Of them; None: 0.
+        active_mF: Where the activation goes.
         approximate: As PyTorch's: `none` or `tanh`.
     """
-    if dtype in NATIVE and has_native_gelu():
-        return NativeGelu(f"{FORMS[approximate]}_{NATIVE[dtype]}")
-    return TorchGelu(approximate)
+    if _is_native(inner_mF.dtype):
+        _call("forward", inner_mF, approximate, inner_mF, bias_F, active_mF)
+        return
+    shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
+    torch.ops.aten.gelu.out(shifted_mF, approximate=approximate, out=active_mF)
+
+
+def gelu_backward(
+    inner_mF: Tensor,
+    bias_F: Tensor | None,
+    active_mF: Tensor,
+    change_mF: Tensor,
+    for_bias_F: Tensor | None,
+    *,
+    approximate: str,
+) -> None:
+    """Writes the activation, turns its gradient into that of the inner rows, and sums them.
+
+    Args:
+        inner_mF: See `gelu_forward`.
+        bias_F: The same.
+        active_mF: The same.
+        change_mF: The gradient, which is overwritten.
+        for_bias_F: Where the sum goes; None: nowhere.
+        approximate: See `gelu_forward`.
+    """
+    if _is_native(inner_mF.dtype):
+        tensors = (inner_mF, bias_F, active_mF, change_mF, for_bias_F)
+        _call("backward", inner_mF, approximate, *tensors)
+        return
+    shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
+    torch.ops.aten.gelu.out(shifted_mF, approximate=approximate, out=active_mF)
+    torch.ops.aten.gelu_backward.grad_input(
+        change_mF, shifted_mF, approximate=approximate, grad_input=change_mF
+    )
+    if for_bias_F is not None:
+        torch.sum(change_mF, 0, out=for_bias_F)
 
 
 def gelu_again(z_mF: Tensor, change_mF: Tensor) -> Tensor:
@@ -66,7 +86,7 @@ def gelu_again(z_mF: Tensor, change_mF: Tensor) -> Tensor:
     """
     if z_mF.device.type == "cpu" and not torch.compiler.is_compiling():
         active_mF = torch.empty_like(change_mF)
-        gelu_for(z_mF.dtype, "none").backward(z_mF.contiguous(), None, active_mF, change_mF, None)
+        gelu_backward(z_mF.contiguous(), None, active_mF, change_mF, None, approximate="none")
         return active_mF
     torch.ops.aten.gelu_backward(change_mF, z_mF, grad_input=change_mF)
     return torch.nn.functional.gelu(z_mF)
@@ -77,71 +97,16 @@ def has_native_gelu() -> bool:
     return _library() is not None
 
 
-class NativeGelu:
-    """Compiled: every number is rounded once, from fp32. Computes with PyTorch's threads.
-
-    Args:
-        name: Of form and dtype, in the library.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._forward = _function(f"polyad_gelu_forward_{name}", tensors=3)
-        self._backward = _function(f"polyad_gelu_backward_{name}", tensors=5)
-
-    def forward(self, inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
-        """See `Gelu.forward`."""
-        where = _addresses(inner_mF, bias_F, active_mF)
-        self._forward(*where, *inner_mF.shape, torch.get_num_threads())
-
-    def backward(
-        self,
-        inner_mF: Tensor,
-        bias_F: Tensor | None,
-        active_mF: Tensor,
-        change_mF: Tensor,
-        for_bias_F: Tensor | None,
-    ) -> None:
-        """See `Gelu.backward`."""
-        where = _addresses(inner_mF, bias_F, active_mF, change_mF, for_bias_F)
-        self._backward(*where, *inner_mF.shape, torch.get_num_threads())
+def _is_native(dtype: torch.dtype) -> bool:
+    return dtype in NATIVE and has_native_gelu()
 
 
-class TorchGelu:
-    """PyTorch's.
-
-    Args:
-        approximate: See `gelu_for`.
-    """
-
-    def __init__(self, approximate: str) -> None:
-        self.approximate = approximate
-
-    def forward(self, inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
-        """See `Gelu.forward`."""
-        shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
-        torch.ops.aten.gelu.out(shifted_mF, approximate=self.approximate, out=active_mF)
-
-    def backward(
-        self,
-        inner_mF: Tensor,
-        bias_F: Tensor | None,
-        active_mF: Tensor,
-        change_mF: Tensor,
-        for_bias_F: Tensor | None,
-    ) -> None:
-        """See `Gelu.backward`."""
-        shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
-        torch.ops.aten.gelu.out(shifted_mF, approximate=self.approximate, out=active_mF)
-        torch.ops.aten.gelu_backward.grad_input(
-            change_mF, shifted_mF, approximate=self.approximate, grad_input=change_mF
-        )
-        if for_bias_F is not None:
-            torch.sum(change_mF, 0, out=for_bias_F)
-
-
-def _addresses(*tensors: Tensor | None) -> list[int | None]:
+def _call(direction: str, inner_mF: Tensor, approximate: str, *tensors: Tensor | None) -> None:
+    """The library's, by as many threads as PyTorch has: each number is rounded once, from fp32."""
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    name = f"polyad_gelu_{direction}_{FORMS[approximate]}_{NATIVE[inner_mF.dtype]}"
+    where = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    _function(name, len(tensors))(*where, *inner_mF.shape, torch.get_num_threads())
 
 
 @functools.cache

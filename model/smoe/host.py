@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.activation import gelu_for
+from model.activation import gelu_backward, gelu_forward
 from model.processor import has_bf16_products
 from model.threads import share_out
 
@@ -59,7 +59,6 @@ def _forward(
     spans = _spans(counts_E, rows_MD.dtype)
     output_MD = torch.empty_like(rows_MD)
     inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
-    gelu = gelu_for(inner_PF.dtype, "tanh")
 
     def compute(mine: Iterator[_Span], most: int) -> None:
         active_mF, buffer_mD = inner_PF.new_empty(most, up_EDF.shape[2]), _like(rows_MD, most)
@@ -67,7 +66,8 @@ def _forward(
             expert = span.expert
             inner, active = inner_PF[span.inside], active_mF[: span.padded]
             _multiply(_rows(rows_MD, span), up_EDF[expert], inner)
-            gelu.forward(inner, None if bias_EF is None else bias_EF[expert], active)
+            bias_F = None if bias_EF is None else bias_EF[expert]
+            gelu_forward(inner, bias_F, active, approximate="tanh")
             _multiply_rows(active, down_EFD[expert], output_MD[span.rows], buffer_mD)
 
     _run(compute, spans, inner_PF)
@@ -99,7 +99,6 @@ def _backward(
     if len(spans) < len(up_EDF):
         for whole in (for_up_EDF, for_down_EFD, for_bias_EF):
             whole[counts_E == 0] = 0
-    gelu = gelu_for(inner_PF.dtype, "tanh")
 
     def compute(mine: Iterator[_Span], most: int) -> None:
         active_mF, change_mF = inner_PF.new_empty(2, most, up_EDF.shape[2])
@@ -110,7 +109,14 @@ def _backward(
             inner, bias_F = inner_PF[span.inside], None if bias_EF is None else bias_EF[expert]
             gradient = _rows(gradient_MD, span)
             _multiply(gradient, down_EFD[expert].t(), change)
-            gelu.backward(inner[:size], bias_F, active[:size], change[:size], for_bias_EF[expert])
+            gelu_backward(
+                inner[:size],
+                bias_F,
+                active[:size],
+                change[:size],
+                for_bias_EF[expert],
+                approximate="tanh",
+            )
             active[size:] = 0  # the next expert's rows meet these in the sums over rows
             change[size:] = 0
             _multiply(active.t(), gradient, for_down_EFD[expert])

@@ -8,16 +8,17 @@ import math
 import pytest
 import torch
 
-from model.activation import NativeGelu, TorchGelu, gelu_again, gelu_for, has_native_gelu
+from model import activation
+from model.activation import gelu_again, gelu_backward, gelu_forward, has_native_gelu
 
 native = pytest.mark.skipif(
     not has_native_gelu(), reason="no C compiler was there when Polyad was installed"
 )
 KERNELS = [
-    pytest.param(lambda _, form: TorchGelu(form), torch.float64, 1e-12, id="PyTorch's in fp64"),
-    pytest.param(lambda _, form: TorchGelu(form), torch.float32, 1e-5, id="PyTorch's in fp32"),
-    pytest.param(gelu_for, torch.float32, 2e-6, id="compiled in fp32", marks=native),
-    pytest.param(gelu_for, torch.bfloat16, 2**-8, id="compiled in bf16", marks=native),
+    pytest.param(False, torch.float64, 1e-12, id="PyTorch's in fp64"),
+    pytest.param(False, torch.float32, 1e-5, id="PyTorch's in fp32"),
+    pytest.param(True, torch.float32, 2e-6, id="compiled in fp32", marks=native),
+    pytest.param(True, torch.bfloat16, 2**-8, id="compiled in bf16", marks=native),
 ]
 
 
@@ -39,13 +40,13 @@ def reference(inner_mF, bias_F, change_mF, form="tanh"):
     return h * share, change_mF, change_mF.sum(0)
 
 
-def both_ways(kernel, inner_mF, bias_F, change_mF):
+def both_ways(inner_mF, bias_F, change_mF, form):
     """As `reference`; memory that nobody has written is NaN."""
     active_mF, again_mF = torch.full_like(inner_mF, torch.nan), torch.full_like(inner_mF, torch.nan)
     for_bias_F = torch.full_like(inner_mF[0], torch.nan)
     change_mF = change_mF.clone()
-    kernel.forward(inner_mF, bias_F, active_mF)
-    kernel.backward(inner_mF, bias_F, again_mF, change_mF, for_bias_F)
+    gelu_forward(inner_mF, bias_F, active_mF, approximate=form)
+    gelu_backward(inner_mF, bias_F, again_mF, change_mF, for_bias_F, approximate=form)
     torch.testing.assert_close(active_mF, again_mF, rtol=0, atol=0, equal_nan=True)
     return active_mF, change_mF, for_bias_F
 
@@ -61,11 +62,15 @@ def numbers(rows, columns, dtype, seed=0):
 @pytest.mark.parametrize("shape", [(1, 1), (37, 24), (3, 640), (5, 1031), (600, 96), (40, 2048)])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("form", ["none", "tanh"])
-@pytest.mark.parametrize(("kernel_for", "dtype", "tolerance"), KERNELS)
-def test_it_is_the_formula(kernel_for, dtype, tolerance, form, with_bias, shape, threads):
+@pytest.mark.parametrize(("compiled", "dtype", "tolerance"), KERNELS)
+def test_it_is_the_formula(
+    compiled, dtype, tolerance, form, with_bias, shape, threads, monkeypatch
+):
+    if not compiled:
+        monkeypatch.setattr(activation, "_library", lambda: None)
     inner, bias, change = numbers(*shape, dtype)
     bias = bias if with_bias else None
-    actual = both_ways(kernel_for(dtype, form), inner, bias, change)
+    actual = both_ways(inner, bias, change, form)
     expected = reference(inner, bias, change, form)
     for name, got, want in zip(("value", "change", "bias"), actual, expected, strict=True):
         scale = math.sqrt(shape[0]) if name == "bias" else 1
@@ -82,7 +87,7 @@ def test_threads_change_no_bit(dtype, form):
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append(both_ways(gelu_for(dtype, form), inner, bias, change))
+        results.append(both_ways(inner, bias, change, form))
     torch.set_num_threads(before)
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
@@ -95,7 +100,7 @@ def test_every_number_of_bf16_is_rounded_once(form, tail):
     inner = bits.view(torch.bfloat16)
     inner = inner[inner.isfinite()].view(-1, 16)
     change = torch.randn(inner.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    active, gradient, _ = both_ways(gelu_for(torch.bfloat16, form), inner, None, change)
+    active, gradient, _ = both_ways(inner, None, change, form)
     expected, expected_gradient, _ = reference(inner, None, change, form)
     # Half a unit of the last of 8 places, and a little for fp32. With tanh down to where bf16 is
     # denormal; that with erf is right to 8e-8.
@@ -108,7 +113,7 @@ def test_every_number_of_bf16_is_rounded_once(form, tail):
 @pytest.mark.parametrize("form", ["none", "tanh"])
 def test_ends_and_what_is_not_finite(dtype, form):
     inner = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0, 10.5, -10.5]]).to(dtype)
-    active, change, _ = both_ways(gelu_for(dtype, form), inner, None, torch.ones_like(inner))
+    active, change, _ = both_ways(inner, None, torch.ones_like(inner), form)
     assert active[0, :3].isfinite().tolist() == [False] * 3
     assert active[0, 3:].tolist() == [inner[0, 3].item(), 0, 0, 10.5, 0]
     assert change[0, 0].isnan()
@@ -120,15 +125,19 @@ def test_what_is_no_number_stays_none_whatever_its_bits():
     bits = torch.tensor([[0x7F81, 0x7FFF, 0xFF81, 0xFFFF]], dtype=torch.int32)
     inner = bits.to(torch.uint16).view(torch.bfloat16)
     active, change, for_bias = torch.zeros_like(inner), torch.ones_like(inner), inner[0] * 0
-    gelu_for(torch.bfloat16, "tanh").backward(inner, None, active, change, for_bias)
+    gelu_backward(inner, None, active, change, for_bias, approximate="tanh")
     assert all(result.isnan().all() for result in (inner, active, change, for_bias))
 
 
-def test_the_compiled_one_is_taken_for_what_it_was_compiled_for():
-    kinds = {dtype: type(gelu_for(dtype, "tanh")) for dtype in (torch.bfloat16, torch.float32)}
-    assert set(kinds.values()) == {NativeGelu if has_native_gelu() else TorchGelu}
-    assert type(gelu_for(torch.float64, "tanh")) is TorchGelu
-    assert type(gelu_for(torch.float16, "tanh")) is TorchGelu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
+def test_the_compiled_one_is_taken_for_what_it_was_compiled_for(dtype, monkeypatch):
+    called = []
+    monkeypatch.setattr(activation, "_call", lambda *arguments: called.append(arguments[0]))
+    both = numbers(2, 3, dtype)
+    gelu_forward(both[0], both[1], torch.empty_like(both[0]), approximate="tanh")
+    gelu_backward(*both[:2], torch.empty_like(both[0]), both[2], None, approximate="tanh")
+    taken = has_native_gelu() and dtype in (torch.bfloat16, torch.float32)
+    assert called == (["forward", "backward"] if taken else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
