@@ -11,10 +11,11 @@ Shapes: m rows, F inner width.
 
 import ctypes
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
+
+from model.native import load_library
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """What it is compiled for, in the names of its functions."""
@@ -118,15 +119,5 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
     return function
 
 
-@functools.cache
 def _library() -> ctypes.CDLL | None:
-    """It is no module of Python, but is found as one; None without it, or if it is not of today."""
-    found = importlib.util.find_spec("model._gelu")
-    if found is None or found.origin is None:
-        return None
-    library = ctypes.CDLL(found.origin)
-    try:
-        version = ctypes.c_int.in_dll(library, "polyad_gelu_version").value
-    except ValueError:
-        return None
-    return library if version == VERSION else None
+    return load_library("model._gelu", VERSION)
