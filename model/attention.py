@@ -6,7 +6,7 @@ D, or a part of it under tensor parallelism.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,31 @@ class AttentionTrace(NamedTuple):
     whole.
     """
 
-    q_BATH: Tensor
-    k_BATH: Tensor
-    v_BATH: Tensor
+    qkv_BT3AH: Tensor
+    """q, k and v; no way for gradients in a model."""
+    of_head_BT3H: Tensor
+    """Those of the head that was asked for."""
     output_BTD: Tensor
-    """What attention adds to the residual stream, without the output projection's bias and before
-    dropout; fp32 at least."""
+    """What attention adds to the residual stream, before dropout."""
     output_weight_DM: Tensor
     """The output projection; its M = A H columns are ordered by head."""
+    output_bias_D: Tensor | None = None
+    """The output projection's, which is part of the output."""
+
+    @property
+    def q_BATH(self) -> Tensor:
+        """Queries."""
+        return self.qkv_BT3AH.select(2, 0).transpose(1, 2)
+
+    @property
+    def k_BATH(self) -> Tensor:
+        """Keys."""
+        return self.qkv_BT3AH.select(2, 1).transpose(1, 2)
+
+    @property
+    def v_BATH(self) -> Tensor:
+        """Values."""
+        return self.qkv_BT3AH.select(2, 2).transpose(1, 2)
 
 
 class CausalSelfAttention(nn.Module):
@@ -78,13 +95,14 @@ class CausalSelfAttention(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, *, need_trace: bool = False, cache: LayerCache | None = None
+        self, x_BTD: Tensor, *, traced_head: Tensor | None = None, cache: LayerCache | None = None
     ) -> tuple[Tensor, AttentionTrace | None]:
         """Attends.
 
         Args:
             x_BTD: Normalized input.
-            need_trace: Whether to hand out q, k, v and the output; otherwise they can be freed.
+            traced_head: [1], the index of a head of this process whose q, k and v are asked for;
+                None: nothing is handed out and can be freed.
             cache: The tokens before these, to which these are added; None: there are none.
 
         Returns:
@@ -93,6 +111,9 @@ class CausalSelfAttention(nn.Module):
         batch, length, _ = x_BTD.shape
         # -1 and not A: under tensor parallelism a process holds some of the heads.
         qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
+        of_head_BT3H = None
+        if traced_head is not None:
+            qkv_BT3AH, of_head_BT3H = _WithHead.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
         q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
         drop = self.dropout if self.training else 0.0
         if cache is not None:
@@ -105,11 +126,28 @@ class CausalSelfAttention(nn.Module):
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
         projected_BTD = self.projection(merged_BTD)
         y_BTD = self.residual_dropout(projected_BTD)
-        if not need_trace:
+        if of_head_BT3H is None:
             return y_BTD, None
-        wide = torch.promote_types(projected_BTD.dtype, torch.float32)
-        output_BTD, bias_D = projected_BTD.to(wide), self.projection.bias
-        if bias_D is not None:
-            output_BTD = output_BTD - bias_D.to(wide)
-        trace = AttentionTrace(q_BATH, k_BATH, v_BATH, output_BTD, self.projection.weight)
-        return y_BTD, trace
+        weight_DM, bias_D = self.projection.weight, self.projection.bias
+        return y_BTD, AttentionTrace(
+            qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
+        )
+
+
+class _WithHead(torch.autograd.Function):
+    """q, k and v of all heads, and those of one once more.
+
+    By hand for the backward pass, which has to put the gradient of all heads into one piece in any
+    case: that of the one is added there, instead of a gradient of all that is zero elsewhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv_BT3AH: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(head)
+        return qkv_BT3AH.view_as(qkv_BT3AH), qkv_BT3AH.index_select(3, head).squeeze(3)
+
+    @staticmethod
+    def backward(ctx: Any, for_qkv_BT3AH: Tensor, for_head_BT3H: Tensor) -> tuple[Tensor, None]:
+        (head,) = ctx.saved_tensors
+        whole_BT3AH = for_qkv_BT3AH.clone(memory_format=torch.contiguous_format)
+        return whole_BT3AH.index_add_(3, head, for_head_BT3H.unsqueeze(3)), None

@@ -62,7 +62,7 @@ class Block(nn.Module):
         """
         attended_BTD, trace = self.attention(
             self.attention_norm(x_BTD),
-            need_trace=self.feed_forward.needs_attention,
+            traced_head=self.feed_forward.attention_head(),
             cache=None if cache is None else cache.attention,
         )
         x_BTD = x_BTD + attended_BTD

@@ -36,8 +36,14 @@ class FeedForwardContext:
 class FeedForward(nn.Module, ABC):
     """The interface: views of the block's state in, the output and what the router did out."""
 
-    needs_attention: bool = False
-    """Whether `forward` is to be told what the block's attention did."""
+    def attention_head(self) -> Tensor | None:
+        """Which head of the block's attention `forward` is to be told about, with what attention
+        did on the whole.
+
+        Returns:
+            [1], its index among those of this process; None: nothing is read of the attention.
+        """
+        return None
 
     @abstractmethod
     def forward(
@@ -52,7 +58,7 @@ class FeedForward(nn.Module, ABC):
         Args:
             normalized_BTD: The residual stream after the block's LayerNorm.
             residual_BTD: The residual stream before it, which the gate of a muMoE reads.
-            attention: What the block's attention did, if `needs_attention`.
+            attention: What the block's attention did, if `attention_head` names one.
             cache: In generation: what this feed-forward keeps of earlier tokens, to which these
                 are added.
 

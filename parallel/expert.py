@@ -21,9 +21,9 @@ from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.smoe.dispatch import Dispatcher, Plan, plan, take_rows
 from model.smoe.experts import Experts
-from model.smoe.features import head_entropies
 from model.smoe.graph import AttentionGraph, Mixed
 from model.smoe.layer import SparseMoE
+from model.smoe.measures import head_entropies
 from model.smoe.mixture import mix
 from model.smoe.selection import Selected
 from parallel import comm
@@ -249,6 +249,11 @@ class TensorParallelAttentionGraph(AttentionGraph):
         self._heads_here = self.num_heads // world.tensor_parallel_size
         self._first_head = self._heads_here * world.tensor_parallel_rank
 
+    def attention_head(self) -> Tensor:
+        """The head, or if it is another process's some head of this one's."""
+        head = super().attention_head() - self._first_head
+        return head.clamp(0, self._heads_here - 1)
+
     def forward(
         self,
         scores_BTE: Tensor,
@@ -263,10 +268,10 @@ class TensorParallelAttentionGraph(AttentionGraph):
         copy = library.copy_to_tensor_model_parallel_region
         head = self.head_entropy.argmin(keepdim=True) - self._first_head
         is_here = (head >= 0) & (head < self._heads_here)
-        features = self.features(
-            attention._replace(output_BTD=copy(attention.output_BTD)),
-            head.clamp(0, self._heads_here - 1),
-        )
+        whole = attention._replace(output_BTD=copy(attention.output_BTD))
+        if attention.output_bias_D is not None:
+            whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
+        features = self.features(whole)
         mixed_BTE, neighbours = mix(features, copy(scores_BTE), self.config, self.causal)
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
         mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)

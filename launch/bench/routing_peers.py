@@ -49,7 +49,11 @@ class MaterializedGraph(Graph):
 
     def __init__(self, like: Graph) -> None:
         super().__init__(like.config, like.context)
-        self.needs_attention = like.needs_attention
+        self._head = like.attention_head()
+
+    def attention_head(self) -> Tensor | None:
+        """See `Graph.attention_head`."""
+        return self._head
 
     def forward(
         self,
@@ -62,7 +66,7 @@ class MaterializedGraph(Graph):
         if attention is None:
             s_BTT = self._similarity(u_BTD.to(scores_BTE.dtype))
         else:
-            s_BTT = self._posterior(*(x.to(scores_BTE.dtype) for x in attention))
+            s_BTT = self._posterior(attention, scores_BTE.dtype)
         return Mixed(s_BTT @ scores_BTE, None, None)
 
     def _similarity(self, u_BTD: Tensor) -> Tensor:
@@ -70,12 +74,14 @@ class MaterializedGraph(Graph):
             u_BTD = u_BTD / u_BTD.norm(dim=-1, keepdim=True)
         return self._masked(u_BTD @ u_BTD.mT / self.config.tau).softmax(-1)
 
-    def _posterior(
-        self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, o_BTD: Tensor, weight_DM: Tensor
-    ) -> Tensor:
-        heads, size = q_BATH.shape[1], q_BATH.shape[3]
-        prior_BTT = self._masked(q_BATH[:, 0] @ k_BATH[:, 0].mT / size**0.5).log_softmax(-1)
-        m_BTD = heads * v_BATH[:, 0] @ weight_DM[:, :size].T
+    def _posterior(self, attention: AttentionTrace, dtype: torch.dtype) -> Tensor:
+        o_BTD, weight_DM = attention.output_BTD.to(dtype), attention.output_weight_DM.to(dtype)
+        if attention.output_bias_D is not None:
+            o_BTD = o_BTD - attention.output_bias_D.to(dtype)
+        q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)
+        heads, size = attention.qkv_BT3AH.shape[3:]
+        prior_BTT = self._masked(q_BTH @ k_BTH.mT / size**0.5).log_softmax(-1)
+        m_BTD = heads * v_BTH @ weight_DM[:, :size].T
         squares_BTT = o_BTD.square().sum(-1)[:, :, None] + m_BTD.square().sum(-1)[:, None, :]
         distance_BTT = squares_BTT - 2 * o_BTD @ m_BTD.mT
         return (prior_BTT - distance_BTT / (2 * self.config.sigma**2)).softmax(-1)
@@ -181,11 +187,14 @@ def difference(block: nn.Module, x_BTD: Tensor) -> float:
     layer: Any = block.get_submodule("feed_forward")
     with torch.no_grad():
         normalized_BTD = block.get_submodule("attention_norm")(x_BTD)
-        attended_BTD, trace = block.get_submodule("attention")(normalized_BTD, need_trace=True)
+        attended_BTD, trace = block.get_submodule("attention")(
+            normalized_BTD, traced_head=layer.attention_head()
+        )
         u_BTD = block.get_submodule("feed_forward_norm")(x_BTD + attended_BTD)
         scores_NE = layer.router.score(u_BTD.flatten(0, 1)).softmax(-1)
     graph: Graph = layer.router.graph
-    read = [scores_NE.unflatten(0, u_BTD.shape[:2]), *(trace if graph.needs_attention else [u_BTD])]
+    scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
+    read = [scores_BTE, u_BTD] if trace is None else [scores_BTE, *trace]
     ours = _mixture_and_gradients(graph, read)
     exact = _mixture_and_gradients(MaterializedGraph(graph), [x.double() for x in read])
     apart: list[float] = [
@@ -196,11 +205,14 @@ def difference(block: nn.Module, x_BTD: Tensor) -> float:
 
 def _mixture_and_gradients(graph: Graph, read: list[Tensor]) -> tuple[Tensor, ...]:
     """Of scores, and of tokens or of what attention did."""
-    scores_BTE, *others = inputs = [x.detach().requires_grad_() for x in read]
-    if graph.needs_attention:
-        mixed_BTE = graph(scores_BTE, scores_BTE, AttentionTrace(*others)).scores_BTE
+    inputs = [x.detach().requires_grad_() for x in read]
+    scores_BTE, *others = inputs
+    if graph.attention_head() is None:
+        mixed_BTE = graph(scores_BTE, *others).scores_BTE
     else:
-        mixed_BTE = graph(scores_BTE, others[0].to(scores_BTE.dtype)).scores_BTE
+        trace = AttentionTrace(*others)
+        mixed_BTE = graph(scores_BTE, scores_BTE, trace).scores_BTE
+        inputs = [x for x in inputs if x is not trace.qkv_BT3AH]  # no way for gradients
     generator = torch.Generator().manual_seed(1)
     gradient_BTE = torch.randn(mixed_BTE.shape, generator=generator).to(mixed_BTE)
     return mixed_BTE, *torch.autograd.grad(mixed_BTE, inputs, gradient_BTE)

@@ -1,16 +1,15 @@
-"""What a graph's S is made of, and what S looks like: its entropies at some of its rows.
+"""What a graph's S is made of.
 
-Shapes: B batch, T tokens in a sequence, F width of the features, A heads, H width of one head, R
-rows that are looked at.
+Shapes: B batch, T tokens in a sequence, F width of the features, E experts, M rows that are
+measured.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from model.attention import AttentionTrace
-from model.entropy import entropy
 from model.smoe.scores import wide
 
 MEASURED_ROWS = 32
@@ -21,56 +20,45 @@ class Features(NamedTuple):
     """S_ij is the softmax over j of scale * query_i . key_j."""
 
     query_BTF: Tensor
-    key_BTF: Tensor
+    key_BTF: Tensor | None
+    """None: the queries."""
     scale: float = 1.0
+    normalized: bool = False
+    """Whether each is divided by its length first."""
+
+    def in_full(self) -> tuple[Tensor, Tensor]:
+        """Query and key, divided by their lengths if that is asked for, in routing's precision."""
+        query_BTF = self._in_full(self.query_BTF)
+        return query_BTF, query_BTF if self.key_BTF is None else self._in_full(self.key_BTF)
+
+    def _in_full(self, x_BTF: Tensor) -> Tensor:
+        x_BTF = x_BTF.to(wide(x_BTF.dtype))
+        return normalize(x_BTF, dim=-1) if self.normalized else x_BTF
 
 
-def _measured_rows(length: int, device: torch.device) -> Tensor:
-    """Rows spread evenly over a sequence, the last one among them."""
+class Mixing(NamedTuple):
+    """A mixture that is asked for: p = S r."""
+
+    features: Features
+    value_BTE: Tensor
+    """r, in fp32 at least; everything is computed in its precision."""
+    causal: bool
+    """Whether a token sees itself and those before it alone."""
+    entropy_BT: Tensor | None = None
+    """Of each token's scores, if one sees those with no more than its own alone."""
+
+
+def measured_rows(length: int, device: torch.device) -> Tensor:
+    """Rows spread evenly over a sequence, the last one among them.
+
+    Args:
+        length: T.
+        device: Where the result is to be.
+
+    Returns:
+        [M], M = min(T, MEASURED_ROWS).
+    """
     count = min(length, MEASURED_ROWS)
     return (torch.arange(1, count + 1, device=device) * length).div(
         count, rounding_mode="floor"
     ) - 1
-
-
-@torch.no_grad()
-def _row_entropies(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
-    """Entropies of the rows softmax(scale * query . key) at the measured rows; [..., T, F] ->
-    [..., R].
-    """
-    length = query.shape[-2]
-    rows_R = _measured_rows(length, query.device)
-    dtype = wide(query.dtype)
-    rows = scale * query.index_select(-2, rows_R).to(dtype)
-    logits = rows @ key.to(dtype).transpose(-1, -2)
-    if causal:
-        seen_RT = torch.arange(length, device=query.device) <= rows_R[:, None]
-        logits = logits.masked_fill(~seen_RT, -torch.inf)
-    return entropy(logits.softmax(-1))
-
-
-def effective_neighbours(features: Features, causal: bool) -> Tensor:
-    """The mean of exp(entropy of S_i) over sampled rows: 1 where each token has itself alone.
-
-    Args:
-        features: That S is made of.
-        causal: Whether j <= i.
-
-    Returns:
-        No dimensions; no gradient.
-    """
-    return _row_entropies(*features, causal).exp().mean()
-
-
-def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
-    """The mean entropy of each head's attention over sampled rows.
-
-    Args:
-        attention: What attention did.
-        causal: Whether j <= i.
-
-    Returns:
-        [G] in nats; no gradient.
-    """
-    query, key = attention.q_BATH, attention.k_BATH
-    return _row_entropies(query, key, query.shape[-1] ** -0.5, causal).mean((0, 2))

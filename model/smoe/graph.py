@@ -14,23 +14,22 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of
 that the graph chooses from (A, or a process's part of them), F width of the features.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext
 from model.smoe.config import SparseMoEConfig
-from model.smoe.features import Features, head_entropies
+from model.smoe.features import Features
+from model.smoe.measures import head_entropies
 from model.smoe.mixture import mix
-from model.smoe.scores import wide
+from model.smoe.posterior import posterior_features
 
 ENTROPY_MOMENTUM = 0.99
 """Of the running mean of head entropies, a step."""
@@ -57,9 +56,6 @@ class Graph(nn.Module, ABC):
         context: What the model says.
     """
 
-    needs_attention = False
-    """Whether `forward` is to be told what the block's attention did."""
-
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
         self.config, self.context = config, context
@@ -68,6 +64,10 @@ class Graph(nn.Module, ABC):
     def initializers(self) -> dict[str, Initializer]:
         """Says how each buffer starts; see `model/initialization.py`."""
         return {}
+
+    def attention_head(self) -> Tensor | None:
+        """See `FeedForward.attention_head`."""
+        return None
 
     @abstractmethod
     def forward(
@@ -82,7 +82,7 @@ class Graph(nn.Module, ABC):
         Args:
             scores_BTE: r, each row summing to 1.
             u_BTD: The tokens as the experts see them.
-            attention: What the block's attention did, if `needs_attention`.
+            attention: What the block's attention did, if `attention_head` names one.
             cache: In generation: features and scores of earlier tokens, to which these are added.
 
         Returns:
@@ -124,11 +124,7 @@ class SimilarityGraph(Graph):
         Returns:
             Features, F = D.
         """
-        key_BTF = u_BTD.to(wide(u_BTD.dtype))
-        if self.config.similarity == "cosine":
-            key_BTF = normalize(key_BTF, dim=-1)
-        # The temperature apart: one tensor for both, or two were kept for the backward pass.
-        return Features(key_BTF, key_BTF, 1 / self.config.tau)
+        return Features(u_BTD, None, 1 / self.config.tau, self.config.similarity == "cosine")
 
     def forward(
         self,
@@ -153,7 +149,6 @@ class AttentionGraph(Graph):
     by a running mean: a batch's own entropies would depend on the tokens to be predicted.
     """
 
-    needs_attention = True
     head_entropy: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
@@ -175,35 +170,22 @@ class AttentionGraph(Graph):
                 head_entropy_A.to(self.head_entropy.dtype), 1 - ENTROPY_MOMENTUM
             )
 
-    def features(self, attention: AttentionTrace, head: Tensor) -> Features:
-        """What makes S of one head.
+    def attention_head(self) -> Tensor:
+        """See `FeedForward.attention_head`."""
+        return self.head_entropy.argmin(keepdim=True)
+
+    def features(self, attention: AttentionTrace) -> Features:
+        """What makes S.
 
         Args:
             attention: What attention did.
-            head: [1], the head's index among those of the trace.
 
         Returns:
-            Features, F = 2 H + 1.
+            Features.
         """
-        q_BATH, k_BATH, v_BATH, output_BTD, weight_DM = attention
-        dtype = wide(q_BATH.dtype)
-        q_BTH, k_BTH, v_BTH = (
-            x.index_select(1, head).squeeze(1).to(dtype) for x in (q_BATH, k_BATH, v_BATH)
+        return posterior_features(
+            attention, self.attention_head(), self.num_heads, self.config.sigma
         )
-        size = q_BTH.shape[-1]
-        weight_DH = weight_DM.view(weight_DM.shape[0], -1, size).index_select(1, head).squeeze(1)
-        scaled_DH = self.num_heads * weight_DH.to(dtype)  # m_j = scaled_DH v_j
-        variance = self.config.sigma**2
-        query_BTF = torch.cat(
-            [
-                q_BTH / math.sqrt(size),
-                output_BTD.to(dtype) @ scaled_DH / variance,
-                torch.ones_like(q_BTH[..., :1]),
-            ],
-            -1,
-        )
-        square_BT1 = ((v_BTH @ (scaled_DH.T @ scaled_DH)) * v_BTH).sum(-1, keepdim=True)
-        return Features(query_BTF, torch.cat([k_BTH, v_BTH, square_BT1 / (-2 * variance)], -1))
 
     def forward(
         self,
@@ -214,8 +196,7 @@ class AttentionGraph(Graph):
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
-        head = self.head_entropy.argmin(keepdim=True)
-        features = self.features(attention, head)
+        features = self.features(attention)
         mixed_BTE, neighbours = mix(features, scores_BTE, self.config, self.causal, cache)
         entropy_A = None if cache is not None else head_entropies(attention, self.context.causal)
         return Mixed(mixed_BTE, neighbours, entropy_A)

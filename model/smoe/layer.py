@@ -31,7 +31,6 @@ class SparseMoE(FeedForward):
         super().__init__()
         self.config = config
         self.router = Router(config, context)
-        self.needs_attention = self.router.graph.needs_attention
         self.dispatcher = Dispatcher()
         self.experts = Experts(config, context)
         self.output_bias = (
@@ -44,6 +43,10 @@ class SparseMoE(FeedForward):
     def initializers(self) -> dict[str, Initializer]:
         """Says how its own parameter starts; the parts speak for themselves."""
         return {"output_bias": ZEROS.each_expert()} if self.output_bias is not None else {}
+
+    def attention_head(self) -> Tensor | None:
+        """See `FeedForward.attention_head`."""
+        return self.router.graph.attention_head()
 
     def forward(
         self,

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from model.cache import LayerCache, attend_cached
 from model.entropy import entropy
 from model.smoe.config import SparseMoEConfig
-from model.smoe.features import Features, effective_neighbours
-from model.smoe.mixing import ROWS_AT_ONCE, mix_on_host
+from model.smoe.features import Features, Mixing
+from model.smoe.measures import effective_neighbours
+from model.smoe.mixing import mix_on_host
+from model.smoe.mixing_rows import ROWS_AT_ONCE
 
 
 def mix(
@@ -38,25 +40,23 @@ def mix(
     lower_only = config.lower_entropy_only
     if cache is None and goes_by_blocks(scores_BTE):
         entropy_BT = entropy(scores_BTE.detach()) if lower_only else None
-        mixed_BTE, neighbours_BT1 = mix_on_host(*features, scores_BTE, causal, entropy_BT)
-        if lower_only:
-            return mixed_BTE, neighbours_BT1.detach().mean()
-        return mixed_BTE, effective_neighbours(features, causal)
+        mixed_BTE, neighbours_BM = mix_on_host(Mixing(features, scores_BTE, causal, entropy_BT))
+        return mixed_BTE, neighbours_BM.detach().mean()
+    query_BTF, key_BTF = features.in_full()
     if lower_only:
-        return _mix_lower_entropy(features, scores_BTE, causal or cache is not None, cache)
-    width, experts = features.key_BTF.shape[-1], scores_BTE.shape[-1]
+        causal = causal or cache is not None
+        return _mix_lower_entropy(query_BTF * features.scale, key_BTF, scores_BTE, causal, cache)
+    width, experts = query_BTF.shape[-1], scores_BTE.shape[-1]
     # One width for keys and values, and a multiple of 8: what fused kernels take.
     padded = -(-max(width, experts) // 8) * 8
     query, key, value = (
-        pad(x, (0, padded - x.shape[-1])).unsqueeze(1) for x in (*features[:2], scores_BTE)
+        _padded(x_BTF, padded).unsqueeze(1) for x_BTF in (query_BTF, key_BTF, scores_BTE)
     )
     if cache is not None:
         mixed = attend_cached(query, key, value, cache, scale=features.scale)
-    else:
-        mixed = scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=features.scale
-        )
-    neighbours = effective_neighbours(features, causal) if cache is None else None
+        return mixed[:, 0, :, :experts], None
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=features.scale)
+    neighbours = effective_neighbours(query_BTF, key_BTF, features.scale, causal)
     return mixed[:, 0, :, :experts], neighbours
 
 
@@ -65,22 +65,29 @@ def goes_by_blocks(scores_BTE: Tensor) -> bool:
     return scores_BTE.device.type == "cpu"
 
 
+def _padded(x_BTF: Tensor, width: int) -> Tensor:
+    missing = width - x_BTF.shape[-1]
+    return pad(x_BTF, (0, missing)) if missing else x_BTF
+
+
 def _mix_lower_entropy(
-    features: Features, scores_BTE: Tensor, causal: bool, cache: LayerCache | None
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    causal: bool,
+    cache: LayerCache | None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `mix`, over the tokens j whose scores have no more entropy than those of i.
 
     The mask depends on the data, so this goes by blocks of query rows; the backward pass computes
     each block again and nothing of size T x T is kept.
     """
-    query_BTF, key_BSF, value_BSE = features.query_BTF, features.key_BTF, scores_BTE
-    query_BTF = query_BTF * features.scale
     start = 0
     if cache is not None:
         start = cache.length
         padded = max(key_BSF.shape[-1], value_BSE.shape[-1])
         keys, values = cache.append(
-            *(pad(x, (0, padded - x.shape[-1])).unsqueeze(1) for x in (key_BSF, value_BSE))
+            *(_padded(x, padded).unsqueeze(1) for x in (key_BSF, value_BSE))
         )
         key_BSF = keys[:, 0, :, : key_BSF.shape[-1]]
         value_BSE = values[:, 0, :, : value_BSE.shape[-1]]

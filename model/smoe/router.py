@@ -14,7 +14,7 @@ from model.output import RoutingStats
 from model.smoe.config import SparseMoEConfig
 from model.smoe.graph import GRAPHS
 from model.smoe.losses import load, load_balance_loss, mean_entropy, router_z_loss
-from model.smoe.scores import SCORES, wide
+from model.smoe.scores import SCORES
 from model.smoe.selection import Selected, TopK
 
 
@@ -56,7 +56,6 @@ class Router(nn.Module):
         Returns:
             Experts and weights of the N = B T tokens, and the statistics.
         """
-        u_BTD = u_BTD.to(wide(u_BTD.dtype))  # once: the score and the graph would keep a copy each
         logits_NE = self.score(u_BTD.flatten(0, 1))
         scores_BTE = logits_NE.softmax(-1).unflatten(0, u_BTD.shape[:2])
         mixed = self.graph(scores_BTE, u_BTD, attention, cache)

@@ -63,8 +63,24 @@ def make_trace(batch, length, heads, size, width, dtype=torch.float64, seed=2):
         value = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
         return value.to(dtype).requires_grad_()
 
-    q, k, v = (leaf(batch, heads, length, size) for _ in range(3))
-    return AttentionTrace(q, k, v, leaf(batch, length, width), leaf(width, heads * size, scale=0.2))
+    qkv = leaf(batch, length, 3, heads, size)
+    return AttentionTrace(
+        qkv,
+        qkv.select(3, 0),
+        leaf(batch, length, width),
+        leaf(width, heads * size, scale=0.2),
+        leaf(width),
+    )
+
+
+def asked_for(trace, head):
+    """The trace of an attention that was asked for another head."""
+    return trace._replace(of_head_BT3H=trace.qkv_BT3AH.select(3, head))
+
+
+def leaves_of(trace):
+    """What gradients can be asked of."""
+    return [x for x in trace if x.is_leaf]
 
 
 def seen_by(length, causal):
@@ -94,7 +110,10 @@ def posterior_matrix(trace, head, config, causal):
     heads, size = trace.q_BATH.shape[1], trace.q_BATH.shape[-1]
     weight_DH = trace.output_weight_DM[:, head * size : (head + 1) * size]
     m_BTD = heads * trace.v_BATH[:, head] @ weight_DH.T
-    distance_BTT = torch.cdist(trace.output_BTD, m_BTD, compute_mode="donot_use_mm_for_euclid_dist")
+    o_BTD = trace.output_BTD
+    if trace.output_bias_D is not None:
+        o_BTD = o_BTD - trace.output_bias_D
+    distance_BTT = torch.cdist(o_BTD, m_BTD, compute_mode="donot_use_mm_for_euclid_dist")
     likelihood_BTT = torch.exp(-(distance_BTT**2) / (2 * config.sigma**2))
     joint_BTT = attention_matrix(trace, head, causal) * likelihood_BTT
     return joint_BTT / joint_BTT.sum(-1, keepdim=True)

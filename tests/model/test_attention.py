@@ -15,15 +15,16 @@ def attention():
 def test_trace_is_handed_out_only_when_asked(attention):
     x_BTD = torch.randn(2, 5, 24)
     y_BTD, nothing = attention(x_BTD)
-    same_BTD, trace = attention(x_BTD, need_trace=True)
+    same_BTD, trace = attention(x_BTD, traced_head=torch.tensor([1]))
     assert nothing is None
-    assert [t.shape for t in trace[:3]] == [(2, 3, 5, 8)] * 3
+    assert torch.equal(trace.of_head_BT3H, trace.qkv_BT3AH[:, :, :, 1])
+    assert [t.shape for t in (trace.q_BATH, trace.k_BATH, trace.v_BATH)] == [(2, 3, 5, 8)] * 3
     assert torch.equal(y_BTD, same_BTD)
 
 
 def test_output_equals_attention_written_out(attention):
     x_BTD = torch.randn(2, 5, 24)
-    y_BTD, trace = attention(x_BTD, need_trace=True)
+    y_BTD, trace = attention(x_BTD, traced_head=torch.tensor([1]))
     scores_BATT = trace.q_BATH @ trace.k_BATH.transpose(-1, -2) / 8**0.5
     future_TT = torch.ones(5, 5, dtype=torch.bool).triu(1)
     weights_BATT = scores_BATT.masked_fill(future_TT, -torch.inf).softmax(-1)
@@ -34,13 +35,30 @@ def test_output_equals_attention_written_out(attention):
 def test_fused_weight_splits_by_head(attention):
     # [3, heads, head size, width]: head 1's queries are rows 8 to 16 of the first third, and so on.
     x_BTD = torch.randn(2, 5, 24)
-    _, trace = attention(x_BTD, need_trace=True)
+    _, trace = attention(x_BTD, traced_head=torch.tensor([1]))
     weight_3AHD = attention.qkv.weight.view(3, 3, 8, 24)
     bias_3AH = attention.qkv.bias.view(3, 3, 8)
     for part in range(3):
         for head in range(3):
             expected = x_BTD @ weight_3AHD[part, head].T + bias_3AH[part, head]
-            torch.testing.assert_close(trace[part][:, head], expected)
+            torch.testing.assert_close(trace.qkv_BT3AH[:, :, part, head], expected)
+
+
+def test_the_head_that_was_asked_for_has_its_part_in_the_gradient(attention):
+    x_BTD, weights_BTD = torch.randn(2, 2, 5, 24)
+    weights_BT3H = torch.randn(2, 5, 3, 8)
+
+    def gradients(asked):
+        attention.zero_grad()
+        y_BTD, trace = attention(x_BTD, traced_head=torch.tensor([2]) if asked else None)
+        if asked:
+            of_head_BT3H = trace.of_head_BT3H
+        else:
+            of_head_BT3H = attention.qkv(x_BTD).view(2, 5, 3, 3, 8)[:, :, :, 2]
+        ((y_BTD * weights_BTD).sum() + (of_head_BT3H * weights_BT3H).sum()).backward()
+        return [parameter.grad.clone() for parameter in attention.parameters()]
+
+    torch.testing.assert_close(gradients(True), gradients(False))
 
 
 def test_dropout_acts_on_the_weights_and_on_the_output():

@@ -8,14 +8,16 @@ import torch
 
 from model.attention import AttentionTrace, CausalSelfAttention
 from model.build import materialize
-from model.smoe import mixing, mixture
-from model.smoe.features import head_entropies
+from model.smoe import mixing_rows, mixture
+from model.smoe.features import Features, Mixing
 from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
-from model.smoe.mixing import differentiate_rows, mix_rows
+from model.smoe.measures import head_entropies
 from tests.helpers.routing import (
     Watch,
+    asked_for,
     attention_matrix,
     entropy_of,
+    leaves_of,
     make,
     make_config,
     make_context,
@@ -107,11 +109,11 @@ def test_posterior_equals_its_definition(causal, length, options, head):
     graph.head_entropy[head] = -1.0
     r_BTE, u_BTD = leaves(2, length)
     trace = make_trace(2, length, heads=3, size=4, width=12)
-    mixed = graph(r_BTE, u_BTD, trace)
+    mixed = graph(r_BTE, u_BTD, asked_for(trace, head))
     s_BTT = posterior_matrix(trace, head, config, causal)
     if config.lower_entropy_only:
         s_BTT = restrict(s_BTT, r_BTE)
-    inputs = (r_BTE, *trace) if length > 1 else (r_BTE,)
+    inputs = (r_BTE, *leaves_of(trace)) if length > 1 else (r_BTE,)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, inputs)
 
 
@@ -134,7 +136,7 @@ def attend(bias=True):
     ).double()
     scatter(attention, 0.5)
     x_BTD = torch.randn(2, 20, 12, dtype=torch.float64, requires_grad=True)
-    return attention, x_BTD, *attention(x_BTD, need_trace=True)
+    return attention, x_BTD, *attention(x_BTD, traced_head=torch.tensor([0]))
 
 
 def test_output_bias_is_no_part_of_the_posterior():
@@ -148,10 +150,11 @@ def test_output_bias_is_no_part_of_the_posterior():
         @ attention.projection.weight[:, 4 * head : 4 * head + 4].T
         for head in range(3)
     )
-    expected = posterior_matrix(trace._replace(output_BTD=heads_BTD), 0, config, True) @ r_BTE
+    without = trace._replace(output_BTD=heads_BTD, output_bias_D=None)
+    expected = posterior_matrix(without, 0, config, True) @ r_BTE
     mixed = make(AttentionGraph, config)(r_BTE, u_BTD, trace).scores_BTE
     torch.testing.assert_close(mixed, expected)
-    with_bias = posterior_matrix(trace._replace(output_BTD=y_BTD), 0, config, True) @ r_BTE
+    with_bias = posterior_matrix(without._replace(output_BTD=y_BTD), 0, config, True) @ r_BTE
     assert (with_bias - expected).abs().max() > 0.05
     # The gradient reaches all weights but the two biases that cancel: the projection's, and the
     # keys' in a softmax over keys (which also shifts nothing else here).
@@ -228,7 +231,9 @@ def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
 
     def assert_head(head):
         before = graph.head_entropy.clone()
-        torch.testing.assert_close(graph(r_BTE, u_BTD, trace).scores_BTE, per_head[head])
+        assert graph.attention_head().tolist() == [head]
+        mixed = graph(r_BTE, u_BTD, asked_for(trace, head))
+        torch.testing.assert_close(mixed.scores_BTE, per_head[head])
         assert torch.equal(graph.head_entropy, before)  # forward only reads
 
     assert_head(0)
@@ -285,7 +290,6 @@ def test_bf16_tokens_are_mixed_in_fp32(name, lower_entropy_only):
     graph = make(GRAPHS[name], config)
     r_BTE, u_BTD = leaves(2, 40, dtype=torch.bfloat16)
     trace = make_trace(2, 40, heads=3, size=4, width=12, dtype=torch.bfloat16)
-    trace = trace._replace(output_BTD=trace.output_BTD.float())
     mixed = graph(r_BTE.float(), u_BTD, trace)
     assert mixed.scores_BTE.dtype == torch.float32
     exact = graph(r_BTE.double(), u_BTD.double(), AttentionTrace(*(x.double() for x in trace)))
@@ -305,7 +309,7 @@ def test_mixing_goes_by_blocks_and_is_what_the_fused_kernel_computes(
     graph = make(GRAPHS[name], config, make_context(causal=causal))
     r_BTE, u_BTD = leaves(2, 50, experts=experts, dtype=dtype)
     trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=dtype)
-    inputs = (r_BTE, *trace) if graph.needs_attention else (r_BTE, u_BTD)
+    inputs = (r_BTE, *(leaves_of(trace) if name == "attention" else [u_BTD]))
     with Watch() as watch:
         ours_BTE = graph(r_BTE, u_BTD, trace).scores_BTE
         ours = torch.autograd.grad(ours_BTE.square().sum(), inputs)
@@ -330,13 +334,13 @@ def test_mixing_goes_by_blocks_and_is_what_the_fused_kernel_computes(
 def test_lower_entropy_goes_by_the_same_blocks_and_is_what_other_devices_compute(
     name, rows, causal, monkeypatch
 ):
-    monkeypatch.setattr(mixing, "ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(mixing_rows, "ROWS_AT_ONCE", rows)
     monkeypatch.setattr(mixture, "ROWS_AT_ONCE", rows)
     config = make_config(num_experts=6, graph=name, lower_entropy_only=True, tau=3.0, sigma=3.0)
     graph = make(GRAPHS[name], config, make_context(causal=causal))
     r_BTE, u_BTD = leaves(2, 50, experts=6, dtype=torch.float64)
     trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=torch.float64)
-    inputs = (r_BTE, *trace) if graph.needs_attention else (r_BTE, u_BTD)
+    inputs = (r_BTE, *(leaves_of(trace) if name == "attention" else [u_BTD]))
 
     def step():
         mixed = graph(r_BTE, u_BTD, trace)
@@ -357,10 +361,9 @@ def test_blocks_of_rows_are_the_largest_that_mixing_makes(causal):
     query_BTF, key_BTF = torch.randn(2, 2, 512, 8)
     r_BTE = torch.randn(2, 512, 4).softmax(-1)
     with Watch() as watch:
-        mixed_BTE, log_sum_BT1, _ = mix_rows(query_BTF, key_BTF, 0.5, r_BTE, causal)
-        differentiate_rows(
-            mixed_BTE, query_BTF, key_BTF, 0.5, r_BTE, mixed_BTE, log_sum_BT1, causal
-        )
+        mixing = Mixing(Features(query_BTF, key_BTF, 0.5), r_BTE, causal)
+        mixed_BTE, log_sum_BT, _ = mixing_rows.mix(mixing)
+        mixing_rows.differentiate(mixing, mixed_BTE, mixed_BTE, log_sum_BT)
     assert watch.largest == 2 * 128 * 512
 
 

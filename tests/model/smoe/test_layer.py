@@ -365,7 +365,7 @@ def test_flops_equal_numbers_worked_out_by_hand():
 def test_the_layer_asks_for_attention_only_if_its_graph_does():
     for graph, needed in (("none", False), ("similarity", False), ("attention", True)):
         layer = make(SparseMoE, make_config(graph=graph))
-        assert layer.needs_attention is needed
+        assert (layer.attention_head() is not None) is needed
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     trace = make_trace(2, 9, heads=3, size=4, width=12)
     assert layer(u_BTD, u_BTD, trace)[0].shape == (2, 9, 12)
