@@ -40,6 +40,8 @@ class FeedForward(nn.Module, ABC):
         """Which head of the block's attention `forward` is to be told about, with what attention
         did on the whole.
 
+        Asked before attention runs, and meant until `update` is called.
+
         Returns:
             [1], its index among those of this process; None: nothing is read of the attention.
         """

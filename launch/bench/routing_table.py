@@ -17,7 +17,7 @@ HEAD = (
     "backward ms",
     "both ms",
     "x plain",
-    "at least",
+    "by FLOPs",
     "kept KiB/token",
     "more than plain",
 )

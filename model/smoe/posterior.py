@@ -74,7 +74,10 @@ class _PosteriorFeatures(torch.autograd.Function):
         gram_HH = wide_DH.T @ wide_DH
         wide_BTH = v_BTH.to(wide_DH.dtype)
         square_BT1 = (wide_BTH @ gram_HH).mul_(wide_BTH).sum(-1, keepdim=True).mul_(ctx.of_square)
-        ctx.save_for_backward(of_head_BT3H, output_BTD, weight_DM, weight_DH, bias_D, gram_HH, head)
+        # No parameter: under ZeRO 3 another module's is not there in the backward pass.
+        ctx.weight_shape = weight_DM.shape
+        kept_D = None if bias_D is None else bias_D.clone()
+        ctx.save_for_backward(of_head_BT3H, output_BTD, weight_DH, kept_D, gram_HH, head)
         if not mixing_tiles.takes_features(q_BTH):
             ctx.parts = 1
             ones_BT1 = torch.ones_like(square_BT1)
@@ -93,7 +96,7 @@ class _PosteriorFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, for_query_BTF: Tensor, for_key_BTF: Tensor) -> tuple[Tensor | None, ...]:
-        of_head_BT3H, output_BTD, weight_DM, weight_DH, bias_D, gram_HH, head = ctx.saved_tensors
+        of_head_BT3H, output_BTD, weight_DH, bias_D, gram_HH, head = ctx.saved_tensors
         size, dtype = of_head_BT3H.shape[-1], gram_HH.dtype
         v_BTH = of_head_BT3H.select(2, 2).to(dtype)
         # A gradient of a sum is that of each of its parts.
@@ -102,7 +105,7 @@ class _PosteriorFeatures(torch.autograd.Function):
         for_v_BTH = for_key_BTF[..., size : 2 * size].to(dtype)
         if ctx.parts == 2:
             for_v_BTH = for_v_BTH + for_key_BTF[..., 2 * size : square_at]
-        for_v_BTH.addcmul_(v_BTH @ gram_HH, for_square_BT1, value=2)
+        for_v_BTH = torch.addcmul(for_v_BTH, v_BTH @ gram_HH, for_square_BT1, value=2)
         for_gram_HH = ((v_BTH * for_square_BT1).flatten(0, 1).T @ v_BTH.flatten(0, 1)).mul_(2)
 
         for_along_BTH = for_query_BTF[..., size : 2 * size] * ctx.of_along
@@ -115,10 +118,9 @@ class _PosteriorFeatures(torch.autograd.Function):
             sum_H = for_along_BTH.sum((0, 1), dtype=dtype).to(bias_D.dtype)
             for_bias_D = (weight_DH @ sum_H).neg_()
             for_weight_DH.addr_(bias_D, sum_H, alpha=-1)
-        for_weight_DM = torch.zeros_like(weight_DM)
-        for_weight_DM.view(len(weight_DM), -1, size).index_copy_(
-            1, head, for_weight_DH.unsqueeze(1)
-        )
+        for_weight_DM = weight_DH.new_zeros(ctx.weight_shape)
+        by_head = for_weight_DM.view(len(weight_DH), -1, size)
+        by_head.index_copy_(1, head, for_weight_DH.unsqueeze(1))
 
         of_head = for_query_BTF[..., :size], for_key_BTF[..., :size], for_v_BTH
         for_head_BT3H = torch.stack([x_BTH.to(of_head_BT3H.dtype) for x_BTH in of_head], 2)
