@@ -87,9 +87,9 @@ static long lay_out(scratch_t *s, char *memory, long width, long experts, int ba
     return next - memory;
 }
 
-/* exp(x) for x <= 0 or a little more, to about 2e-7; 0 below -100, also for -inf. */
+/* exp(x) to about 2e-7; 0 from -100 down, also for -inf; what is no number stays none. */
 static inline __m512 exponential(__m512 x) {
-    __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_GT_OQ);
+    __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-100.0f), _CMP_NLE_UQ);
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.4426950408889634f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
@@ -622,6 +622,37 @@ long polyad_mixing_scratch(long width, long experts, int backward) {
     return lay_out(&s, 0, width, experts, backward);
 }
 
+/* What a thread begins with. */
+static void enter(
+    scratch_t *s, tiles_t *before, char *scratch, long width, long experts, int backward) {
+    long bytes = polyad_mixing_scratch(width, experts, backward);
+    lay_out(s, scratch + omp_get_thread_num() * bytes, width, experts, backward);
+    take_tiles(before);
+}
+
+/* One over the lengths of all features, by all threads; nowhere to put them: they are not asked. */
+static void divide_lengths(
+    const bf16 *own, const bf16 *other, float *over_own, float *over_other, long rows, long width) {
+    if (!over_own) return;
+#pragma omp for schedule(static)
+    for (long row = 0; row < rows; row++) {
+        over_own[row] = over_length(own + row * width, width);
+        if (other != own) over_other[row] = over_length(other + row * width, width);
+    }
+}
+
+/* One sequence of a batch. */
+static graph_t sequence_of(const graph_t *batch, long b) {
+    graph_t g = *batch;
+    long row = b * g.tokens;
+    g.own += row * g.width, g.other += row * g.width;
+    if (g.over_own) g.over_own += row, g.over_other += row;
+    g.value += row * g.experts;
+    if (g.gradient) g.gradient += row * g.experts, g.log_sum += row, g.inner += row;
+    if (g.entropy) g.entropy += row;
+    return g;
+}
+
 /* See mixing_tiles.py. Scratch begins at a multiple of 64 bytes. */
 void polyad_mixing_forward(
     const bf16 *query, const bf16 *key, float *over_query, float *over_key, const float *value,
@@ -629,30 +660,19 @@ void polyad_mixing_forward(
     long width, long experts, float scale, int causal, char *scratch, long threads) {
     long blocks = (tokens + ROWS - 1) / ROWS, each = blocks_together(batch * blocks, threads);
     long groups = (blocks + each - 1) / each;
+    graph_t all = {.own = query, .other = key, .over_own = over_query, .over_other = over_key,
+                   .value = value, .entropy = entropy, .tokens = tokens, .width = width,
+                   .stride = width, .experts = experts, .scale = scale, .causal = causal};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        graph_t g = {.tokens = tokens, .width = width, .stride = width, .experts = experts,
-                     .scale = scale, .causal = causal};
         scratch_t s;
         tiles_t before;
-        long bytes = polyad_mixing_scratch(width, experts, 0);
-        lay_out(&s, scratch + omp_get_thread_num() * bytes, width, experts, 0);
-        take_tiles(&before);
-        if (over_query) {
-#pragma omp for schedule(static)
-            for (long row = 0; row < batch * tokens; row++) {
-                over_query[row] = over_length(query + row * width, width);
-                if (key != query) over_key[row] = over_length(key + row * width, width);
-            }
-        }
+        enter(&s, &before, scratch, width, experts, 0);
+        divide_lengths(query, key, over_query, over_key, batch * tokens, width);
 #pragma omp for schedule(dynamic, 1)
         for (long item = 0; item < batch * groups; item++) {
             long b = item % batch, first = (groups - 1 - item / batch) * each;
-            g.own = query + b * tokens * width, g.other = key + b * tokens * width;
-            g.over_own = over_query ? over_query + b * tokens : 0;
-            g.over_other = over_key ? over_key + b * tokens : 0;
-            g.value = value + b * tokens * experts;
-            g.entropy = entropy ? entropy + b * tokens : 0;
+            graph_t g = sequence_of(&all, b);
             forward_group(&g, &s, first, least(first + each, blocks), mixed + b * tokens * experts,
                           log_sum + b * tokens, neighbours + b * tokens);
         }
@@ -662,41 +682,29 @@ void polyad_mixing_forward(
 
 void polyad_mixing_backward(
     const bf16 *own, const bf16 *other, float *over_own, float *over_other, const float *value,
-    const float *gradient, const float *log_sum, const float *inner,
-    const float *entropy, bf16 *result, float *for_value, long batch, long tokens, long width,
-    long experts, float scale, int causal, int row_part, int column_part,
-    char *scratch, long threads) {
+    const float *gradient, const float *log_sum, const float *inner, const float *entropy,
+    bf16 *result, float *for_value, long batch, long tokens, long width, long experts, float scale,
+    int causal, int row_part, int column_part, char *scratch, long threads) {
     long blocks = (tokens + ROWS - 1) / ROWS, each = blocks_together(batch * blocks, threads);
     long groups = (blocks + each - 1) / each;
+    graph_t all = {.own = own, .other = other, .over_own = over_own, .over_other = over_other,
+                   .value = value, .gradient = gradient, .log_sum = log_sum, .inner = inner,
+                   .entropy = entropy, .tokens = tokens, .width = width, .stride = width,
+                   .experts = experts, .scale = scale, .causal = causal, .row_part = row_part,
+                   .column_part = column_part};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        graph_t g = {.tokens = tokens, .width = width, .stride = width, .experts = experts,
-                     .scale = scale, .causal = causal, .row_part = row_part,
-                     .column_part = column_part};
         scratch_t s;
         tiles_t before;
-        long bytes = polyad_mixing_scratch(width, experts, 1);
-        lay_out(&s, scratch + omp_get_thread_num() * bytes, width, experts, 1);
-        take_tiles(&before);
-        if (over_own) {
-#pragma omp for schedule(static)
-            for (long row = 0; row < batch * tokens; row++) {
-                over_own[row] = over_length(own + row * width, width);
-                if (other != own) over_other[row] = over_length(other + row * width, width);
-            }
-        }
+        enter(&s, &before, scratch, width, experts, 1);
+        divide_lengths(own, other, over_own, over_other, batch * tokens, width);
 #pragma omp for schedule(dynamic, 1)
         for (long item = 0; item < batch * groups; item++) {
             long b = item % batch, first = item / batch * each;
             if (row_part && !column_part) first = (groups - 1) * each - first;
-            g.own = own + b * tokens * width, g.other = other + b * tokens * width;
-            g.over_own = over_own ? over_own + b * tokens : 0;
-            g.over_other = over_other ? over_other + b * tokens : 0;
-            g.value = value + b * tokens * experts, g.gradient = gradient + b * tokens * experts;
-            g.log_sum = log_sum + b * tokens, g.inner = inner + b * tokens;
-            g.entropy = entropy ? entropy + b * tokens : 0;
+            graph_t g = sequence_of(&all, b);
             backward_group(&g, &s, first, least(first + each, blocks), result + b * tokens * width,
-                           for_value ? for_value + b * tokens * experts : 0);
+                           for_value + b * tokens * experts);
         }
         give_tiles(&before);
     }
@@ -711,8 +719,7 @@ void polyad_mixing_project(
         graph_t g = {.own = directions, .other = features, .width = width, .stride = width};
         scratch_t s;
         tiles_t before;
-        lay_out(&s, scratch + omp_get_thread_num() * polyad_mixing_scratch(width, 0, 0), width, 0, 0);
-        take_tiles(&before);
+        enter(&s, &before, scratch, width, 0, 0);
         for (long first = 0; first < count; first += ROWS) {
             long there = least(ROWS, count - first);
             g.tokens = count;
@@ -743,8 +750,7 @@ void polyad_mixing_entropies(
                      .causal = causal};
         scratch_t s;
         tiles_t before;
-        lay_out(&s, scratch + omp_get_thread_num() * polyad_mixing_scratch(width, 0, 0), width, 0, 0);
-        take_tiles(&before);
+        enter(&s, &before, scratch, width, 0, 0);
 #pragma omp for schedule(dynamic, 1)
         for (long item = 0; item < batch * heads; item++) {
             long start = item / heads * of_batch + item % heads * of_head;

@@ -138,22 +138,10 @@ def mean_entropies(
     Returns:
         [B, A], fp32, in nats.
     """
-    library = _library()
-    assert library is not None
     entropies_BA = torch.empty(query_BATH.shape[:2])
-    threads, width = torch.get_num_threads(), query_BATH.shape[-1]
-    scratch = _scratch(library, width, 0, backward=False, threads=threads)
     tensors = (query_BATH, key_BATH, rows_M, entropies_BA)
-    library.polyad_mixing_entropies(
-        *(tensor.data_ptr() for tensor in tensors),
-        *query_BATH.shape,
-        *query_BATH.stride()[:3],
-        len(rows_M),
-        scale,
-        causal,
-        scratch.data_ptr(),
-        threads,
-    )
+    numbers = (*query_BATH.shape, *query_BATH.stride()[:3], len(rows_M), scale, causal)
+    _call("entropies", tensors, numbers, width=query_BATH.shape[-1])
     return entropies_BA
 
 
@@ -177,21 +165,10 @@ def product(features_NF: Tensor, directions_FP: Tensor) -> Tensor:
     Returns:
         [N, P], fp32.
     """
-    library = _library()
-    assert library is not None
-    tokens, width = features_NF.shape
-    result_NP = torch.empty(tokens, directions_FP.shape[1])
-    threads = torch.get_num_threads()
-    scratch = _scratch(library, width, 0, backward=False, threads=threads)
-    factors = (features_NF.contiguous(), directions_FP.T.contiguous())
-    library.polyad_mixing_project(
-        *(tensor.data_ptr() for tensor in (*factors, result_NP)),
-        tokens,
-        width,
-        directions_FP.shape[1],
-        scratch.data_ptr(),
-        threads,
-    )
+    (tokens, width), count = features_NF.shape, directions_FP.shape[1]
+    result_NP = torch.empty(tokens, count)
+    tensors = (features_NF.contiguous(), directions_FP.T.contiguous(), result_NP)
+    _call("project", tensors, (tokens, width, count), width=width)
     return result_NP
 
 
@@ -226,30 +203,30 @@ class _Asked:
         outputs: tuple[Tensor, ...],
         *parts: bool,
     ) -> None:
-        """Calls the library's function, with as many threads as PyTorch has."""
-        experts, threads = self.value_BTE.shape[-1], torch.get_num_threads()
-        library, backward = _library(), direction == "backward"
-        assert library is not None
-        width = self.query_BTF.shape[-1]
-        scratch = _scratch(library, width, experts, backward=backward, threads=threads)
-        where = [None if x is None else x.data_ptr() for x in (*inputs, *outputs)]
-        getattr(library, f"polyad_mixing_{direction}")(
-            *where,
-            *self.query_BTF.shape,
-            experts,
-            self.mixing.features.scale,
-            self.mixing.causal,
-            *parts,
-            scratch.data_ptr(),
-            threads,
-        )
+        """Calls the library's function of a direction."""
+        shape, experts = self.query_BTF.shape, self.value_BTE.shape[-1]
+        numbers = (*shape, experts, self.mixing.features.scale, self.mixing.causal, *parts)
+        backward = direction == "backward"
+        tensors = (*inputs, *outputs)
+        _call(direction, tensors, numbers, width=shape[-1], experts=experts, backward=backward)
 
 
-def _scratch(
-    library: ctypes.CDLL, width: int, experts: int, *, backward: bool, threads: int
-) -> Tensor:
+def _call(
+    name: str,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    *,
+    width: int,
+    experts: int = 0,
+    backward: bool = False,
+) -> None:
+    """Calls one of the library's functions with as many threads as PyTorch has, and scratch."""
+    library, threads = _library(), torch.get_num_threads()
+    assert library is not None
     each = library.polyad_mixing_scratch(width, experts, backward)
-    return torch.empty(threads * each, dtype=torch.uint8)
+    scratch = torch.empty(threads * each, dtype=torch.uint8)
+    where = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    getattr(library, f"polyad_mixing_{name}")(*where, *numbers, scratch.data_ptr(), threads)
 
 
 def _filled(features_BTF: Tensor) -> Tensor:

@@ -142,6 +142,15 @@ def test_sharp_rows_and_rows_of_zeros_are_what_rows_in_fp32_are(causal):
         torch.testing.assert_close(ours[2], theirs[2], atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_what_is_no_number_is_not_lost_and_reaches_no_earlier_token(wrong):
+    mixing = make_mixing((1, 70, 32), 4, one=True, normalized=False, causal=True, restricted=False)
+    mixing.features.query_BTF[0, 40, 3] = wrong
+    mixed_BTE = mixing_tiles.mix(mixing)[0]
+    assert mixed_BTE[0, :40].isfinite().all()
+    assert mixed_BTE[0, 40].isnan().all()
+
+
 @pytest.mark.parametrize("count", [15, 16])
 def test_shorter_sequences_than_a_tile_go_by_rows(count):
     mixing = make_mixing(
