@@ -223,6 +223,7 @@ def _call(
     """Calls one of the library's functions with as many threads as PyTorch has, and scratch."""
     library, threads = _library(), torch.get_num_threads()
     assert library is not None
+    assert _is_there()  # asks the system for tiles, without which the process would end here
     each = library.polyad_mixing_scratch(width, experts, backward)
     scratch = torch.empty(threads * each, dtype=torch.uint8)
     where = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
