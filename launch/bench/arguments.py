@@ -48,7 +48,7 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--precision", choices=("fp32", "bf16"), help="default: both")
     add("--batch-size", type=positive, metavar="B", help="samples; default 2, on a GPU 16")
     add("--sequence-length", type=positive, metavar="T", help="default 256, on a GPU 1024")
-    add("--repeats", type=positive, metavar="N", help="timed steps; default 5, on a GPU 20")
+    add("--repeats", type=positive, metavar="N", help="timed steps; default 15, on a GPU 20")
     add("--compile", action="store_true", help="the blocks of both through torch.compile")
     add(
         "--feed-forward",

@@ -2,7 +2,7 @@
 
 Encoding is what `polyad prepare` does with text that is at hand: encode, count, digest, write and
 wait for the disk. The peer is one call of `tokenizers`' `encode_batch` on the same documents, whose
-ids nobody looks at. Both run with the same threads, in turn; what counts is the ratio of medians.
+ids nobody looks at. Both run with the same threads, in turn; what counts is the ratio.
 
 What training takes is measured behind it, in the same process: whole steps of a GPT-2 as `polyad
 bench step` times them, without the engine around it, which would only be slower.
@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from data.text import open_source
 from data.tokenizer import Tokenizer, all_cores
 from data.writer import DatasetWriter
 from launch.bench.step_variants import make_step
+from launch.bench.turns import clocked, summary, take_turns
 from model.gpt2 import GPT2Config
 from parallel.zero import Precision
 from train.config import load_config
@@ -204,27 +205,23 @@ def _encoding(
     def theirs() -> None:
         library.encode_batch(documents, add_special_tokens=False)
 
-    medians = _interleaved({"polyad": ours, "tokenizers": theirs}, repeats)
+    runs = {"polyad": clocked(ours), "tokenizers": clocked(theirs)}
+    compared = summary(take_turns(runs, repeats), "polyad")
     rows = {
         name: {
-            "seconds": seconds,
-            "megabytes_per_second": size / 1e6 / seconds,
-            "tokens_per_second": tokens / seconds,
+            "seconds": row["seconds"],
+            "megabytes_per_second": size / 1e6 / row["seconds"],
+            "tokens_per_second": tokens / row["seconds"],
         }
-        for name, seconds in medians.items()
+        for name, row in compared.items()
     }
-    ratio = medians["tokenizers"] / medians["polyad"]
-    return rows | {"ratio": ratio, "goal": ENCODING_GOAL, "reached": ratio >= ENCODING_GOAL}
-
-
-def _interleaved(variants: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats + 1):
-        for name, run in variants.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    ratio = compared["tokenizers"]["seconds_ratio"]
+    return rows | {
+        "ratio": ratio,
+        "ratio_interval": compared["tokenizers"]["seconds_ratio_interval"],
+        "goal": ENCODING_GOAL,
+        "reached": ratio >= ENCODING_GOAL,
+    }
 
 
 def _loader(

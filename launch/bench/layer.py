@@ -1,14 +1,12 @@
 """`polyad bench layer`: what every kind of layer is timed with, beside a dense MLP.
 
 All variants see the same tokens with the same threads, one after the other in turn; what counts is
-the ratio of medians to the dense MLP's. Peers: `smoe.py` and `mumoe.py`.
+the ratio to the dense MLP's (see `turns.py`). Peers: `smoe.py` and `mumoe.py`.
 
 Shapes: N tokens, D width.
 """
 
 import contextlib
-import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.bench.device import now
+from launch.bench.turns import Run, Times, part_medians, span, summary, take_turns
 from launch.machine import processor_name
 from model.activation import has_native_gelu
 from model.build import materialize
@@ -25,11 +24,9 @@ from model.smoe import mixing_tiles
 from parallel import comm
 from parallel.host_memory import give_back_freed_memory
 
-SLOW = 10
-"""Times the dense MLP: what takes longer is timed once, for its ratio hangs on no third digit."""
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
 """Of the norm of the difference to a reference, as a share of the reference's norm."""
-HEAD = ("variant", "forward ms", "backward ms", "both ms", "x dense", "saved MiB", "x dense")
+HEAD = ("variant", "forward ms", "backward ms", "both ms", "x dense", "90%", "saved MiB", "x dense")
 
 
 class TimedLayer(nn.Module):
@@ -138,21 +135,27 @@ def measure(
             long as the process that takes longest.
 
     Returns:
-        For each its median seconds, the bytes kept for backward, and both as a multiple of the
-        dense MLP's.
+        For each its seconds and the bytes kept for backward, and both as a multiple of the dense
+        MLP's; see `summary`.
     """
     give_back_freed_memory()  # what was measured before may have left a heap in pieces
     if compiled:
         torch.compiler.reset()  # programs of another precision would be tried first
         layers = {name: _compile(layer) for name, layer in layers.items()}
+    gradient_ND = torch.randn(
+        tokens_ND.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32
+    ).to(tokens_ND)
     # All variants are instances of one class: dynamo counts them as recompilations of its forward.
     with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
-        rows = _interleaved(layers, tokens_ND, repeats, together)
+        runs = {
+            name: passes(layer, tokens_ND, gradient_ND, together=together)
+            for name, layer in layers.items()
+        }
+        rows = pass_rows(take_turns(runs, repeats, base="dense"), "dense")
         for name, layer in layers.items():
             rows[name]["saved_bytes"] = saved_bytes(layer, tokens_ND)
     for row in rows.values():
-        for key in ("seconds", "saved_bytes"):
-            row[f"{key}_ratio"] = row[key] / rows["dense"][key]
+        row["saved_bytes_ratio"] = row["saved_bytes"] / rows["dense"]["saved_bytes"]
     return rows
 
 
@@ -187,48 +190,47 @@ def _compile(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _interleaved(
-    layers: Mapping[str, nn.Module], tokens_ND: Tensor, repeats: int, together: bool
-) -> dict[str, dict[str, Any]]:
-    """Medians of forward, backward and both, taken in turn."""
-    gradient_ND = torch.randn(
-        tokens_ND.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32
-    ).to(tokens_ND)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
-    slow: set[str] = set()
-    for number in range(repeats + 1):
-        for name, layer in layers.items():
-            if number > 1 and name in slow:
-                continue
-            if together:
-                comm.barrier()
-            started = now(tokens_ND.device)
-            output_ND = layer(tokens_ND)
-            half = now(tokens_ND.device)
-            output_ND.backward(gradient_ND)
-            ended = now(tokens_ND.device)
-            taken = torch.tensor([half - started, ended - half], dtype=torch.float64)
-            forward, backward = (comm.max_over_ranks(taken) if together else taken).tolist()
-            times[name].append((forward, backward))
-            layer.zero_grad(set_to_none=True)
-            tokens_ND.grad = None
-        if number == 1:
-            slow = {name for name in layers if sum(times[name][1]) > SLOW * sum(times["dense"][1])}
-        say(f"  {number} of {repeats}" if number else "  once before the clock counts")
-    return {
-        name: {
-            "forward_seconds": statistics.median(forward for forward, _ in taken[1:]),
-            "backward_seconds": statistics.median(backward for _, backward in taken[1:]),
-            "seconds": statistics.median(forward + backward for forward, backward in taken[1:]),
-            "timed": len(taken) - 1,
-        }
-        for name, taken in times.items()
-    }
+def passes(
+    layer: nn.Module, inputs: Tensor, gradient: Tensor | None, *, together: bool = False
+) -> Run:
+    """A run of a forward and a backward pass, its two parts.
+
+    Args:
+        layer: Any variant.
+        inputs: What it sees.
+        gradient: Of its output; None: the output is one number.
+        together: Whether all processes call it: they begin at once, and each part takes as long as
+            in the process where it takes longest.
+    """
+
+    def run() -> tuple[float, ...]:
+        if together:
+            comm.barrier()
+        started = now(inputs.device)
+        output = layer(inputs)
+        half = now(inputs.device)
+        output.backward(gradient)
+        ended = now(inputs.device)
+        layer.zero_grad(set_to_none=True)
+        inputs.grad = None
+        taken = torch.tensor([half - started, ended - half], dtype=torch.float64)
+        return tuple((comm.max_over_ranks(taken) if together else taken).tolist())
+
+    return run
 
 
-def say(line: str) -> None:
-    """Tells a person how far it is."""
-    print(line, file=sys.stderr, flush=True)
+def pass_rows(times: Times, base: str) -> dict[str, dict[str, Any]]:
+    """What a result says of runs of `passes`: see `summary`, and the medians of both parts.
+
+    Args:
+        times: Of `take_turns`.
+        base: The variant that the others are compared with.
+    """
+    rows = summary(times, base)
+    for part, name in enumerate(("forward_seconds", "backward_seconds")):
+        for variant, seconds in part_medians(times, part).items():
+            rows[variant][name] = seconds
+    return rows
 
 
 def setting(result: dict[str, Any]) -> str:
@@ -244,6 +246,7 @@ def cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         name,
         *(f"{1e3 * value:.1f}" for value in seconds),
         f"{row['seconds_ratio']:.2f}",
+        span(row["seconds_ratio_interval"]),
         f"{row['saved_bytes'] / 2**20:.1f}",
         f"{row['saved_bytes_ratio']:.2f}",
     )

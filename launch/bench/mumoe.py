@@ -22,7 +22,6 @@ from launch.bench.layer import (
     context_of,
     measure,
     of_ours,
-    say,
     setting,
     start,
     surroundings,
@@ -38,6 +37,7 @@ from launch.bench.mumoe_peers import (
     package_entmax,
     timed,
 )
+from launch.bench.turns import say
 from launch.output import align
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
 from model.mumoe.config import MuMoEConfig

@@ -2,36 +2,38 @@
 
 In one GPT-2 block (attention and experts) and in a whole model with its loss, forward and backward
 on one sequence of T tokens: the router without a graph, with each graph, and with each graph as the
-paper writes it, a T x T matrix. All in turn in one run; what counts is the ratio of medians to the
-plain router's.
+paper writes it, a T x T matrix. All in turn in one run; what counts is the ratio to the plain
+router's (see `turns.py`).
 
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from launch.bench.device import free_bytes, now, prepare_device
+from launch.bench.device import free_bytes, prepare_device
 from launch.bench.layer import (
     TOLERANCES,
     TimedLayer,
+    pass_rows,
+    passes,
     saved_bytes,
-    say,
     surroundings,
     threads_of,
 )
 from launch.bench.routing_peers import (
     MATERIALIZED,
+    PLAIN,
     difference,
     graphs_of,
     make_plain,
     make_variants,
 )
 from launch.bench.routing_table import add_ratios, model_config
+from launch.bench.turns import say, take_turns
 from model.build import num_parameters
 from model.gpt2 import GPT2, compile_blocks
 from parallel.zero import DTYPES
@@ -179,7 +181,8 @@ class _Comparison:
         say(f"{self.precision}, {place}, {length} tokens")
         # All variants are instances of one class: dynamo counts them as recompilations.
         with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
-            rows = _interleaved(layers, inputs, gradient, self.repeats)
+            runs = {name: passes(layer, inputs, gradient) for name, layer in layers.items()}
+            rows = pass_rows(take_turns(runs, self.repeats), PLAIN)
             for name, layer in layers.items():
                 rows[name]["saved_bytes"] = saved_bytes(layer, inputs)
         add_ratios(rows, self.shape, place, length)
@@ -271,29 +274,3 @@ def _leave_out(models: dict[str, GPT2], length: int, device: torch.device) -> di
                 f"takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
             )
     return reasons
-
-
-def _interleaved(
-    layers: Mapping[str, TimedLayer], inputs: Tensor, gradient: Tensor | None, repeats: int
-) -> dict[str, dict[str, Any]]:
-    """Medians of forward, backward and both, taken in turn."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
-    for number in range(repeats + 1):
-        for name, layer in layers.items():
-            started = now(inputs.device)
-            output = layer(inputs)
-            half = now(inputs.device)
-            output.backward(gradient)
-            ended = now(inputs.device)
-            times[name].append((half - started, ended - half))
-            layer.zero_grad(set_to_none=True)
-            inputs.grad = None
-        say(f"  {number} of {repeats}" if number else "  once before the clock counts")
-    return {
-        name: {
-            "forward_seconds": statistics.median(forward for forward, _ in taken[1:]),
-            "backward_seconds": statistics.median(backward for _, backward in taken[1:]),
-            "seconds": statistics.median(forward + backward for forward, backward in taken[1:]),
-        }
-        for name, taken in times.items()
-    }

@@ -7,6 +7,7 @@ from typing import Any
 
 from launch.bench.layer import setting
 from launch.bench.routing_peers import MATERIALIZED, PLAIN, graphs_of
+from launch.bench.turns import span
 from launch.output import align
 from model.gpt2 import GPT2Config
 from model.smoe.config import SparseMoEConfig
@@ -17,6 +18,7 @@ HEAD = (
     "backward ms",
     "both ms",
     "x plain",
+    "90%",
     "by FLOPs",
     "kept KiB/token",
     "more than plain",
@@ -59,7 +61,6 @@ def add_ratios(rows: dict[str, Any], shape: dict[str, int], place: str, length: 
     for name, row in rows.items():
         keys = graphs_of(shape["width"]).get(name.removeprefix(MATERIALIZED), {})
         graph = graph_flops(config, keys.get("graph", "none"))
-        row["seconds_ratio"] = row["seconds"] / plain["seconds"]
         row["graph_flops_per_token"] = graph
         row["least_ratio"] = 1 + graph / plain_flops(config)
         row["saved_bytes_per_token"] = row["saved_bytes"] / length
@@ -131,6 +132,7 @@ def _cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         name,
         *(f"{1e3 * value:.1f}" for value in seconds),
         f"{row['seconds_ratio']:.3f}",
+        span(row["seconds_ratio_interval"], 3),
         f"{row['least_ratio']:.3f}",
         f"{row['saved_bytes_per_token'] / 2**10:.1f}",
         f"{row['graph_saved_bytes_per_token'] / 2**10:+.2f}",

@@ -2,8 +2,8 @@
 
 The peers: a dense MLP of the same active width (K F), DeepSpeed's MoE layer with a capacity of 1.25
 and without dropping, and the loop over experts that is our reference. All have the same weights and
-see the same tokens with the same threads, one after the other in turn; what counts is the ratio of
-medians to the dense MLP's.
+see the same tokens with the same threads, one after the other in turn; what counts is the ratio to
+the dense MLP's.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one expert.
 """
@@ -20,7 +20,6 @@ from launch.bench.layer import (
     TimedLayer,
     cells,
     measure,
-    say,
     setting,
     surroundings,
     threads_of,
@@ -32,6 +31,7 @@ from launch.bench.smoe_peers import (
     orthogonal_router,
     rows_of_experts,
 )
+from launch.bench.turns import say
 from launch.output import align
 from parallel import comm
 from parallel.zero import DTYPES, import_deepspeed

@@ -3,7 +3,7 @@
 Or a step with factorized experts beside our own with dense MLPs: `--feed-forward`.
 
 Forward, loss, backward and AdamW on the same tokens, with the same threads, one after the other in
-turn; what counts is the ratio of the medians. Starts and peak memory are those of processes of
+turn; what counts is their ratio (see `turns.py`). Starts and peak memory are those of processes of
 their own: cold with an empty cache of compiled code, warm with what the cold one left there.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,9 @@ from typing import Any
 
 import torch
 
-from launch.bench.device import now, prepare_device
+from launch.bench.device import prepare_device
 from launch.bench.step_variants import make_step, model_of
+from launch.bench.turns import clocked, say, span, summary, take_turns
 from model.gpt2 import GPT2Config, flops_per_token
 from train.errors import ConfigError, RunError
 from train.memory import is_out_of_memory
@@ -35,7 +35,7 @@ GOAL = 1.10
 OUT_OF_MEMORY = "out of memory"
 SIZES = ("batch_size", "sequence_length")
 # (samples, tokens of each, timed steps, steps before them): what fills the device, in a minute.
-DEFAULTS = {"cpu": (2, 256, 5, 1), "cuda": (16, 1024, 20, 5)}
+DEFAULTS = {"cpu": (2, 256, 15, 2), "cuda": (16, 1024, 20, 5)}
 
 
 def bench_step(
@@ -64,7 +64,7 @@ def bench_step(
 
     Returns:
         JSON values: for each precision, each variant's median seconds, tokens/s, MFU (where the
-        device's peak is known), starts and peak memory; and the ratio of medians, with its goal.
+        device's peak is known), starts and peak memory; and the ratio, with its goal.
 
     Raises:
         ConfigError: there is no such device.
@@ -94,13 +94,14 @@ def bench_step(
     for precision in precisions:
         with tempfile.TemporaryDirectory() as cache, _compiled_code_in(Path(cache)):
             starts = {name: _starts(name, models[name], precision, shape) for name in pair}
-            medians = _medians(models, precision, shape, repeats, warmup)
+            compared = _compare(models, precision, shape, repeats, warmup)
         rows: dict[str, Any] = {
-            name: _rates(medians[name], models[name], precision, shape) | starts[name]
+            name: _rates(compared[name]["seconds"], models[name], precision, shape) | starts[name]
             for name in pair
         }
-        ratio = medians[pair[0]] / medians[pair[1]]
-        result["precisions"][precision] = rows | {"ratio": ratio}
+        ratio = compared[pair[0]]["seconds_ratio"]
+        rows |= {"ratio": ratio, "ratio_interval": compared[pair[0]]["seconds_ratio_interval"]}
+        result["precisions"][precision] = rows
         if feed_forward:
             result["precisions"][precision] |= {"goal": GOAL, "reached": ratio <= GOAL}
     return result
@@ -133,30 +134,27 @@ def _rates(
     }
 
 
-def _medians(
+def _compare(
     models: dict[str, GPT2Config],
     precision: str,
     shape: dict[str, Any],
     repeats: int,
     warmup: int,
-) -> dict[str, float]:
-    """Median seconds of each variant's steps, taken in turn; the first ones do not count."""
+) -> dict[str, dict[str, Any]]:
+    """Times each variant's steps in turn; the first ones do not count."""
     torch.compiler.reset()  # programs of another precision would be tried first
-    times: dict[str, list[float]] = {name: [] for name in models}
+    say(precision)
     try:
         steps = {
             name: make_step(name, config, precision, **shape) for name, config in models.items()
         }
-        for _ in range(warmup + repeats):
-            for name, step in steps.items():
-                started = now(shape["device"])
-                step()
-                times[name].append(now(shape["device"]) - started)
+        runs = {name: clocked(step, shape["device"]) for name, step in steps.items()}
+        times = take_turns(runs, repeats, before=warmup)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise _failed("both side by side", shape, OUT_OF_MEMORY) from None
-    return {name: statistics.median(taken[warmup:]) for name, taken in times.items()}
+    return summary(times, list(models)[1])
 
 
 def _starts(name: str, config: GPT2Config, precision: str, shape: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +233,9 @@ def step_table(result: dict[str, Any]) -> str:
             )
         goal = f", the goal is at most {rows['goal']:.2f}" if "goal" in rows else ""
         pair = " / ".join(result["variants"])
-        lines.append(f"{precision:9}  ratio of medians, {pair}: {rows['ratio']:.3f}{goal}")
+        found = rows["ratio_interval"]
+        between = f", {span(found, 3)} with 90%" if found else ""
+        lines.append(f"{precision:9}  median ratio, {pair}: {rows['ratio']:.3f}{between}{goal}")
     return "\n".join(lines)
 
 

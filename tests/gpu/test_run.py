@@ -122,7 +122,7 @@ def test_bench_step_reports_rates_and_starts(options, tmp_path, capfd) -> None:
     file = tmp_path / "step.json"
     shape = ["--batch-size", "4", "--repeats", "3", "--precision", "bf16"]
     assert polyad(["bench", "step", "--device", "cuda", *shape, *options, "--json", str(file)]) == 0
-    assert "ratio of medians" in capfd.readouterr().out
+    assert "median ratio, polyad / transformers: " in capfd.readouterr().out
     result = json.loads(file.read_text())
     assert result["device_name"] == torch.cuda.get_device_name()
     assert (result["batch_size"], result["sequence_length"]) == (4, 1024)

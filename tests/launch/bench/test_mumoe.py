@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launch.bench import mumoe, mumoe_peers
-from launch.bench.layer import SLOW, TimedLayer, measure
+from launch.bench.layer import TimedLayer, measure
 from launch.bench.mumoe import bench_mumoe, mumoe_table
 from launch.bench.mumoe_peers import (
     FACTORIZATIONS,
@@ -17,6 +17,7 @@ from launch.bench.mumoe_peers import (
     make_ours,
     package_entmax,
 )
+from launch.bench.turns import SLOW
 from launch.cli import run
 from model.mumoe.layer import MuMoE
 from train.errors import RunError

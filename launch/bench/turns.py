@@ -1,0 +1,160 @@
+"""Runs of several variants in turn, and the ratios of what they took.
+
+A machine is faster in one minute than in the next. So a run is compared with the base's of its own
+turn, and the median of these ratios is what counts; how sure it is stands beside it. The order of
+the variants changes from turn to turn: what a run leaves in caches is not always found by the same.
+"""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from launch.bench.device import now
+
+Run = Callable[[], tuple[float, ...]]
+"""Does the work once; returns the seconds of its parts."""
+Times = dict[str, list[tuple[float, ...]]]
+"""Of each variant the parts of each turn."""
+SLOW = 10
+"""Times the base: what takes longer is timed once, for its ratio hangs on no third digit."""
+CONFIDENCE = 0.9
+"""That a ratio lies in its interval."""
+
+
+def take_turns(
+    runs: Mapping[str, Run], repeats: int, *, before: int = 1, base: str | None = None
+) -> Times:
+    """Has every variant run once a turn, and says how far it is.
+
+    Args:
+        runs: The variants by name.
+        repeats: Turns that count.
+        before: Turns before them.
+        base: A variant; others that take `SLOW` times as long run in one turn that counts, not in
+            all. None: all run in all.
+
+    Returns:
+        What the turns took that count.
+    """
+    times: Times = {name: [] for name in runs}
+    slow: set[str] = set()
+    began = 0.0
+    for turn in range(before + repeats):
+        if turn == before:
+            began = time.perf_counter()
+        for name in _order(list(runs), turn):
+            if name not in slow:
+                taken = runs[name]()
+                if turn >= before:
+                    times[name].append(taken)
+        if turn == before and base:
+            slow = {name for name in runs if sum(times[name][0]) > SLOW * sum(times[base][0])}
+        say(_progress(turn, before, repeats, began))
+    return times
+
+
+def clocked(work: Callable[[], object], device: str = "cpu") -> Run:
+    """A run that has one part.
+
+    Args:
+        work: What it does.
+        device: Where.
+    """
+
+    def run() -> tuple[float, ...]:
+        started = now(device)
+        work()
+        return (now(device) - started,)
+
+    return run
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    """Every variant comes first, and every second turn goes the other way."""
+    first = turn // 2 % len(names)
+    names = names[first:] + names[:first]
+    return names[::-1] if turn % 2 else names
+
+
+def _progress(turn: int, before: int, repeats: int, began: float) -> str:
+    done = turn + 1 - before
+    if done <= 0:
+        return f"  {turn + 1} of {before} before the clock counts"
+    each = (time.perf_counter() - began) / done
+    return f"  {done} of {repeats}, {each:.2g} s a turn, {each * (repeats - done):.0f} s left"
+
+
+def summary(times: Times, base: str) -> dict[str, dict[str, Any]]:
+    """What a result says of every variant.
+
+    Args:
+        times: Of `take_turns`.
+        base: The variant that the others are compared with.
+
+    Returns:
+        JSON values: `seconds`, the median of whole runs; `seconds_ratio`, the median of the turns'
+        ratios to the base; `seconds_ratio_interval`, where that median lies with a probability of
+        `CONFIDENCE`, or null where there are too few turns; `timed`, turns.
+    """
+    whole = {name: [sum(parts) for parts in taken] for name, taken in times.items()}
+    rows = {}
+    for name, taken in whole.items():
+        # What was timed once has the first turn.
+        ratios = [one / other for one, other in zip(taken, whole[base], strict=False)]
+        rows[name] = {
+            "seconds": statistics.median(taken),
+            "seconds_ratio": statistics.median(ratios),
+            "seconds_ratio_interval": interval(ratios),
+            "timed": len(taken),
+        }
+    return rows
+
+
+def part_medians(times: Times, part: int) -> dict[str, float]:
+    """Median seconds of one part of the runs.
+
+    Args:
+        times: Of `take_turns`.
+        part: Which, from 0.
+    """
+    return {name: statistics.median(one[part] for one in taken) for name, taken in times.items()}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Where the median of what values are drawn from lies, whatever its distribution.
+
+    Each value is above it or below with equal probability, so the k-th smallest and the k-th
+    largest miss it with twice the probability of fewer than k heads among as many coins.
+
+    Args:
+        values: Independent ones.
+
+    Returns:
+        Two of them, with a probability of at least `CONFIDENCE`; None for fewer than 5.
+    """
+    count, missed, k = len(values), 0.0, 0
+    while k < count:
+        missed += 2 * math.comb(count, k) / 2**count
+        if missed > 1 - CONFIDENCE:
+            break
+        k += 1
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else None
+
+
+def span(found: tuple[float, float] | None, digits: int = 2) -> str:
+    """An interval for a table.
+
+    Args:
+        found: By `interval`.
+        digits: After the point.
+    """
+    return "-" if found is None else f"{found[0]:.{digits}f}-{found[1]:.{digits}f}"
+
+
+def say(line: str) -> None:
+    """Tells a person how far it is."""
+    print(line, file=sys.stderr, flush=True)
