@@ -7,6 +7,8 @@ import ctypes
 import functools
 import importlib.util
 
+from model.processor import has_tiles
+
 
 @functools.cache
 def load_library(name: str, version: int) -> ctypes.CDLL | None:
@@ -30,3 +32,21 @@ def load_library(name: str, version: int) -> ctypes.CDLL | None:
     except ValueError:
         return None
     return library if there == version else None
+
+
+@functools.cache
+def load_tile_library(name: str, version: int) -> ctypes.CDLL | None:
+    """Loads a library that multiplies tiles of bf16, and asks the system for them.
+
+    Args:
+        name: As for `load_library`; its `polyad_NAME_prepare` asks.
+        version: As for `load_library`.
+
+    Returns:
+        None if it is not there, or the processor or the system has no tiles for this process.
+    """
+    library = load_library(name, version) if has_tiles() else None
+    if library is None:
+        return None
+    prepare = getattr(library, f"polyad_{name.rpartition('.')[2].lstrip('_')}_prepare")
+    return library if prepare() else None

@@ -13,29 +13,18 @@
    that it sees (the row part), as keys the queries that see it (the column part). Where query and
    key are one, l is the same for both and is computed once. */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#include "../tiles.h"
 
-#include <immintrin.h>
+#ifdef HAS_TILES
+
 #include <math.h>
 #include <omp.h>
-#include <stdint.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,fma")
 
 #define ROWS 32     /* Of a block: two tiles. */
-#define TILE 16     /* Rows of a tile; as many columns of fp32. */
-#define DEPTH 32    /* Numbers of bf16 in a row of a tile. */
 #define STRETCH 256 /* Keys that are looked at together. */
 #define GROUP 4     /* The most blocks that look at a stretch one after the other. */
 #define AT_ONCE 8   /* Columns of the scores that are summed in registers. */
-
-/* GCC does not know that tiles, and their configuration, are read from and written to memory. */
-#define SETTLE_MEMORY(of) __asm__ volatile("" : : "r"(of) : "memory")
-
-typedef uint16_t bf16;
 
 typedef struct {
     const bf16 *own, *other;              /* [T, F]: the rows' features, and those they meet. */
@@ -60,8 +49,6 @@ typedef struct {
     float *turned_value, *turned_gradient; /* [GROUP][E][ROWS] */
     float *most, *sum, *spread;            /* [GROUP][ROWS] */
 } scratch_t;
-
-static long least(long a, long b) { return a < b ? a : b; }
 
 static float *numbers(char **next, long count) {
     float *here = (float *)*next;
@@ -101,31 +88,6 @@ static inline __m512 exponential(__m512 x) {
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
     return _mm512_maskz_scalef_ps(counts, y, n);
-}
-
-/* Rows and columns of 16 x 16 numbers change places. */
-static inline void transpose(__m512i x[16]) {
-    __m512i y[16];
-    for (int i = 0; i < 16; i += 2) {
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-        y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-        y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    }
 }
 
 /* Rows' features as the second factor of a product: pairs of numbers down, rows across. */
@@ -553,12 +515,6 @@ static float over_length(const bf16 *features, long width) {
     return 1.0f / (length > 1e-12f ? length : 1e-12f);
 }
 
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t columns[16];
-    uint8_t rows[16];
-} __attribute__((packed)) tiles_t;
-
 /* The mean entropy of the softmax at some rows of one head: the rows are lanes, a block at a time. */
 static float mean_entropy(const graph_t *g, scratch_t *s, const long *rows, long count) {
     double total = 0.0;
@@ -588,33 +544,14 @@ static float mean_entropy(const graph_t *g, scratch_t *s, const long *rows, long
     return (float)(total / count);
 }
 
-/* What tiles are to be, and what they were: another library may count on it. */
-static void take_tiles(tiles_t *before) {
-    tiles_t wanted = {.palette = 1};
-    for (int i = 0; i < 8; i++) wanted.columns[i] = 64, wanted.rows[i] = TILE;
-    SETTLE_MEMORY(before);
-    _tile_storeconfig(before);
-    SETTLE_MEMORY(&wanted);
-    _tile_loadconfig(&wanted);
-    SETTLE_MEMORY(before);
-}
-
-static void give_tiles(const tiles_t *before) {
-    SETTLE_MEMORY(before);
-    if (before->palette)
-        _tile_loadconfig(before);
-    else
-        _tile_release();
-}
-
 /* How many blocks a work item has: few enough that every thread gets some. */
 static long blocks_together(long blocks, long threads) {
     long each = blocks / (2 * threads);
     return each < 1 ? 1 : least(each, GROUP);
 }
 
-/* Asks the system for tiles: 1 if this process may use them. */
-int polyad_mixing_prepare(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+/* 1 if this process may use tiles, for which it asks the system. */
+int polyad_mixing_prepare(void) { return ask_for_tiles(); }
 
 /* Bytes that each thread needs as scratch. */
 long polyad_mixing_scratch(long width, long experts, int backward) {

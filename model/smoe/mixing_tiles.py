@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.native import load_library
-from model.processor import has_tiles
+from model.native import load_tile_library
 from model.smoe.features import Mixing, measured_rows
 
 VERSION = 1
@@ -71,13 +70,7 @@ def is_there() -> bool:
     """Whether the processor has tiles, the system lets this process use them, and it was compiled
     when Polyad was installed.
     """
-    return _is_there()
-
-
-@functools.cache
-def _is_there() -> bool:
-    library = _library()
-    return library is not None and has_tiles() and bool(library.polyad_mixing_prepare())
+    return _library() is not None
 
 
 def mix(mixing: Mixing) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +216,6 @@ def _call(
     """Calls one of the library's functions with as many threads as PyTorch has, and scratch."""
     library, threads = _library(), torch.get_num_threads()
     assert library is not None
-    assert _is_there()  # asks the system for tiles, without which the process would end here
     each = library.polyad_mixing_scratch(width, experts, backward)
     scratch = torch.empty(threads * each, dtype=torch.uint8)
     where = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -238,7 +230,7 @@ def _filled(features_BTF: Tensor) -> Tensor:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = load_library("model.smoe._mixing", VERSION)
+    library = load_tile_library("model.smoe._mixing", VERSION)
     if library is None:
         return None
     pointer, number, flag = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
