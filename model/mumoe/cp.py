@@ -14,6 +14,7 @@ from torch import Tensor
 from model.initialization import Initializer
 from model.mumoe.base import Factorized, Sizes, expert_factor
 from model.mumoe.initialization import around_one
+from model.mumoe.products import product
 
 
 class CP(Factorized):
@@ -66,5 +67,5 @@ class CP(Factorized):
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, R] to [M, R]."""
         for a_MN, factor_NR in zip(coefficients, self.expert_factors(), strict=True):
-            contracted = contracted * (a_MN @ factor_NR)
+            contracted = contracted * product(a_MN, factor_NR)
         return contracted

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from model.activation import gelu_again
-from model.mumoe.tiles import addmm, matmul, transposed_matmul
+from model.matmul import matmul
 
 
 def affine(z_MI: Tensor, factor: Tensor, *, bias: bool, activated: bool) -> Tensor:
@@ -32,7 +32,7 @@ def affine(z_MI: Tensor, factor: Tensor, *, bias: bool, activated: bool) -> Tens
 
 
 def product(mixed_MC: Tensor, factor: Tensor) -> Tensor:
-    """What was mixed, with the output factor.
+    """What was mixed with the output factor, or coefficients with an expert factor.
 
     Args:
         mixed_MC: Tokens.
@@ -60,7 +60,7 @@ def token_product(a_MPQ: Tensor, b_MQR: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """By hand for its gradients' products alone, which can be asked for in a faster order."""
+    """By hand for its gradients' products alone, whose sums are longer: see `matmul.py`."""
 
     @staticmethod
     def forward(ctx: Any, mixed_MC: Tensor, factor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _Product(torch.autograd.Function):
             for_mixed_MC = matmul(gradient_MO, factor.flatten(0, -2).t())
         if ctx.needs_input_grad[1]:
             for_factor = torch.empty_like(factor)
-            transposed_matmul(mixed_MC, gradient_MO, for_factor.view(-1, factor.shape[-1]))
+            matmul(mixed_MC.t(), gradient_MO, out_MN=for_factor.view(-1, factor.shape[-1]))
         return for_mixed_MC, for_factor
 
 
@@ -107,9 +107,7 @@ class _Affine(torch.autograd.Function):
         ctx.bias, ctx.activated = bias, activated
         active_MI = gelu(z_MI) if activated else z_MI
         flat, inputs = factor.flatten(1), z_MI.shape[1]
-        if not bias:
-            return matmul(active_MI, flat[:inputs])
-        return addmm(flat[inputs], active_MI, flat[:inputs])
+        return matmul(active_MI, flat[:inputs], row_N=flat[inputs] if bias else None)
 
     @staticmethod
     def backward(ctx: Any, gradient_MC: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -118,7 +116,7 @@ class _Affine(torch.autograd.Function):
         for_z_MI = for_factor = None
         active_MI = z_MI
         if ctx.needs_input_grad[0]:
-            for_z_MI = gradient_MC @ factor.flatten(1)[:inputs].t()
+            for_z_MI = matmul(gradient_MC, factor.flatten(1)[:inputs].t())
             if ctx.activated:
                 active_MI = gelu_again(z_MI, for_z_MI)
         elif ctx.activated:
@@ -126,7 +124,7 @@ class _Affine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             for_factor = torch.empty_like(factor)
             flat = for_factor.view(factor.shape[0], -1)
-            transposed_matmul(active_MI, gradient_MC, flat[:inputs])
+            matmul(active_MI.t(), gradient_MC, out_MN=flat[:inputs])
             if ctx.bias:
                 torch.sum(gradient_MC, 0, out=flat[inputs])
             else:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from model.mumoe.products import affine
+from model.mumoe.products import affine, product, token_product
 
 
 def operands(rows):
@@ -44,3 +44,37 @@ def test_the_activation_is_not_kept():
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
         affine(z_MI, factor, bias=True, activated=True)
     assert {tensor.data_ptr() for tensor in kept} == {z_MI.data_ptr(), factor.data_ptr()}
+
+
+def test_both_products_of_a_layer_have_numerical_gradients():
+    shapes = ((3, 70), (71, 34), (34, 69))
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+    def layer(z_MI, factor, out_CO):
+        return product(affine(z_MI, factor, bias=True, activated=True), out_CO)
+
+    assert torch.autograd.gradcheck(layer, leaves, fast_mode=True)
+
+
+def test_each_tokens_own_product_has_autograds_gradients():
+    shapes = ((5, 4, 3), (5, 3, 7))
+    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    torch.testing.assert_close(token_product(a, b), a @ b)
+    assert torch.autograd.gradcheck(token_product, (a, b))
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_in_bf16_gradients_are_those_of_float64_rounded(activated):
+    """At a size at which the products are `matmul.c`'s, where it is."""
+    shapes = ((256, 300), (301, 40, 4), (40, 4, 330))
+    leaves = [torch.randn(shape).bfloat16() for shape in shapes]
+    direction = torch.randn(256, 330).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        z_MI, factor, out_CO = (leaf.to(dtype).requires_grad_() for leaf in leaves)
+        y_MO = product(affine(z_MI, factor, bias=True, activated=activated), out_CO)
+        results.append(
+            (y_MO, *torch.autograd.grad(y_MO, (z_MI, factor, out_CO), direction.to(dtype)))
+        )
+    for ours, exact in zip(*results, strict=True):
+        assert (ours.double() - exact).norm() < 0.006 * exact.norm()
