@@ -6,42 +6,13 @@
    Everything is computed in fp32. The loops have no calls and no branches, so that a compiler makes
    vectors of them; a variant for each generation of x86 processors is chosen when it is loaded. */
 
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define EACH_PROCESSOR
-#endif
+#include "numbers.h"
 
 #define SLOPE 1.5957691216057308f /* 2 sqrt(2/pi) */
 #define CUBIC 0.044715f
 #define FLAT 10.0f /* Beyond it the derivative is 0 or 1 in fp32, that with erf, too. */
 #define COLUMNS 512 /* The most of a row that are computed together, while the next are fetched. */
 #define LINE 64     /* Numbers; columns are shared out by so many at least. */
-#define SHARE 16384 /* Numbers that are worth a thread. */
-
-static inline float from_bits(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, sizeof number);
-    return number;
-}
-
-static inline uint32_t to_bits(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    return bits;
-}
-
-static inline float widen(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
-
-/* To the nearest number of bf16, ties to even; what is no number stays none. */
-static inline uint16_t narrow(float number) {
-    uint32_t bits = to_bits(number);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return number != number ? 0x7fc0u : (uint16_t)rounded;
-}
 
 /* exp(x) for |x| < 88: 2^n exp(r), |r| <= ln(2) / 2, by the series up to r^7. */
 static inline float exponential(float x) {
@@ -95,8 +66,6 @@ static inline gelu_t by_erf(float h) {
     return result;
 }
 
-static inline float same(float number) { return number; }
-
 static inline void fetch(const void *numbers, long bytes) {
     for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)numbers + line);
 }
@@ -105,12 +74,6 @@ static inline void fetch(const void *numbers, long bytes) {
 static long together(long columns, long threads) {
     long each = (columns / threads + LINE - 1) / LINE * LINE;
     return each < LINE ? LINE : each > COLUMNS ? COLUMNS : each;
-}
-
-/* How many threads have enough to do. */
-static long worth(long numbers, long threads) {
-    long most = numbers / SHARE;
-    return most < 1 ? 1 : most < threads ? most : threads;
 }
 
 /* For one type of numbers and one form: rows of some columns, and then all columns by so many

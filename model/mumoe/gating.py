@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer
+from model.mumoe import tokens
 from model.mumoe.exchange import GateExchange
 
 EPSILON = 1e-5
@@ -33,6 +34,10 @@ class _Entmax15(torch.autograd.Function):
     def forward(ctx: Any, scores_MN: Tensor) -> Tensor:
         # p = s^2 with s = max(x - tau, 0), x = scores / 2, and tau such that p sums to 1. Adding a
         # number to all x changes nothing; with 0 as the highest, tau is between -1 and 0.
+        if tokens.takes_scores(scores_MN):
+            s_MN, p_MN = tokens.entmax15(scores_MN, *_newton_ends(scores_MN))
+            ctx.save_for_backward(s_MN)
+            return p_MN
         x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2)
         s_MN = _above_threshold(x_MN)
         ctx.save_for_backward(s_MN)  # a root of p would take longer than what it would save
@@ -42,6 +47,8 @@ class _Entmax15(torch.autograd.Function):
     def backward(ctx: Any, gradient_MN: Tensor) -> Tensor:
         # dp/dscores = diag(s) - s s^T / sum(s).
         (s_MN,) = ctx.saved_tensors
+        if tokens.takes_scores(s_MN, gradient_MN):
+            return tokens.entmax15_gradient(s_MN, gradient_MN)
         scaled_MN = gradient_MN * s_MN
         mean_M1 = scaled_MN.sum(-1, keepdim=True) / s_MN.sum(-1, keepdim=True)
         result: Tensor = scaled_MN.addcmul_(s_MN, mean_M1, value=-1)
@@ -76,9 +83,7 @@ def _newton(x_MN: Tensor, *, ends_early: bool = False) -> Tensor:
     slope never below 1: so many steps are enough that 4 to their number is N / epsilon. Near the
     root they are few, as the error after a step is at most N / 2 times its square.
     """
-    size, epsilon = x_MN.shape[-1], torch.finfo(x_MN.dtype).eps
-    most = math.ceil(math.log(size / epsilon, 4))
-    small = math.sqrt(2 * epsilon / size)
+    most, small = _newton_ends(x_MN)
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
     s_MN = (x_MN - tau_M1).clamp_(min=0)
     for _ in range(most):
@@ -89,6 +94,12 @@ def _newton(x_MN: Tensor, *, ends_early: bool = False) -> Tensor:
         if ends_early and not (step_M1 > small).any():  # NaN is not, and stays
             break
     return s_MN
+
+
+def _newton_ends(x_MN: Tensor) -> tuple[int, float]:
+    """How many steps are enough, and how small a step is the last."""
+    size, epsilon = x_MN.shape[-1], torch.finfo(x_MN.dtype).eps
+    return math.ceil(math.log(size / epsilon, 4)), math.sqrt(2 * epsilon / size)
 
 
 def entmax15(scores_MN: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn.functional import gelu
 
 from model.activation import gelu_again
 from model.matmul import matmul
+from model.mumoe import tokens
 
 
 def affine(z_MI: Tensor, factor: Tensor, *, bias: bool, activated: bool) -> Tensor:
@@ -85,11 +86,15 @@ class _TokenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a_MPQ: Tensor, b_MQR: Tensor) -> Tensor:
         ctx.save_for_backward(a_MPQ, b_MQR)
+        if tokens.takes_product(a_MPQ, b_MQR):
+            return tokens.token_product(a_MPQ, b_MQR)
         return a_MPQ @ b_MQR
 
     @staticmethod
     def backward(ctx: Any, gradient_MPR: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a_MPQ, b_MQR = ctx.saved_tensors
+        if all(ctx.needs_input_grad) and tokens.takes_product(a_MPQ, b_MQR, gradient_MPR):
+            return tokens.token_product_gradients(a_MPQ, b_MQR, gradient_MPR)
         for_a_MPQ = for_b_MQR = None
         if ctx.needs_input_grad[0]:
             for_a_MPQ = gradient_MPR @ b_MQR.transpose(1, 2)
