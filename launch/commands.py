@@ -113,7 +113,7 @@ COMMANDS: dict[str, Command] = {
         handler=bench_handlers.bench_checkpoint,
     ),
     "bench step": Command(
-        summary="Times a training step of GPT-2 124M beside transformers', or of a muMoE's.",
+        summary="Times a training step of GPT-2 124M beside transformers', or with experts.",
         example="polyad bench step --precision bf16 --json step.json\n"
         "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile\n"
         "polyad bench step --feed-forward mumoe-cp",

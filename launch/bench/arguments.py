@@ -52,8 +52,9 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--compile", action="store_true", help="the blocks of both through torch.compile")
     add(
         "--feed-forward",
-        choices=("mumoe-cp", "mumoe-tr"),
-        help="of 256 experts, beside our dense step; default: dense beside transformers'",
+        choices=("mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64"),
+        help="256 factorized experts, or sparse ones of the same active width, beside our dense "
+        "step; default: dense beside transformers'",
     )
     add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
 

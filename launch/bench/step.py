@@ -1,6 +1,6 @@
 """`polyad bench step`: a whole training step beside the same step of Hugging Face's GPT-2.
 
-Or a step with factorized experts beside our own with dense MLPs: `--feed-forward`.
+Or a step with factorized or sparse experts beside our own with dense MLPs: `--feed-forward`.
 
 Forward, loss, backward and AdamW on the same tokens, with the same threads, one after the other in
 turn; what counts is their ratio (see `turns.py`). Starts and peak memory are those of processes of
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from launch.bench.device import prepare_device
-from launch.bench.step_variants import make_step, model_of
+from launch.bench.step_variants import goal_of, make_step, model_of
 from launch.bench.turns import clocked, say, span, summary, take_turns
 from model.gpt2 import GPT2Config, flops_per_token
 from model.matmul import has_native_matmul
@@ -31,8 +31,6 @@ from train.memory import is_out_of_memory
 from train.metrics import LogConfig, peak_flops
 
 VARIANTS = ("polyad", "transformers")
-GOAL = 1.10
-"""Times our dense step, of a muMoE's."""
 OUT_OF_MEMORY = "out of memory"
 SIZES = ("batch_size", "sequence_length")
 # (samples, tokens of each, timed steps, steps before them): what fills the device, in a minute.
@@ -103,8 +101,9 @@ def bench_step(
         ratio = compared[pair[0]]["seconds_ratio"]
         rows |= {"ratio": ratio, "ratio_interval": compared[pair[0]]["seconds_ratio_interval"]}
         result["precisions"][precision] = rows
-        if feed_forward:
-            result["precisions"][precision] |= {"goal": GOAL, "reached": ratio <= GOAL}
+        goal = goal_of(feed_forward, device) if feed_forward else None
+        if goal is not None:
+            result["precisions"][precision] |= {"goal": goal, "reached": ratio <= goal}
     return result
 
 

@@ -10,24 +10,58 @@ from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig
 from model.gpt2 import GPT2, GPT2Config, compile_blocks
 from model.mumoe.config import MuMoEConfig
+from model.output import RoutingStats
+from model.smoe.config import SparseMoEConfig
 from parallel.zero import DTYPES
-from train.loss import token_losses
+from train.loss import LossConfig, routing_loss, token_losses
 from train.optimizer import OptimizerConfig, build_optimizer
 
 Step = Callable[[], None]
-FEED_FORWARDS: dict[str, FeedForwardConfig] = {
-    "dense": DenseFeedForwardConfig(),
-    "mumoe-cp": MuMoEConfig(factorization="cp", num_experts=(256,)),
-    "mumoe-tr": MuMoEConfig(factorization="tr", num_experts=(256,)),
-}
-"""Variants that differ in the feed-forward alone; the ranks match the dense one's parameters."""
+Call = Callable[[Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]
+"""From token ids [B, T] to logits [B, T, V], and what routers did."""
+FEED_FORWARDS = ("dense", "mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64")
+"""Variants that differ in the feed-forward alone."""
+LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
+"""What routers learn from beside the tokens, as in the shipped configurations."""
+
+
+def feed_forward_of(name: str, width: int) -> FeedForwardConfig:
+    """A feed-forward that costs a token as much as the dense one.
+
+    Args:
+        name: One of `FEED_FORWARDS`.
+        width: D of the model.
+
+    Returns:
+        256 factorized experts of the rank that matches the dense one's parameters, or sparse ones
+        of which two are as wide.
+    """
+    kind, _, which = name.partition("-")
+    if kind == "mumoe":
+        return MuMoEConfig(factorization="cp" if which == "cp" else "tr", num_experts=(256,))
+    if kind == "smoe":
+        return SparseMoEConfig(num_experts=int(which), top_k=2, expert_hidden_size=2 * width)
+    return DenseFeedForwardConfig()
+
+
+def goal_of(name: str, device: str) -> float | None:
+    """How many times the dense step a variant's is to take at most; None: no goal is set.
+
+    Args:
+        name: One of `FEED_FORWARDS`.
+        device: `cpu` or `cuda`.
+    """
+    if name.startswith("mumoe"):
+        return 1.10
+    return 1.25 if (name, device) == ("smoe-64", "cuda") else None  # 80% of the tokens
 
 
 def model_of(name: str, config: GPT2Config) -> GPT2Config:
     """The model of a variant, with its feed-forward in the place of the given one's."""
     if name not in FEED_FORWARDS:
         return config
-    return config.model_copy(update={"feed_forward": FEED_FORWARDS[name]})
+    feed_forward = feed_forward_of(name, config.hidden_size)
+    return config.model_copy(update={"feed_forward": feed_forward})
 
 
 def make_step(
@@ -45,15 +79,18 @@ def make_step(
     shape = (batch_size, sequence_length + 1)
     tokens = torch.randint(config.vocab_size or 0, shape, generator=generator).to(device)
     make = _theirs if name == "transformers" else _ours
-    module, logits_of = make(config, device, precision)
+    module, call = make(config, device, precision)
     if compiled:
         _compile(module)
     named = [(n, p, p.dim()) for n, p in module.named_parameters()]
     optimizer = build_optimizer(OptimizerConfig(), named)
 
     def step() -> None:
-        losses = token_losses(logits_of(tokens[:, :-1]), tokens[:, 1:].contiguous())
-        losses.mean().backward()  # type: ignore[no-untyped-call]
+        logits_BTV, routing = call(tokens[:, :-1])
+        loss = token_losses(logits_BTV, tokens[:, 1:].contiguous()).mean()
+        of_routing = routing_loss(routing, LOSSES)
+        loss = loss if of_routing is None else loss + of_routing
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -69,17 +106,18 @@ def _compile(module: nn.Module) -> None:
         block.compile()
 
 
-def _ours(
-    config: GPT2Config, device: str, precision: str
-) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def _ours(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
     module = build_model(config)
     materialize(module, seed=0, device=device, dtype=DTYPES[precision])
-    return module, lambda ids: module(ids).logits
+
+    def call(ids_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        output = module(ids_BT)
+        return output.logits, output.routing
+
+    return module, call
 
 
-def _theirs(
-    config: GPT2Config, device: str, precision: str
-) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def _theirs(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, Call]:
     import transformers
 
     dropout = {name: config.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
@@ -94,4 +132,4 @@ def _theirs(
         **dropout,
     )
     module: nn.Module = transformers.GPT2LMHeadModel(reference).to(device, DTYPES[precision])
-    return module.train(), lambda ids: module(ids).logits
+    return module.train(), lambda ids_BT: (module(ids_BT).logits, ())

@@ -5,8 +5,15 @@ import resource
 import pytest
 import torch
 
+from launch.bench import step_variants
 from launch.bench.step import bench_step, step_table
-from launch.bench.step_variants import FEED_FORWARDS, make_step, model_of
+from launch.bench.step_variants import (
+    FEED_FORWARDS,
+    feed_forward_of,
+    goal_of,
+    make_step,
+    model_of,
+)
 from launch.cli import run
 from model.gpt2 import GPT2Config
 
@@ -50,14 +57,55 @@ def test_the_result_has_both_variants_their_ratio_and_memory() -> None:
 def test_variants_differ_in_the_feed_forward_alone(name: str) -> None:
     config = GPT2Config(vocab_size=50257)
     varied = model_of(name, config)
-    assert varied.feed_forward == FEED_FORWARDS[name]
+    assert varied.feed_forward == feed_forward_of(name, 768)
     assert varied.model_copy(update={"feed_forward": config.feed_forward}) == config
-    # As many parameters as the dense one, or nearly: what makes the comparison fair.
-    (parameters,) = {
-        f.parameters(768, True) if f.kind == "dense" else f.parameters(768)
-        for f in varied.block_feed_forwards()
-    }
-    assert parameters == pytest.approx(4_722_432, rel=0.01)
+    # What makes the comparison fair: a token costs as much as in the dense one, or nearly, and
+    # where all experts take part there are as many parameters.
+    (feed_forward,) = set(varied.block_feed_forwards())
+    weights = 2 * 768 * 3072
+    assert feed_forward.matmul_parameters_per_token(768) == pytest.approx(weights, rel=0.012)
+    if name.startswith("mumoe"):
+        assert feed_forward.parameters(768) == pytest.approx(4_722_432, rel=0.01)
+    if name.startswith("smoe"):
+        router = 768 * int(name.removeprefix("smoe-"))
+        assert feed_forward.matmul_parameters_per_token(768) == weights + router
+
+
+def test_goals_are_of_factorized_experts_and_of_sparse_ones_on_a_gpu() -> None:
+    assert [goal_of(name, "cpu") for name in FEED_FORWARDS] == [None, 1.10, 1.10, None, None]
+    assert [goal_of(name, "cuda") for name in FEED_FORWARDS] == [None, 1.10, 1.10, None, 1.25]
+
+
+def test_routers_of_sparse_experts_learn_from_their_losses(monkeypatch) -> None:
+    weighed = []
+
+    def routing_loss(routing, config):
+        loss = real(routing, config)
+        weighed.append((len(routing), config, loss))
+        return loss
+
+    real = step_variants.routing_loss
+    monkeypatch.setattr(step_variants, "routing_loss", routing_loss)
+    shape = {"device": "cpu", "batch_size": 2, "sequence_length": 8, "compiled": False}
+    make_step("smoe-16", model_of("smoe-16", TINY), "fp32", **shape)()
+    make_step("dense", model_of("dense", TINY), "fp32", **shape)()
+    (layers, config, loss), (no_layers, _, nothing) = weighed
+    assert (layers, no_layers, nothing) == (1, 0, None)
+    assert (config.load_balance, config.router_z) == (0.01, 0.001)
+    assert loss.item() > 0.01  # even load: 0.01 x 1
+    assert loss.requires_grad
+
+
+def test_sparse_experts_are_compared_without_a_goal_on_a_cpu() -> None:
+    result = bench_step(
+        **{"precisions": ("fp32",), "batch_size": 1, "sequence_length": 8, "repeats": 1},
+        feed_forward="smoe-16",
+        model=TINY,
+    )
+    assert result["variants"] == ["smoe-16", "dense"]
+    assert "goal" not in result["precisions"]["fp32"]
+    assert "median ratio, smoe-16 / dense: " in step_table(result)
+    assert "goal" not in step_table(result)
 
 
 @pytest.mark.slow
