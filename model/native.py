@@ -26,9 +26,8 @@ def load_library(name: str, version: int) -> ctypes.CDLL | None:
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)
-    symbol = f"polyad_{name.rpartition('.')[2].lstrip('_')}_version"
     try:
-        there = ctypes.c_int.in_dll(library, symbol).value
+        there = ctypes.c_int.in_dll(library, _symbol(name, "version")).value
     except ValueError:
         return None
     return library if there == version else None
@@ -48,5 +47,9 @@ def load_tile_library(name: str, version: int) -> ctypes.CDLL | None:
     library = load_library(name, version) if has_tiles() else None
     if library is None:
         return None
-    prepare = getattr(library, f"polyad_{name.rpartition('.')[2].lstrip('_')}_prepare")
-    return library if prepare() else None
+    return library if getattr(library, _symbol(name, "prepare"))() else None
+
+
+def _symbol(name: str, what: str) -> str:
+    """What a library calls what every one of them has."""
+    return f"polyad_{name.rpartition('.')[2].lstrip('_')}_{what}"

@@ -40,3 +40,5 @@ static inline long worth(long numbers, long threads) {
     long most = numbers / SHARE;
     return most < 1 ? 1 : most < threads ? most : threads;
 }
+
+static inline long least(long a, long b) { return a < b ? a : b; }

@@ -6,9 +6,10 @@
 #define HAS_TILES
 
 #include <immintrin.h>
-#include <stdint.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "numbers.h"
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,fma")
 
@@ -19,8 +20,6 @@
 #define SETTLE_MEMORY(of) __asm__ volatile("" : : "r"(of) : "memory")
 
 typedef uint16_t bf16;
-
-static inline long least(long a, long b) { return a < b ? a : b; }
 
 /* Asks the system for tiles: 1 if this process may use them. */
 static inline int ask_for_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }

@@ -63,8 +63,6 @@ EACH_PROCESSOR void entmax_gradient_rows(
     _Pragma("omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)")         \
     for (long first = 0; first < count; first += each)
 
-static inline long least(long a, long b) { return a < b ? a : b; }
-
 void polyad_entmax_forward(
     const float *scores, float *roots, float *squares, long rows, long size, long most, float small,
     long most_threads) {
