@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from parallel import comm
+from parallel.gradients import Fp32Gradients
 
 
 def above(norm: float, limit: float) -> bool:
@@ -41,10 +42,14 @@ class StageZeroHook:
         self.grad_norm: float | None = None
         self.refused = False
         """Whether the last step was; in bf16 DeepSpeed's optimizer around this one does not ask."""
+        self.gradients: Fp32Gradients | None = None
+        """In bf16: where the gradients of the masters come from."""
         self._copies, self._is_cut = copies, any(n != world.size for n in copies)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called by the optimizer."""
+        if self.gradients is not None:
+            self.gradients.reduce()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self._norm(parameters) if self._is_cut else nn.utils.get_total_norm(gradients)
@@ -84,6 +89,8 @@ class ZeroHook:
         """Whether DeepSpeed does not know that it was; it always does."""
         self.grad_norm: float | None = None
         """Of a step that was refused for its norm; DeepSpeed knows that of any other."""
+        self.replicas = 1
+        """What DeepSpeed's sums of gradients are divided by; 1 where they are means already."""
         module: Any = sys.modules[type(optimizer).__module__]
         is_invalid, step = module.is_invalid_grad_norm, optimizer.step
 
@@ -96,6 +103,9 @@ class ZeroHook:
             return invalid
 
         def watched_step(*args: Any, **kwargs: Any) -> Any:
+            if self.replicas > 1:
+                for sums in optimizer.averaged_gradients.values():
+                    torch._foreach_div_(list(sums), self.replicas)
             module.is_invalid_grad_norm = judge
             try:
                 return step(*args, **kwargs)

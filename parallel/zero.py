@@ -18,6 +18,7 @@ from torch import nn
 from model.output import ModelOutput
 from parallel import comm
 from parallel.config import ParallelConfig
+from parallel.gradients import Fp32Gradients
 from parallel.step_hooks import StageZeroHook, ZeroHook
 
 Precision = Literal["fp32", "bf16"]
@@ -68,12 +69,14 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """DeepSpeed's dictionary for a run.
 
-    In bf16 gradients accumulate in fp32 at stages 1 to 3; DeepSpeed has no such mode at stage 0.
-    Stage 0 clips in `StageZeroHook`, because DeepSpeed's own norm there leaves out experts and
-    tensor-parallel shards and is not reported.
+    In bf16 gradients accumulate in fp32, and are summed over processes in fp32: by DeepSpeed at
+    stages 1 to 3, by `Fp32Gradients` at stage 0, where DeepSpeed has no such mode. Stage 0 clips
+    in `StageZeroHook`, because DeepSpeed's own norm there leaves out experts and tensor-parallel
+    shards and is not reported.
     """
     stage = parallel.zero_stage
     bucket = min(parallel.bucket_size, max(num_parameters, 1))
+    bucket += bucket % 2  # stage 2 refuses an odd one
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
@@ -81,6 +84,9 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
         "bf16": {"enabled": precision == "bf16"},
+        "communication_data_type": "fp32",  # of gradients; otherwise the model's
+        # DeepSpeed's waits for the device at every forward pass and step; `train/` has its own.
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": bucket,
@@ -142,8 +148,20 @@ class Engine:
             )
         assert self.deepspeed.basic_optimizer is optimizer
         self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
+        if config["bf16"]["enabled"]:
+            self._average_in_fp32(config["zero_optimization"]["reduce_bucket_size"])
         _restore_dtypes(self.module, dtypes)
         self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
+
+    def _average_in_fp32(self, bucket_size: int) -> None:
+        """Where DeepSpeed rounds bf16 gradients on the way to their mean: another way."""
+        if isinstance(self._hook, StageZeroHook):
+            self._hook.gradients = Fp32Gradients(self.deepspeed, bucket_size, self.world)
+        elif self.stage == 2:
+            # It would divide them by the number of processes in bf16, before it sums in fp32, which
+            # rounds unless that is a power of two.
+            self.deepspeed.optimizer.gradient_average = False
+            self._hook.replicas = self.world.data_parallel_size
 
     @property
     def module(self) -> nn.Module:

@@ -1,0 +1,99 @@
+"""Gradients that say in which precision they were summed, called in worker processes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel import comm
+from parallel.config import ParallelConfig
+from parallel.fragments import MASTER, fragments
+from parallel.parallelize import _allocate
+from parallel.zero import DTYPES, Engine, deepspeed_config
+from tests.helpers.training import Case, build_engine, local_batches
+from train.device import Prefetch
+from train.step import train_step
+
+SIZE = 61
+
+
+class Linear(nn.Module):
+    """One weight whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(SIZE, device="meta"))
+
+    def forward(self, x_S: Tensor) -> Tensor:
+        """The sum of all products, a loss."""
+        return (self.weight * x_S).float().sum()
+
+
+def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float], bool]:
+    """The gradient that the optimizer gets from gradients of [micro-batch][rank] in bf16.
+
+    Returns:
+        Its distinct values here, and whether DeepSpeed's throughput timer runs.
+    """
+    world = comm.initialize()
+    config = deepspeed_config(
+        ParallelConfig(zero_stage=stage),
+        precision="bf16",
+        micro_batch_size=1,
+        accumulation_steps=len(gradients),
+        clip_grad_norm=0.0,
+        num_parameters=SIZE,
+    )
+    module = Linear()
+    _allocate(module, world, DTYPES["bf16"], config, None)
+    engine = Engine(
+        module,
+        torch.optim.SGD(module.parameters(), lr=1.0),
+        config,
+        0.0,
+        world=world,
+        token_losses=lambda logits, targets: logits,
+        copies=[world.size],
+    )
+    for of_ranks in gradients:
+        x_S = torch.full((SIZE,), of_ranks[world.rank], dtype=torch.bfloat16)
+        engine.backward(engine.deepspeed(x_S))
+        engine.step(1.0)
+    moved = -fragments(engine)["weight"].view(MASTER)
+    return moved.unique().tolist(), engine.deepspeed.tput_timer.config.enabled
+
+
+class Exchanges(TorchDispatchMode):
+    """The collectives of floating-point numbers, by name and precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[tuple[str, str], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.rpartition("::")[2].rstrip("_")
+        if "c10d" in func.namespace and not name.endswith(("wait_tensor", "barrier")):
+            first = args[0]
+            while isinstance(first, list | tuple):
+                first = first[0]
+            if isinstance(first, Tensor) and first.is_floating_point():
+                key = name, str(first.dtype).removeprefix("torch.")
+                self.numbers[key] = self.numbers.get(key, 0) + first.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges_of_a_step(case: Case) -> dict[tuple[str, str], int]:
+    """Numbers in each kind of collective of one training step."""
+    engine, world = build_engine(case)
+    batches = local_batches(0, world, case.model)
+    with Exchanges() as mode:
+        train_step(
+            engine,
+            Prefetch(iter(batches), world.device),
+            len(batches),
+            case.learning_rate,
+            losses=case.losses,
+            progress=0.0,
+        )
+    return mode.numbers

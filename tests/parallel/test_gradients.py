@@ -1,0 +1,56 @@
+"""Gradients of bf16 models are added up, and summed over processes, in fp32."""
+
+import pytest
+
+from tests.helpers.gradients import exchanges_of_a_step, mean_gradient
+from tests.helpers.training import Case, moe_model, relative, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+# [micro-batch][rank], each of them exact in bf16, which keeps 8 bits: 256 + 1 is 256 there.
+GRADIENTS = [[256.0, 1.0, 3.0], [1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_gradients_are_summed_in_fp32(workers, stage, processes):
+    # Three processes: a third is no number of bf16, so division has to be fp32's as well.
+    for micro_batches in (1, 2):
+        gradients = GRADIENTS[:micro_batches]
+        exact = sum(sum(row[:processes]) for row in gradients) / processes / micro_batches
+        for values, times in workers(processes).run(mean_gradient, stage, gradients):
+            assert values == [pytest.approx(exact, rel=1e-6)]
+            assert not times  # DeepSpeed's timer would wait for the device in every micro-batch
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "expert"),
+    [(Case().model, 2, 1), (moe_model(), 4, 2)],
+    ids=["dense", "experts"],
+)
+def test_stage_zero_and_one_take_the_same_bf16_step(workers, tmp_path, model, processes, expert):
+    # Two ways to sum the same gradients in fp32, ours and DeepSpeed's: SGD shows a wrong scale.
+    case = Case(precision="bf16", optimizer="sgd", learning_rate=0.1, clip=0.0, last_step=1)
+    case = case.but(model=model, expert=expert)
+    for stage in (0, 1):
+        workers(processes).run(train, case.but(stage=stage, save_to=str(tmp_path / str(stage))))
+    ours, theirs = (tensors(tmp_path / str(stage) / "step-00000001") for stage in (0, 1))
+    assert ours.keys() == theirs.keys()
+    assert max(relative(ours[key], theirs[key]) for key in ours) < 1e-6
+
+
+def test_exchanged_in_fp32_are_gradients_and_in_bf16_weights_and_tokens(workers):
+    # What parallel/README.md says. One process of two has at least half of the gradients to send.
+    case = Case(precision="bf16", last_step=1)
+    numbers = 27_180  # parameters of the tiny model
+    for stage in (0, 1, 2, 3):
+        sent = workers(2).run(exchanges_of_a_step, case.but(stage=stage))[0]
+        gradients = {
+            kind: n for kind, n in sent.items() if "reduce" in kind[0] and n > numbers // 4
+        }
+        assert {precision for _, precision in gradients} == {"float32"}, (stage, sent)
+        weights = {kind for kind in sent if "gather" in kind[0]}
+        assert {precision for _, precision in weights} <= {"bfloat16"}, (stage, sent)
+        assert bool(weights) == (stage > 0)
+    sent = workers(2).run(exchanges_of_a_step, case.but(stage=1, model=moe_model(), expert=2))[0]
+    assert {kind[1] for kind in sent if "all_to_all" in kind[0]} == {"bfloat16"}
