@@ -9,6 +9,7 @@ from model.attention import CausalSelfAttention
 from model.cache import BlockCache
 from model.initialization import Initializer, norm_initializers
 from model.interface import FeedForward
+from model.layers import LayerNorm
 from model.output import RoutingStats
 
 
@@ -36,9 +37,9 @@ class Block(nn.Module):
         bias: bool,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
+        self.attention_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
         self.attention = attention
-        self.feed_forward_norm = nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
+        self.feed_forward_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
         self.feed_forward = feed_forward
 
     def initializers(self) -> dict[str, Initializer]:

@@ -23,6 +23,7 @@ from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers, normal
 from model.interface import FeedForwardContext
+from model.layers import Embedding, LayerNorm
 from model.output import ModelOutput, RoutingStats
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -169,13 +170,13 @@ class GPT2(nn.Module):
         super().__init__()
         self.config = config
         width = config.hidden_size
-        self.token_embedding = nn.Embedding(config.known_vocab_size(), width)
-        self.position_embedding = nn.Embedding(config.sequence_length, width)
+        self.token_embedding = Embedding(config.known_vocab_size(), width)
+        self.position_embedding = Embedding(config.sequence_length, width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(
             _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
         )
-        self.final_norm = nn.LayerNorm(width, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.final_norm = LayerNorm(width, eps=config.layer_norm_epsilon, bias=config.bias)
         self.head = (
             TiedHead()
             if config.tied_embeddings

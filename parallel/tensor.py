@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 from model.attention import CausalSelfAttention
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2, UntiedHead
+from model.layers import embed
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
@@ -148,7 +149,7 @@ class _Layers:
     def embedding(self, layer: nn.Embedding) -> nn.Module:
         """Cut by vocabulary, padded to equal parts."""
         padded = -(-layer.num_embeddings // self.parts) * self.parts
-        made = self.parallel.VocabParallelEmbedding(padded, layer.embedding_dim, **self.settings)
+        made = _embedding_class(self.parallel)(padded, layer.embedding_dim, **self.settings)
         cut(made.weight, split_padded(tuple(layer.weight.shape), self.rank, self.parts))
         return made
 
@@ -186,6 +187,19 @@ def _without_bias_output(kind: type) -> type:
 
     Layer.__name__ = Layer.__qualname__ = kind.__name__
     return Layer
+
+
+def _embedding_class(library: Any) -> type:
+    """megatron-core's embedding, its rows and their gradients as in `model/layers.py`."""
+
+    class VocabParallelEmbedding(library.VocabParallelEmbedding):
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            elsewhere_BT = (ids_BT < self.vocab_start_index) | (ids_BT >= self.vocab_end_index)
+            own_BT = (ids_BT - self.vocab_start_index).masked_fill(elsewhere_BT, 0)
+            x_BTD = embed(own_BT, self.weight).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+            return library.reduce_from_tensor_model_parallel_region(x_BTD)
+
+    return VocabParallelEmbedding
 
 
 class _ParallelHead(nn.Module):

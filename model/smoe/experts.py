@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, grouped_mm
 
 from model.initialization import ZEROS, Initializer, normal
@@ -66,9 +67,7 @@ class Experts(nn.Module):
         offsets_E = counts_E.cumsum(0).to(torch.int32)
         inner_MF = _product(rows_MD, self.up, offsets_E)
         if self.up_bias is not None:
-            inner_MF = inner_MF + self.up_bias.repeat_interleave(
-                counts_E, dim=0, output_size=rows_MD.shape[0]
-            )
+            inner_MF = inner_MF + _of_each_row(self.up_bias, offsets_E, rows_MD.shape[0])
         return _product(gelu(inner_MF, approximate="tanh"), self.down, offsets_E)
 
     def _one_by_one(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
@@ -93,6 +92,35 @@ def _product(rows_MD: Tensor, weight_EDF: Tensor, offsets_E: Tensor) -> Tensor:
         return grouped_mm(rows_MD, weight_EDF, offs=offsets_E)
     product_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
     return product_MF
+
+
+def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+    """The bias of each row's expert: [M, F]."""
+    bias_MF: Tensor = _OfEachRow.apply(  # type: ignore[no-untyped-call]
+        bias_EF, offsets_E, num_rows
+    )
+    return bias_MF
+
+
+class _OfEachRow(torch.autograd.Function):
+    """By hand for the gradient: autograd's would add the rows of an expert up one by one, in bf16
+    and on a GPU in any order. A product with ones adds them up in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(offsets_E)
+        rows_M = torch.arange(num_rows, device=bias_EF.device, dtype=offsets_E.dtype)
+        return bias_EF.index_select(0, torch.searchsorted(offsets_E, rows_M, right=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor, None, None]:
+        (offsets_E,) = ctx.saved_tensors
+        # The grouped product takes rows of whole 16 bytes, so there are 8 equal columns of ones.
+        ones_8M = gradient_MF.new_ones(gradient_MF.shape[0], 8).t()
+        sums_E8F = _product(ones_8M, gradient_MF.contiguous(), offsets_E)
+        return sums_E8F[:, 0], None, None
 
 
 # grouped_mm takes fp32, but torch.compile and the meta device believe that it takes bf16 alone

@@ -1,0 +1,66 @@
+"""Two layers of PyTorch whose gradients lose nothing in bf16: sums over tokens are in fp32.
+
+PyTorch adds the gradients of an embedding's rows up in the weights' precision (on a GPU too, for
+3,072 tokens and fewer), and on a CPU those of a LayerNorm's scale and shift. In bf16 such a sum of
+equal numbers ends at 256 times one of them.
+
+Shapes: V rows of an embedding, D width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding, layer_norm
+
+
+class Embedding(nn.Embedding):
+    """As PyTorch's, but for its gradient's sums."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of these numbers, [..., D]."""
+        return embed(ids, self.weight)
+
+
+def embed(ids: Tensor, weight_VD: Tensor) -> Tensor:
+    """Rows of a matrix; the gradient of each is summed in fp32 at least, and rounded once.
+
+    Args:
+        ids: Numbers of rows, [...].
+        weight_VD: The rows.
+
+    Returns:
+        [..., D].
+    """
+    rows: Tensor = _Embed.apply(ids, weight_VD)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.num_rows = weight_VD.shape[0]
+        return embedding(ids, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        summed = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        for_weight_VD = torch.ops.aten.embedding_dense_backward(
+            summed, ids, ctx.num_rows, -1, False
+        )
+        return None, for_weight_VD.to(gradient.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """As PyTorch's, but for its gradients' sums on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dimension."""
+        if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+            return super().forward(x)
+        scale, shift = (None if p is None else p.float() for p in (self.weight, self.bias))
+        return layer_norm(x.float(), self.normalized_shape, scale, shift, self.eps).to(x.dtype)
