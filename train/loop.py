@@ -1,6 +1,5 @@
 """The training loop: batches in, steps done, everything said and saved on the way."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
 from train.state import TrainState
 from train.step import StepOutcome, train_step
 from train.stopping import StopAsked, StopSignals
+from train.timing import StepTimer
 from train.trace import profiler
 
 
@@ -93,6 +93,7 @@ class TrainLoop:
         self._folder = Path(config.run.folder)
         self._guard = SpikeGuard(config.monitor, self._folder, hooks.documents, metrics)
         self._saved_at = state.step
+        self._timer = StepTimer()
 
     def run(self) -> int:
         """Trains, and waits for the last checkpoint.
@@ -113,6 +114,7 @@ class TrainLoop:
         if state.unfinished is not None:
             unfinished, state.unfinished = state.unfinished, None
             self._finish(unfinished, saves=False)
+        self._timer = StepTimer()  # the first step begins here
         with profiler(self._config.log.profile, self._folder, self._world) as tick:
             while state.step < self._config.train.steps:
                 signal = hooks.stop.agreed()
@@ -132,7 +134,6 @@ class TrainLoop:
     def _step(self) -> dict[str, Any] | None:
         """One step; gives its record, or None if it led back to a checkpoint."""
         state, config = self._state, self._config
-        started = time.monotonic()
         rate = learning_rate(
             config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
         )
@@ -148,7 +149,7 @@ class TrainLoop:
             limits=limits if self._guard.holds else NO_LIMITS,
         )
         loss, result, routing, sane = outcome
-        seconds = time.monotonic() - started
+        seconds = self._timer.step()
         tokens = config.train.global_batch_size * config.model.sequence_length
         spike = limits.exceeded(loss, result.grad_norm) or not sane
         _advance(state, config, tokens, seconds, loss, result, spike=spike)
@@ -198,7 +199,8 @@ class TrainLoop:
         if due and hooks.validate is not None:
             hooks.at(f"validation after step {state.step}")
             try:
-                record = record | hooks.validate()
+                with self._timer.aside():
+                    record = record | hooks.validate()
             except StopAsked:  # the next start does it, with the same weights
                 state.unfinished = record
                 return
@@ -206,7 +208,8 @@ class TrainLoop:
                 self._engine.train()
         saves = saves and end is None and _due(state.step, config.checkpoint.every, done)
         if saves and hooks.fluctuation is not None:
-            record |= hooks.fluctuation()
+            with self._timer.aside():
+                record |= hooks.fluctuation()
             self._engine.train()
         record |= memory_statistics(self._world)
         if self._metrics is not None:

@@ -4,8 +4,10 @@ import contextlib
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -15,7 +17,7 @@ from parallel.checkpoint import Checkpoint
 from parallel.manifest import MANIFEST_FILE, record_of, render
 from train.device import memory_statistics
 from train.evaluate import evaluate
-from train.metrics import peak_memory_bytes
+from train.metrics import Metrics, peak_memory_bytes
 from train.pretrain import main
 
 
@@ -122,3 +124,15 @@ def reseal(checkpoint: Path) -> None:
     step = json.loads(manifest.read_text())["step"]
     others = sorted(path for path in checkpoint.iterdir() if path != manifest)
     manifest.write_bytes(render(step, {path.name: record_of(path.read_bytes()) for path in others}))
+
+
+def run_with_slow_records(config: Path, seconds: float, *overrides: str) -> int:
+    """`polyad train` whose records take so long to write; returns the steps done."""
+    write = Metrics.write
+
+    def slow_write(metrics: Metrics, record: dict[str, Any]) -> None:
+        time.sleep(seconds)
+        write(metrics, record)
+
+    with mock.patch.object(Metrics, "write", slow_write):
+        return main(config, overrides).step
