@@ -5,7 +5,7 @@ from collections import Counter
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from data.errors import user_path
+from data.errors import check_path, user_path
 
 
 class Config(BaseModel):
@@ -31,6 +31,7 @@ class MixtureSource(Config):
     @field_validator("path")
     @classmethod
     def _path_can_be(cls, path: str) -> str:
+        check_path(path)
         user_path(path)
         return path
 
@@ -58,6 +59,11 @@ class DataConfig(Config):
 
     num_workers: int = Field(default=0, ge=0)
     """Loader processes beside each training process; 0 reads in the training process itself."""
+
+    @field_validator("path")
+    @classmethod
+    def _path_can_be(cls, path: str | None) -> str | None:
+        return check_path(path)
 
     @model_validator(mode="after")
     def _path_or_mixture(self) -> "DataConfig":

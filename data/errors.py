@@ -1,6 +1,7 @@
 """The one error of this room that a user causes."""
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,42 @@ class DataError(ValueError):
     """Bad input to `data`: one line that names the file or key, the value and what is allowed."""
 
     exit_status = 2
+
+
+MAX_NAME_BYTES = 255
+"""Of one name in a path: what nearly every file system takes."""
+MAX_PATH_BYTES = 3840
+"""Of a path: Linux takes 4,096, and files stand below it."""
+
+
+def path_fault(text: str) -> str | None:
+    """Says why no file or folder can be called so, whatever the file system; None if one can.
+
+    Args:
+        text: What the user wrote.
+    """
+    if not text:  # as an unset variable of a shell is
+        return "the path is empty"
+    if "\0" in text:
+        return "a path holds no NUL"
+    longest = max(len(os.fsencode(name)) for name in text.split("/"))
+    if longest > MAX_NAME_BYTES:
+        return f"a name of {longest:,} bytes is too long, at most {MAX_NAME_BYTES} are allowed"
+    size = len(os.fsencode(text))
+    if size > MAX_PATH_BYTES:
+        return f"a path of {size:,} bytes is too long, at most {MAX_PATH_BYTES:,} are allowed"
+    return None
+
+
+def check_path(text: str | None) -> str | None:
+    """Passes on the path of a configuration, if a file can be called so.
+
+    Raises:
+        ValueError: none can.
+    """
+    if text is not None and (fault := path_fault(text)):
+        raise ValueError(fault)
+    return text
 
 
 def user_path(text: str | Path) -> Path:
@@ -21,11 +58,10 @@ def user_path(text: str | Path) -> Path:
         The path.
 
     Raises:
-        DataError: It is empty, as an unset variable of a shell is, or names a user that is not
-            there.
+        DataError: No file can be called so, or it names a user that is not there.
     """
-    if not str(text):
-        raise DataError("'': the path is empty")
+    if fault := path_fault(str(text)):
+        raise DataError(f"{str(text)!r}: {fault}")
     try:
         return Path(text).expanduser()
     except RuntimeError:

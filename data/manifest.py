@@ -128,7 +128,7 @@ class Manifest(Config):
         try:
             content = path.read_text(encoding="utf-8")
             version = json.loads(content)["format_version"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise DataError(f"{path}: not a readable manifest of prepared data: {error}") from None
         if version != FORMAT_VERSION:
             raise DataError(

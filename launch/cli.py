@@ -17,7 +17,7 @@ from launch.commands import COMMANDS
 from launch.machine import is_main, rank_of_process
 from launch.parser import Parser, UsageError, nearest
 from launch.torchrun import tell_launcher
-from train.errors import Stopped
+from train.errors import Stopped, one_line
 
 OUTPUT_ERRORS = frozenset(
     {
@@ -112,12 +112,12 @@ def _dispatch(argv: Sequence[str]) -> int:
 def _report(error: Exception) -> int:
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
-        _say(" ".join(str(error).split()))
+        _say(str(error))
         return status
     if isinstance(error, OSError) and error.errno in OUTPUT_ERRORS:
         where = f"{error.filename}: " if error.filename else ""
         _say(f"{where}{error.strerror}")
-        return 1
+        return 2 if error.errno == errno.ENAMETOOLONG else 1
     if rank_of_process():  # often only the echo of rank 0's end, which torchrun then answers
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
     traceback.print_exc()
@@ -130,7 +130,7 @@ def _say(message: str) -> None:
     if rank:
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
         message = f"rank {rank}: {message}"
-    print(f"polyad: error: {message}", file=sys.stderr, flush=True)
+    print(f"polyad: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
+from train.config_names import OURS, plain
+
 
 class UsageError(ValueError):
     """A command line that cannot be understood."""
@@ -47,8 +49,12 @@ class Parser(argparse.ArgumentParser):
             message = message.replace(", key=value", "")
             return f"{message} (see `{self.prog} --help`)"
         option = unknown[1]
-        if re.match(r"--?\w+(\.\w+)*=", option) and "." in option.partition("=")[0]:
+        name, _, value = option.lstrip("-").partition("=")
+        if re.fullmatch(r"\w+(\.\w+)+", name) and value:
             return f"unknown option {option}; keys have no dashes: {option.lstrip('-')}"
+        if plain(name) in OURS and any(a.dest == "overrides" for a in self._actions):
+            key = f"{OURS[plain(name)]}={value or 'VALUE'}"
+            return f"unknown option {option}; keys have no dashes: {key}"
         return f"unknown option {option}{nearest(option, self._long_options())}"
 
     def _long_options(self) -> list[str]:
@@ -57,10 +63,10 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that is not known."""
-    known = list(known)
-    close = difflib.get_close_matches(name.partition("=")[0], known, n=1, cutoff=0.6)
-    listed = ", ".join(known)
-    return f"; the nearest is {close[0]}, of {listed}" if close else f"; there are {listed}"
+    dashes = {each.lstrip("-"): each for each in known}  # which make all options alike
+    close = difflib.get_close_matches(name.partition("=")[0].lstrip("-"), dashes, n=1, cutoff=0.6)
+    listed = ", ".join(dashes.values())
+    return f"; the nearest is {dashes[close[0]]}, of {listed}" if close else f"; there are {listed}"
 
 
 def non_negative(text: str) -> int:

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from train.errors import one_line
+
 STOP_FILE = "POLYAD_STOP_FILE"
 """The environment variable that names a file for this host's workers. Those that stop as a signal
 asked them to write its number there and end with 0, which torchrun does not take for a failure: it
@@ -97,7 +99,7 @@ def _worker_status(rank: int, failure: Any) -> int:
 
 
 def _rendezvous_status(error: Exception) -> int:
-    reason = " ".join(str(error).split()) or "the other hosts did not come in time"
+    reason = one_line(error) or "the other hosts did not come in time"
     kind = type(error).__name__
     print(
         f"polyad: error: the hosts did not meet: {kind}: {reason}; --rdzv-endpoint, --rdzv-id and "

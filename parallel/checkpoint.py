@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from model.build import ModelConfig
+from model.config_yaml import ConfigYamlError, load
 from parallel import comm
 from parallel.commit import complete_checkpoints
 from parallel.fragments import MASTER
@@ -60,9 +60,9 @@ class Checkpoint:
         """
         path = self.folder / "config.yaml"
         try:
-            tree = yaml.safe_load(self.config_yaml)
+            tree = load(self.config_yaml)
             return TypeAdapter[ModelConfig](ModelConfig).validate_python(tree["model"])
-        except (yaml.YAMLError, RecursionError, TypeError, KeyError, ValidationError):
+        except (ConfigYamlError, TypeError, KeyError, ValidationError):
             raise damaged(path, "it has no section `model` of a known model") from None
 
     def small_file(self, name: str) -> Path | None:

@@ -1,7 +1,10 @@
 """How a run is spread over processes."""
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import AfterValidator, Field
+
+from data.errors import check_path
 from model.config import Config
 
 
@@ -45,6 +48,6 @@ class CheckpointConfig(Config):
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints whose step is a multiple stay for ever, whatever `keep_last` says; 0: none."""
 
-    init_from: str | None = None
+    init_from: Annotated[str | None, AfterValidator(check_path)] = None
     """A checkpoint, a run or a Hugging Face folder of GPT-2 whose weights start a new run: no
     moments, no data position."""

@@ -10,11 +10,11 @@ No moments, no steps, no paths of the machine that trained it.
 from pathlib import Path
 
 import torch
-import yaml
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from model.build import ModelConfig, ModelSizeError, build_model
+from model.config_yaml import ConfigYamlError, load
 from parallel.fragments import persistent_buffers
 from parallel.tensor_file import DTYPE_NAMES
 from parallel.tensor_folder import (
@@ -107,14 +107,14 @@ class PlainWeights(FolderWeights):
 
 def _read_config(path: Path) -> ModelConfig:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlainWeightsError(
             f"{path}: there is no such file; beside {WEIGHTS_FILE} it says in its section `model` "
             f"which model the weights are of"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise PlainWeightsError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    except (OSError, UnicodeDecodeError, ConfigYamlError) as error:
+        raise PlainWeightsError(f"{path}: cannot be read: {error}") from None
     section = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(section, dict):
         raise PlainWeightsError(f"{path}: has no section `model`")

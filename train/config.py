@@ -6,20 +6,23 @@ Every key is known, typed and checked before anything is allocated. Rules that c
 in `config_rules.py`.
 """
 
+import copy
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from data.config import DataConfig
+from data.errors import check_path
 from model.build import ModelConfig
 from model.config import Config
+from model.config_yaml import dump
 from parallel.config import CheckpointConfig, ParallelConfig
 from parallel.zero import Precision
-from train.config_text import apply_override, describe, parse_yaml
+from train.config_faults import describe
+from train.config_text import apply_override, parse_yaml, settle
 from train.errors import ConfigError
 from train.loss import LossConfig
 from train.metrics import LogConfig
@@ -34,7 +37,7 @@ Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 class RunFolderConfig(Config):
     """Where a run lives."""
 
-    folder: str
+    folder: Annotated[str, AfterValidator(check_path)]
     """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
 
 
@@ -77,8 +80,7 @@ class RunConfig(Config):
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-        return text
+        return dump(self.model_dump(mode="json"))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -94,26 +96,48 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{_near_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    return parse_config(text, overrides, origin=str(path))
+    return config_of(read_tree(path), overrides, origin=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
     """As `load_config`, from the text of a file called `origin`."""
+    return config_of(_tree(text, origin), overrides, origin=origin)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file, as `parse_yaml` gives them.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file{_near_file(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return _tree(text, str(path))
+
+
+def _tree(text: str, origin: str) -> dict[str, Any]:
     tree = parse_yaml(text, origin)
     if tree is None:
-        tree = {}
+        return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{origin}: holds {type(tree).__name__}, a mapping of keys is needed")
+        kind = "a list" if isinstance(tree, list) else "a value"
+        raise ConfigError(f"{origin}: holds {kind}, a mapping of keys is needed")
+    return tree
+
+
+def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
+    """As `load_config`, from the keys of a file called `origin`, which stay as they are."""
+    tree = copy.deepcopy(tree)
     for override in overrides:
         apply_override(tree, override)
     try:
-        return RunConfig.model_validate(tree)
+        return RunConfig.model_validate(settle(tree, RunConfig))
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error, RunConfig)}") from None
 

@@ -1,55 +1,41 @@
-"""A configuration as people write it, and its faults in words."""
+"""A configuration as people write it: files, overrides, and what keys there are."""
 
-import difflib
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from train.errors import ConfigError
+from model.config_yaml import ConfigYamlError, Written, load_written
+from train.errors import ConfigError, one_line, shortened, shown
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 6e-4 is a number, and a key stands once."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen:
-                line = key_node.start_mark.line + 1
-                raise ConfigError(f"line {line}: key {key!r} stands twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
-    list("-+.0123456789"),
-)
+DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
+MAX_SECTIONS = 20
+"""Of a dotted key."""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets one `dotted.key=value` in a tree, in place.
+    """Sets one `dotted.key=value` in a tree as `parse_yaml` gives it, in place.
 
     Raises:
         ConfigError: it is no such thing.
     """
     key, equals, value = override.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        raise ConfigError(f"{override!r}: overrides are written key=value, as in train.steps=100")
     *sections, last = key.split(".")
+    if not equals or not DOTTED_KEY.fullmatch(key) or len(sections) > MAX_SECTIONS:
+        raise ConfigError(
+            f"{shown(override)}: overrides are written key=value, as in train.steps=100"
+        )
     for section in sections:
         inner = tree.setdefault(section, {})
         if inner is None:
             inner = tree[section] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{key}: {section} is a value and has no keys below it")
+            raise ConfigError(
+                f"{shortened(key)}: {shortened(section)} is a value and has no keys below it"
+            )
         tree = inner
-    tree[last] = parse_yaml(value, override)
+    tree[last] = parse_yaml(value, shortened(override))
 
 
 def parse_yaml(text: str, origin: str) -> Any:
@@ -59,73 +45,51 @@ def parse_yaml(text: str, origin: str) -> Any:
         text: of a file, or of one value.
         origin: what it is called in an error.
 
+    Returns:
+        The tree, with numbers and booleans as they are written: `settle` makes values of them.
+
     Raises:
-        ConfigError: it is not YAML, or a key stands twice.
+        ConfigError: it is not YAML, or not such as configurations are written in.
     """
     try:
-        return yaml.load(text, _Loader)
-    except RecursionError:
-        raise ConfigError(f"{origin}: is nested too deeply") from None
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{origin}: is not YAML: {reason}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from None
+        return load_written(text)
+    except ConfigYamlError as error:
+        raise ConfigError(f"{origin}: {one_line(error)}") from None
 
 
-def describe(error: ValidationError, tree: type[BaseModel]) -> str:
-    """All faults in one line, the first few in full.
+def settle(tree: Any, annotation: Any) -> Any:
+    """Decides what numbers and booleans are: text, where a key is for text, else their value.
+
+    So a folder may be called 12e4 or 0012, and keeps its name.
 
     Args:
-        error: what pydantic found.
-        tree: the configuration class whose keys are known.
+        tree: as `parse_yaml` gives it; it is not changed.
+        annotation: the type of the tree: a configuration class, or that of one of its keys; what is
+            `Any` keeps how it was written.
     """
-    known = set(keys(tree))
-    faults = [_fault(fault, known) for fault in error.errors(include_url=False)]
-    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-    return "; ".join(faults[:3]) + more
+    if annotation is Any:
+        return tree
+    if isinstance(tree, Written):
+        return tree.text if _is_text(annotation) else tree.value
+    if isinstance(tree, list):
+        return [settle(value, annotation) for value in tree]  # the classes are found within a list
+    if not isinstance(tree, dict):
+        return tree
+    if get_origin(annotation) is dict:
+        return {key: settle(value, get_args(annotation)[1]) for key, value in tree.items()}
+    fields: dict[str, Any] = {}
+    for member in config_classes(annotation):
+        fields = {name: f.annotation for name, f in member.model_fields.items()} | fields
+    return {key: settle(value, fields.get(key)) for key, value in tree.items()}
 
 
-def _fault(fault: Any, known: set[str]) -> str:
-    # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
-    parts = [str(part) for part in fault["loc"]]
-    kind: str = fault["type"]
-    message: str = fault["msg"].removeprefix("Value error, ")
-    if not parts:
-        return message  # a rule of the whole tree names its keys itself
-    *sections, last = parts
-    without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
-    candidates = [s for s in (sections, *without_kind) if not s or _without_index(s) in known]
-    key = ".".join([*(candidates[0] if candidates else sections), last])
-    if kind == "extra_forbidden" and key in known:  # of another member of the union
-        section, chosen = ".".join(sections[:-1]), sections[-1]
-        return f"{key}: is not a key of {section}.kind: {chosen}, but of another kind"
-    if kind == "extra_forbidden":
-        section = _without_index(key.split(".")[:-1])
-        siblings = [k for k in known if k.rpartition(".")[0] == section]
-        close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-        close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        if close:
-            return f"unknown key {key}; the nearest is {close[0]}"
-        return f"unknown key {key}; there are {', '.join(sorted(siblings))}"
-    if kind == "union_tag_invalid":
-        chooser = fault["ctx"]["discriminator"].strip("'")
-        tag = fault["ctx"]["tag"]
-        *others, other = fault["ctx"]["expected_tags"].replace("'", "").split(", ")
-        allowed = " or ".join([", ".join(others), other] if others else [other])
-        return f"{key}.{chooser}: {tag!r} is not allowed: {allowed}"
-    if kind == "missing":
-        return f"{key}: is missing"
-    if kind in {"model_type", "model_attributes_type"}:
-        return f"{key}: {fault['input']!r} is not allowed: a section of keys is needed"
-    if kind == "value_error" and re.match(r"[\w.]+: ", message):
-        return message  # the rule names its keys itself
-    return f"{key}: {fault['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
-
-
-def _without_index(sections: list[str]) -> str:
-    """The dotted key, without the place in a list: data.mixture.0 is data.mixture."""
-    return ".".join(section for section in sections if not section.isdigit())
+def _is_text(annotation: Any) -> bool:
+    """Whether a key is for text, or for a list of texts."""
+    if annotation is str:
+        return True
+    if get_origin(annotation) in (Literal, dict):
+        return False
+    return any(_is_text(argument) for argument in get_args(annotation))
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

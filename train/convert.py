@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 
 from data.config import DataConfig
 from data.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from data.progress import Progress
 from data.tokenizer import Tokenizer
 from model.build import build_model, num_parameters
+from model.config_yaml import dump
 from model.huggingface import (
     CONFIG_FILE,
     HEAD,
@@ -213,8 +213,7 @@ def _to_safetensors(weights: _Checked, staging: Path, destination: Path) -> None
     for name, value in weights.buffers().items():
         entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
     section = {"model": weights.config.model_dump(mode="json")}
-    text = yaml.safe_dump(section, sort_keys=False)
-    (staging / OUR_CONFIG_FILE).write_text(text, encoding="utf-8")
+    (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
     write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
 

@@ -44,7 +44,7 @@ def write_environment(folder: Path, world_size: int) -> None:
         try:
             previous = json.loads(path.read_text(encoding="utf-8"))
             earlier = [*previous.pop("earlier", []), previous]
-        except (json.JSONDecodeError, AttributeError):
+        except (ValueError, RecursionError, AttributeError):
             earlier = []
     now = describe_environment(world_size) | {"earlier": earlier}
     path.write_text(json.dumps(now, indent=1), encoding="utf-8")

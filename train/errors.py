@@ -13,10 +13,48 @@ want somebody to look. Under `polyad launch` torchrun starts the processes again
 and 137, as often as --max-restarts says, and never after 128 + n for these three signals.
 """
 
+import re
 import signal
 
 STALLED = 75
 """EX_TEMPFAIL of sysexits.h: a failure that may be gone when one tries again."""
+
+MAX_SHOWN = 200
+"""Characters of a value in an error."""
+MAX_LINE = 1800
+"""Characters of an error."""
+_LONG = re.compile(
+    rf"(?<![\w'])'[^']{{{MAX_SHOWN + 1},}}'(?!\w)"  # a string as Python quotes it
+    rf'|(?<![\w"])"[^"]{{{MAX_SHOWN + 1},}}"(?!\w)'
+    rf"|\S{{{MAX_SHOWN + 1},}}"
+)
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: at most 200 characters of it, on one line."""
+    return shortened(repr(value))
+
+
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """A text, or its beginning and its end with an ellipsis between them.
+
+    Args:
+        text: of any length.
+        most: characters that are left of it.
+    """
+    end = most // 4
+    return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
+
+
+def one_line(message: object) -> str:
+    """An error as it is printed: one line, of which no part is long or controls a terminal.
+
+    Args:
+        message: with whatever people wrote into files and command lines.
+    """
+    text = " ".join(str(message).split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shortened(_LONG.sub(lambda found: shortened(found[0]), text), MAX_LINE)
 
 
 class ConfigError(ValueError):

@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.errors import ConfigError
+from train.errors import ConfigError, one_line
 
 PTH_FILE = "polyad_lm_eval.pth"
 _LINE = (
@@ -97,5 +97,5 @@ if __name__ == "__main__":
         status = getattr(error, "exit_status", None)
         if status is None:
             raise
-        print(f"polyad: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"polyad: error: {one_line(error)}", file=sys.stderr)
         sys.exit(status)

@@ -191,7 +191,7 @@ def drop_records_after(path: Path, step: int) -> None:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             continue
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept), encoding="utf-8")

@@ -1,6 +1,5 @@
 """What a run will do, checked before a process group exists or memory is taken."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from train.environment import check_compiler
 from train.errors import ConfigError
 from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
 from train.room import check_room
-from train.run_folder import LOCK_FILE
+from train.run_folder import LOCK_FILE, check_place
 
 LAUNCH_FOLDER = "launch"
 """In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
@@ -130,15 +129,7 @@ def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
         ConfigError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.run.folder)
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"run.folder: {folder}: {nearest} is a file, a folder is needed")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.folder: {folder}: {nearest} cannot be written to")
-    if not folder.exists() or {path.name for path in folder.iterdir()} <= {
-        LOCK_FILE,
-        LAUNCH_FOLDER,
-    }:
+    if check_place(folder, "run.folder") <= {LOCK_FILE, LAUNCH_FOLDER}:
         return None
     saved = folder / "config.yaml"
     if not saved.exists():

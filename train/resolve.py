@@ -158,7 +158,7 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     if about.exists():
         try:
             token = json.loads(about.read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
             raise ConfigError(f"{about}: cannot be read: {error}") from None
         end_of_text = token.get("content") if isinstance(token, dict) else token
         if not isinstance(end_of_text, str | None):

@@ -10,6 +10,36 @@ from train.errors import ConfigError
 LOCK_FILE = ".lock"
 
 
+def check_place(folder: Path, key: str) -> set[str]:
+    """Checks that a folder is there and can be written to, or can be made.
+
+    Args:
+        folder: of a run or a study.
+        key: that names it, for the error.
+
+    Returns:
+        The names of what it holds.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not nearest.is_dir():
+            raise ConfigError(f"{key}: {folder}: {nearest} is a file, a folder is needed")
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"{key}: {folder}: {nearest} cannot be written to")
+        longest = os.pathconf(nearest, "PC_NAME_MAX")
+        if any(len(os.fsencode(name)) > longest for name in folder.parts):
+            raise ConfigError(
+                f"{key}: {folder}: a name is longer than the {longest} bytes that the file system "
+                f"of {nearest} takes"
+            )
+        return {path.name for path in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:  # a part of it that nobody may look into, or that is too long
+        raise ConfigError(f"{key}: {folder}: cannot be used: {error.strerror}") from None
+
+
 class RunLock:
     """Held by the main process as long as it lives; the kernel lets go of it when that ends.
 

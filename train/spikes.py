@@ -241,6 +241,6 @@ def batches_left_out(folder: Path) -> list[int]:
             event = json.loads(line)
             if event["action"] == "rewind":
                 found.add(int(event["batch"]))
-        except (ValueError, KeyError, TypeError):  # a crash cut the line; the spike comes again
-            continue
+        except (ValueError, RecursionError, KeyError, TypeError):
+            continue  # a crash cut the line; the spike comes again
     return sorted(found)

@@ -13,12 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from model.config_yaml import Written
 from model.smoe.config import SparseMoEConfig
-from train.config import RunConfig, load_config
+from train.config import RunConfig, config_of, read_tree
+from train.config_faults import describe
 from train.config_rules import validate
-from train.config_text import apply_override, describe, flatten, parse_yaml
+from train.config_text import DOTTED_KEY, apply_override, flatten, settle
 from train.environment import check_compiler
-from train.errors import ConfigError
+from train.errors import ConfigError, shown
 from train.study_config import StudyConfig
 
 SET_BY_THE_STUDY = ("seed", "run", "data")
@@ -70,7 +72,7 @@ class Variant:
         try:
             for key, value in (free | dict(recorded)).items():
                 apply_override(tree, f"{key}={json.dumps(value)}")
-            return _defining_keys(RunConfig.model_validate(tree))
+            return _defining_keys(RunConfig.model_validate(settle(tree, RunConfig)))
         except (ConfigError, ValidationError):
             return self.defining_keys() | dict(recorded)
 
@@ -111,7 +113,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """The run's own, as `run.folder`."""
-        return self.study.folder / "runs" / self.variant.name / f"seed-{self.seed}"
+        return _run_folder(self.study.config, self.variant.name, self.seed)
 
     @property
     def result_file(self) -> Path:
@@ -126,6 +128,10 @@ class Run:
             f"seed={self.seed}",
             *_place(self.study.config, str(self.folder)),
         ]
+
+
+def _run_folder(study: StudyConfig, variant: str, seed: int) -> Path:
+    return Path(study.folder) / "runs" / variant / f"seed-{seed}"
 
 
 def _place(study: StudyConfig, folder: str) -> list[str]:
@@ -146,42 +152,38 @@ def load_study(file: Path) -> Study:
     Raises:
         ConfigError: one line names the key, and the variant where it is one's.
     """
+    tree = read_tree(file)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{file}: cannot be read: {reason}") from None
-    tree = parse_yaml(text, str(file))
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: holds {type(tree).__name__}, a mapping of keys is needed")
-    try:
-        config = StudyConfig.model_validate(tree)
+        config = StudyConfig.model_validate(settle(tree, StudyConfig))
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
     base, place = Path(config.base), _place(config, config.folder)
     with _named(f"{file}: base"):
-        load_config(base, place)
+        base_tree = read_tree(base)
+        config_of(base_tree, place, origin=config.base)
     common = _overrides(config.common, f"{file}: common")
     with _named(f"{file}: common"):
-        load_config(base, [*common, *place])
+        config_of(base_tree, [*common, *place], origin=config.base)
     variants = {}
     for name, own in config.variants.items():
         where = f"{file}: variants.{name}"
-        variants[name] = _variant(name, base, [*common, *_overrides(own, where)], config, where)
+        overrides = (*common, *_overrides(own, where))
+        variants[name] = _variant(name, base_tree, overrides, config, where)
     _check_pairs(variants, config.baseline, file)
     _check_leak(config, variants, file)
     return Study(file=file, config=config, variants=variants)
 
 
 def _variant(
-    name: str, base: Path, overrides: Sequence[str], study: StudyConfig, where: str
+    name: str, base: dict[str, Any], overrides: tuple[str, ...], study: StudyConfig, where: str
 ) -> Variant:
     with _named(where):
-        config = load_config(base, [*overrides, *_place(study, study.folder)])
+        longest = str(_run_folder(study, name, max(study.seeds)))
+        config = config_of(base, [*overrides, *_place(study, longest)], origin=study.base)
         validate(config, 1)
         check_compiler(config)
         config.model.known_feed_forward()
-    return Variant(name=name, overrides=tuple(overrides), config=config)
+    return Variant(name=name, overrides=overrides, config=config)
 
 
 @contextmanager
@@ -196,13 +198,22 @@ def _named(where: str) -> Iterator[None]:
 def _overrides(tree: Mapping[str, Any], where: str) -> list[str]:
     """Dotted keys as `key=value`; JSON is YAML."""
     for key in tree:
+        if not DOTTED_KEY.fullmatch(key):
+            raise ConfigError(f"{where}: {shown(key)} is not a key, as train.steps is one")
         section = key.partition(".")[0]
         if section in SET_BY_THE_STUDY:
             raise ConfigError(
                 f"{where}: {key}: is not allowed, the study sets {section} itself: see seeds, "
                 f"folder and data"
             )
-    return [f"{key}={json.dumps(value)}" for key, value in tree.items()]
+    return [f"{key}={_as_written(value)}" for key, value in tree.items()]
+
+
+def _as_written(value: Any) -> str:
+    """A value as text that reads as the same one, a folder called 0012 among them."""
+    if isinstance(value, Written):
+        return value.text
+    return json.dumps(value, default=lambda written: written.value)
 
 
 def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> None:

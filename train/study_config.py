@@ -6,10 +6,13 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from data.errors import MAX_NAME_BYTES, check_path
 from model.config import Config
+from train.errors import shown
 
+PathText = Annotated[str, AfterValidator(check_path)]
 NAME = r"[A-Za-z0-9][\w.+-]*"
 """A variant's: it becomes a folder's."""
 
@@ -17,7 +20,7 @@ NAME = r"[A-Za-z0-9][\w.+-]*"
 class StudyData(Config):
     """The text of all runs."""
 
-    path: str
+    path: PathText
     """Folder of prepared text; it is prepared from `source` if it is not there."""
     source: str | None = None
     """As `--source` of `polyad prepare`; null: the folder has to be there."""
@@ -64,9 +67,9 @@ class StudyLeak(Config):
 class StudyConfig(Config):
     """What is compared, on what, how often."""
 
-    base: str
+    base: PathText
     """A run's configuration file, relative to where the command is started."""
-    folder: str
+    folder: PathText
     """Holds a run folder for each variant and seed, study.json and results.json."""
     data: StudyData
     split: Literal["validation", "test"] = "validation"
@@ -88,10 +91,10 @@ class StudyConfig(Config):
     @classmethod
     def _names_can_be_folders(cls, variants: dict[str, Any]) -> dict[str, Any]:
         for name in variants:
-            if not re.fullmatch(NAME, name):
+            if not re.fullmatch(NAME, name) or len(name.encode()) > MAX_NAME_BYTES:
                 raise ValueError(
-                    f"variants: {name!r} is not allowed: letters, digits and any of _ . + - are, "
-                    f"a letter or digit first"
+                    f"variants: {shown(name)} is not allowed: letters, digits and any of _ . + - "
+                    f"are, a letter or digit first, at most {MAX_NAME_BYTES} bytes"
                 )
         return variants
 
@@ -116,7 +119,7 @@ class StudyConfig(Config):
     def _baseline_is_a_variant(self) -> "StudyConfig":
         if self.baseline not in self.variants:
             raise ValueError(
-                f"baseline: {self.baseline!r} is not allowed: {', '.join(self.variants)}"
+                f"baseline: {shown(self.baseline)} is not allowed: {', '.join(self.variants)}"
                 if self.variants
                 else "variants: {} is not allowed: at least one is"
             )

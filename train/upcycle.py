@@ -21,7 +21,8 @@ from parallel.fragments import persistent_buffers
 from parallel.tensor_folder import differing_shapes
 from parallel.weights import Weights
 from train.config import RunConfig
-from train.config_text import apply_override, describe
+from train.config_faults import describe
+from train.config_text import apply_override, settle
 from train.errors import ConfigError
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
@@ -70,6 +71,7 @@ class Upcycling:
                 raise self.error(f"{key} stands twice")
             try:
                 apply_override(section, f"{key}={value}")
+                section[key] = settle(section[key], None)
             except ConfigError as error:
                 raise self.error(str(error)) from None
         if "num_experts" not in self._feed_forward:

@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.output import strict
 from train.errors import ConfigError
+from train.run_folder import check_place
 from train.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
@@ -27,8 +28,7 @@ def check_folder(study: Study) -> None:
         ConfigError: it holds something else, or another study: the first key that differs is named.
     """
     folder = study.folder
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{study.file}: folder: {folder} is a file, a folder is needed")
+    check_place(folder, f"{study.file}: folder")
     if not (folder / RECORD).exists():
         others = _others(folder, Path(study.config.data.path)) if folder.exists() else []
         if others:
@@ -134,7 +134,7 @@ def read_result(run: Run) -> dict[str, Any] | None:
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:

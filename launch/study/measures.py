@@ -157,7 +157,7 @@ def read_measures(run: Run) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     missing = [key for key in KEYS if not isinstance(tree, dict) or key not in tree]
     if missing:

@@ -103,7 +103,7 @@ def read_history(
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             unreadable += 1
             continue
         spans.add(record)

@@ -1,0 +1,225 @@
+"""The YAML of configurations: the core schema of YAML 1.2, read strictly and within bounds.
+
+    null      ~  null, or nothing
+    boolean   true  false
+    number    7  -3  0x1F  0o17  .5  6e-4  1.0e-3  .inf  .nan
+    string    all else, as 12e4b9  2001-01-01  12:30  yes  1_000, and whatever is quoted
+
+Keys are strings as they are written. There are no tags (`!!int`), no merge keys (`<<`), one
+document a file, and no characters that control a terminal or end a path. Anchors and aliases are
+read, as long as what they stand for is small.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.events import AliasEvent, Event, ScalarEvent
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+MAX_CHARACTERS = 200_000
+MAX_NODES = 10_000
+"""Of a document, with everything that aliases stand for."""
+MAX_DEPTH = 50
+MAX_DIGITS = 100
+"""Characters of a number; longer ones are strings, which no key for numbers takes."""
+
+NUMBER = re.compile(
+    r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|0o[0-7]+|0x[\da-fA-F]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    re.ASCII,
+)
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+class ConfigYamlError(ValueError):
+    """Text that is not YAML, or not such as is read here: one line that says where and why."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Written:
+    """A number or boolean, and how it was written: a key for text wants that."""
+
+    text: str
+    value: int | float | bool
+
+
+def load(text: str) -> Any:
+    """Reads one document.
+
+    Args:
+        text: of a file, or of one value.
+
+    Returns:
+        Dictionaries with strings as keys, lists, strings, numbers, booleans and None.
+
+    Raises:
+        ConfigYamlError: it is not YAML, or not such as is read here.
+    """
+    return _values(load_written(text))
+
+
+def load_written(text: str) -> Any:
+    """As `load`, with a `Written` in the place of each number and boolean."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigYamlError(f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
+    try:
+        node = _Reader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigYamlError(f"{where}is not YAML: {reason}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigYamlError(
+            f"line {line}: is not YAML: character {chr(error.character)!r} is not allowed"
+        ) from None
+    except (ValueError, OverflowError) as error:  # an escape or a directive out of range
+        if isinstance(error, ConfigYamlError):
+            raise
+        raise ConfigYamlError(f"is not YAML: {error}") from None
+    return None if node is None else _tree(node)
+
+
+def dump(tree: Any) -> str:
+    """Writes values so that `load`, and readers of YAML 1.1, read the same ones.
+
+    Args:
+        tree: as `load` gives it.
+    """
+    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a string that YAML 1.1 takes for a string and 1.2 for a number, as 1e5."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+
+
+class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
+    """Composes nodes and refuses, as soon as it is met, what is not read here."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+        self._depth = self._nodes = 0
+        self._extent: dict[Node, tuple[int, int]] = {}
+        """Nodes in and below one that is whole, and levels below it."""
+        self._deepest = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event: Event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(parent, MappingNode) and index is None:
+            _check_key(event)
+        if tag := getattr(event, "tag", None):
+            tag = tag.replace("tag:yaml.org,2002:", "!!")
+            raise _refused(event, f"tags, as {tag!r}, are not allowed")
+        before, outer = self._nodes, self._deepest
+        self._depth += 1
+        self._deepest = self._depth
+        self._count(event, 1)
+        node: Node | None = super().compose_node(parent, index)
+        if isinstance(event, AliasEvent):
+            if node not in self._extent:
+                raise _refused(event, f"alias {event.anchor!r} stands within what it stands for")
+            size, levels = self._extent[node]
+            self._deepest += levels
+            self._count(event, size - 1)
+        elif node is not None:
+            self._extent[node] = self._nodes - before, self._deepest - self._depth
+        self._depth -= 1
+        self._deepest = max(outer, self._deepest)
+        return node
+
+    def _count(self, event: Event, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            raise _refused(event, f"more than {MAX_NODES:,} values, those of aliases counted")
+        if self._deepest > MAX_DEPTH:
+            raise _refused(event, f"is nested too deeply: more than {MAX_DEPTH} levels")
+
+
+def _check_key(event: Event) -> None:
+    if not isinstance(event, ScalarEvent):
+        raise _refused(event, "a key is a string, and no list, mapping or alias")
+    if event.anchor is not None:
+        raise _refused(event, f"an anchor on a key, as {event.anchor!r}, is not allowed")
+    if event.value == "<<":
+        raise _refused(event, "merge keys (<<) are not allowed: write the keys out")
+    if not event.value:
+        raise _refused(event, "a key is empty")
+
+
+def _tree(node: Node) -> Any:
+    if isinstance(node, SequenceNode):
+        return [_tree(inner) for inner in node.value]
+    if isinstance(node, MappingNode):
+        tree: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = _text(key_node)
+            if key in tree:
+                raise _refused(key_node, f"key {key!r} stands twice")
+            tree[key] = _tree(value_node)
+        return tree
+    assert isinstance(node, ScalarNode)
+    if node.style is not None:
+        return _text(node)
+    if node.value in _WORDS:
+        word = _WORDS[node.value]
+        return None if word is None else Written(node.value, word)
+    if len(node.value) <= MAX_DIGITS and NUMBER.fullmatch(node.value):
+        return Written(node.value, _number(node.value))
+    return _text(node)
+
+
+def _text(node: ScalarNode) -> str:
+    text: str = node.value
+    if _SURROGATE.search(text):  # as JSON escapes what is beyond 16 bits
+        try:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise _refused(node, "half of a surrogate pair is no character") from None
+    if control := _CONTROL.search(text):
+        raise _refused(node, f"control character {control[0]!r} in a string is not allowed")
+    return text
+
+
+def _number(text: str) -> int | float:
+    if text[:2] in {"0o", "0x"}:
+        return int(text, 0)
+    if text[-3:].lower() in {"inf", "nan"}:
+        return float(text.replace(".", ""))
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)
+
+
+def _values(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _values(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_values(value) for value in tree]
+    return tree.value if isinstance(tree, Written) else tree
+
+
+def _refused(place: Event | Node, reason: str) -> ConfigYamlError:
+    line = place.start_mark.line + 1 if place.start_mark else 1
+    return ConfigYamlError(f"line {line}: {reason}")
