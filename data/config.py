@@ -2,10 +2,15 @@
 
 import re
 from collections import Counter
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data.errors import check_path, user_path
+
+LARGEST_WHOLE_NUMBER = 2**63 - 1
+LARGEST, SMALLEST = 1e30, 1e-30
+"""Of other numbers, in size: products of a few of them are still numbers in fp32."""
 
 
 class Config(BaseModel):
@@ -15,6 +20,15 @@ class Config(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    @field_validator("*")
+    @classmethod
+    def _number_can_be_computed_with(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
+            raise ValueError(f"at most {LARGEST_WHOLE_NUMBER} is")
+        if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
+            raise ValueError(f"a number from {SMALLEST:g} to {LARGEST:g} in size is")
+        return value
+
 
 class MixtureSource(Config):
     """One of several prepared folders that are mixed."""
@@ -22,7 +36,7 @@ class MixtureSource(Config):
     path: str
     """Folder made by `polyad prepare`."""
 
-    weight: float = Field(gt=0, allow_inf_nan=False)
+    weight: float = Field(ge=1e-9, le=1e9, allow_inf_nan=False)
     """Share of the training samples, in proportion to the weights of the others."""
 
     name: str | None = None
@@ -57,7 +71,7 @@ class DataConfig(Config):
     mixture: list[MixtureSource] | None = Field(default=None, min_length=1)
     """Several such folders instead of one, made with the same tokenizer."""
 
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: int = Field(default=0, ge=0, le=1024)
     """Loader processes beside each training process; 0 reads in the training process itself."""
 
     @field_validator("path")

@@ -1,6 +1,12 @@
 """The base of every configuration model in this room."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+LARGEST_WHOLE_NUMBER = 2**63 - 1
+LARGEST, SMALLEST = 1e30, 1e-30
+"""Of other numbers, in size: products of a few of them are still numbers in fp32."""
 
 
 class Config(BaseModel):
@@ -9,3 +15,12 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _number_can_be_computed_with(cls, value: Any) -> Any:
+        if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
+            raise ValueError(f"at most {LARGEST_WHOLE_NUMBER} is")
+        if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
+            raise ValueError(f"a number from {SMALLEST:g} to {LARGEST:g} in size is")
+        return value

@@ -24,7 +24,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 MAX_CHARACTERS = 200_000
-MAX_NODES = 10_000
+MAX_NODES = 5_000
 """Of a document, with everything that aliases stand for."""
 MAX_DEPTH = 50
 MAX_DIGITS = 100

@@ -48,9 +48,9 @@ class GPT2Config(Config):
     """Probability, of the embeddings, the attention weights and the output of every branch."""
     bias: bool = True
     """Whether linear layers and LayerNorms have a bias."""
-    layer_norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
     """Added to the variance in every LayerNorm."""
-    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 L) where a branch ends."""
     tied_embeddings: bool = True
     """Whether the output head is the token embedding; false: a matrix of its own, as large."""

@@ -23,10 +23,10 @@ class ParallelConfig(Config):
     """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
     parameters too. 0 shards nothing."""
 
-    bucket_size: int = Field(default=50_000_000, ge=1)
+    bucket_size: int = Field(default=50_000_000, ge=1, le=10**12)
     """Gradient elements reduced in one call; one buffer of this size is held."""
 
-    timeout_minutes: float = Field(default=30.0, gt=0, le=7 * 24 * 60)
+    timeout_minutes: float = Field(default=30.0, ge=0.01, le=7 * 24 * 60)
     """How long a collective waits for a process that does not come."""
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from model.config_yaml import MAX_DIGITS, NUMBER
 from train.config_names import OURS, plain
 from train.config_text import keys
-from train.errors import shortened, shown
+from train.errors import one_line, shortened, shown
 
 NEAR, NEAR_ELSEWHERE = 0.75, 0.8
 """How alike two names of one section, or of several, are if one may be meant by the other, as
@@ -33,7 +33,8 @@ def _fault(fault: Any, known: set[str]) -> str:
     # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
     parts = [str(part) for part in fault["loc"]]
     kind: str = fault["type"]
-    message: str = fault["msg"].removeprefix("Value error, ")
+    # A rule of a room puts values into its words.
+    message = one_line(fault["msg"].removeprefix("Value error, "))
     if not parts:
         return message  # a rule of the whole tree names its keys itself
     *sections, last = parts

@@ -17,9 +17,9 @@ from model.output import RoutingStats
 class LossConfig(Config):
     """What is added to the mean negative log-likelihood of a token, for every layer that routes."""
 
-    load_balance: Annotated[float, Field(ge=0)] = 0.0
+    load_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the load-balance loss E sum_e f_e P_e (Switch: 0.01); 0 leaves it out."""
-    router_z: Annotated[float, Field(ge=0)] = 0.0
+    router_z: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the router z-loss, the mean squared logsumexp of its logits (ST-MoE: 0.001);
     0 leaves it out."""
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from model.config import Config
 
-NonNegative = Annotated[float, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -17,17 +17,17 @@ class OptimizerConfig(Config):
 
     kind: Literal["adamw", "sgd"] = "adamw"
     """`adamw` to train; `sgd` to compare layouts, since Adam hides a wrong gradient scale."""
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 6e-4
     """The highest, after warm-up."""
     weight_decay: NonNegative = 0.1
     """On matrices and embeddings; biases and LayerNorms do not decay."""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
     """Decay of AdamW's two moments a step."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
     """Added to the root of AdamW's second moment."""
     momentum: Momentum = 0.0
     """Of sgd."""
-    clip_grad_norm: NonNegative = 1.0
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest L2 norm of the whole gradient; 0 does not clip."""
 
 

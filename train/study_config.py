@@ -74,7 +74,7 @@ class StudyConfig(Config):
     data: StudyData
     split: Literal["validation", "test"] = "validation"
     """Whose tokens every run is scored on."""
-    seeds: list[Annotated[int, Field(ge=0)]]
+    seeds: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
     """One run of each variant for each: initial weights and order of the data."""
     baseline: str
     """The variant that the others are compared with."""

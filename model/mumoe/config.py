@@ -57,7 +57,7 @@ class MuMoEConfig(Config):
     gate_norm: Literal["layer", "batch"] = "layer"
     """Of the scores: over the experts of a token, or over the tokens of a batch (vision models
     alone: it shows a token what comes after)."""
-    level_std: Annotated[float, Field(ge=0)] = 0.0
+    level_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Standard deviation around one, or the identity, of the expert factors of levels after the
     first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
     gradients for ever and such a level learns nothing; 0.1 sets them apart."""

@@ -8,7 +8,7 @@ from model.config import Config
 from model.dense import DenseFeedForwardConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 ScoreName = Literal["linear", "cosine", "random"]
 GraphName = Literal["none", "similarity", "attention"]
 
@@ -58,7 +58,7 @@ class SparseMoEConfig(Config):
     causal_graph: bool = True
     """Whether in a language model a token's mixture leaves out later tokens. false: as the paper
     writes it, which sees what the model is to predict: to measure what that is worth."""
-    balancing_rate: Annotated[float, Field(ge=0)] = 0.0
+    balancing_rate: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """How far the balancing bias of each expert moves in a step towards even load (loss-free
     balancing, Wang et al. 2024); 0 has no bias."""
     capacity_factor: Positive | None = None

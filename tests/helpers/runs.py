@@ -53,6 +53,20 @@ def run(config: Path, *overrides: str) -> int:
     return main(config, overrides).step
 
 
+def train_each(config: Path, overrides: list[str]) -> dict[str, str]:
+    """Trains two steps with each override; gives the errors that are faults of the program."""
+    wrong = {}
+    for number, override in enumerate(overrides):
+        folder = config.parent / f"run-{number}"
+        try:
+            words = (f"run.folder={folder}", "train.steps=2", "evaluation.max_windows=2", override)
+            run_and_listen(config, *words)
+        except Exception as error:
+            if not isinstance(getattr(error, "exit_status", None), int):
+                wrong[override] = repr(error)
+    return wrong
+
+
 def run_and_listen(config: Path, *overrides: str) -> tuple[int, str]:
     """`polyad train`; returns the steps done, and what was written to standard error."""
     with contextlib.redirect_stderr(io.StringIO()) as said:

@@ -21,6 +21,7 @@ def error_line(captured: str) -> str:
     """The one line that a user's error is."""
     lines = captured.splitlines()
     assert len(lines) == 1, captured
+    assert lines[0].isprintable(), captured
     assert lines[0].startswith("polyad: error: ")
     return lines[0]
 
@@ -79,6 +80,19 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["validate", "x.yaml", "--process", "2"], ["--process", "nearest is --processes"]),
         (["validate", "x.yaml", "--processes", "0"], ["'0'", "at least 1"]),
         (["train", "x.yaml", "--train.steps=3"], ["no dashes: train.steps=3"]),
+        (["train", "x.yaml", "--learning_rate=3"], ["no dashes: optimizer.learning_rate=3"]),
+        (["validate", "x.yaml", "--lr", "3"], ["no dashes: optimizer.learning_rate=VALUE"]),
+        (["validate", "x.yaml", "--xyz"], ["--xyz; there are --help, --processes"]),
+        (["report", "x", "--lr", "3"], ["--lr; there are --help, --output"]),
+        (["tr\x1b[31mian"], [r"'tr\x1b[31mian'"]),
+        (["evaluate", "x", "--split", "a b " * 999], ["'a b a b", "…", "'validation', 'test'"]),
+        (["train", f"{'x' * 300}.yaml"], ["xxx…xxx", "File name too long"]),
+        (["evaluate", "x" * 300], ["File name too long"]),
+        (["convert", "x" * 300, "y", "--to", "polyad"], ["File name too long"]),
+        (
+            ["prepare", "--source", "x" * 300, "--tokenizer", "words", "--output", "y"],
+            ["300 bytes"],
+        ),
         (["convert", "x", "y"], ["--to"]),
         (["convert", "x", "--to", "polyad"], ["DESTINATION"]),
         (["convert", "x", "y", "--to", "onnx"], ["'onnx'", "'huggingface', 'polyad'"]),
@@ -132,6 +146,16 @@ def test_a_wrong_command_line_is_one_line(
         ("model.vocab_size=10", ["model.vocab_size", "10", "400"]),
         ("model.sequence_length=1000000", ["one sample", "1,000,00"]),
         ("checkpoint.init_from=/no/such/run", ["/no/such/run"]),
+        ("run.folder=/dev/null/run", ["run.folder", "/dev/null is a file"]),
+        (f"run.folder={'x' * 300}", ["run.folder", "300 bytes is too long, at most 255"]),
+        ('run.folder="a\\0b"', ["control character", r"'\x00'"]),
+        ('data.path="a\\e[31mb"', ["control character", r"'\x1b'"]),
+        ("train.steps=\x1b[31m", ["train.steps", r"'\x1b' is not allowed"]),
+        (
+            "optimizer.learning_rate=1e308",
+            ["optimizer.learning_rate: 1e+308", "less than or equal to 1000000"],
+        ),
+        ("train.lr=1e-3", ["train.lr; the nearest is optimizer.learning_rate"]),
     ],
 )
 def test_a_wrong_key_is_one_line_before_anything_starts(

@@ -7,6 +7,7 @@ import yaml
 
 from parallel.dims import LayoutError
 from train.config import RunConfig, load_config, parse_config
+from train.config_names import OURS, plain
 from train.config_rules import refuse_changes, validate
 from train.config_text import config_classes, keys
 from train.errors import ConfigError
@@ -100,11 +101,120 @@ def test_a_key_that_stands_twice_is_refused():
     assert "line 6: key 'seed' stands twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
 
 
-def test_merge_keys_and_anchors_work():
+def test_anchors_work_and_merge_keys_are_refused():
     text = SMALLEST.replace("train: {", "train: &t {") + "data_: {}\n"
-    assert "unknown key data_" in error(text=text)
+    assert "unknown key data_; the nearest is data" in error(text=text)
     merged = SMALLEST.replace("data: {path: data/x}", "data: {<<: {path: data/y}}")
-    assert parse(text=merged).data.path == "data/y"
+    assert "run.yaml: line 4: merge keys (<<) are not allowed" in error(text=merged)
+
+
+@pytest.mark.parametrize(
+    "folder", ["12e4b9", "1234567", "0012", "1e5", "1_000", "0x1F", "true", "2001-01-01", "yes"]
+)
+def test_a_folder_may_be_called_anything_and_keeps_its_name(folder):
+    config = parse(f"run.folder={folder}", f"data.path={folder}")
+    assert (config.run.folder, config.data.path) == (folder, folder)
+    assert parse_config(config.to_yaml(), origin="again") == config
+    assert parse(text=SMALLEST.replace("runs/x", folder)).run.folder == folder
+    mixture = parse(f"data={{mixture: [{{path: {folder}, weight: 1, name: {folder}}}]}}")
+    assert mixture.data.mixture[0].path == mixture.data.mixture[0].label == folder
+
+
+def test_null_is_no_folder():
+    assert parse("data.path=null").data.path is None
+    assert "run.folder: None is not allowed" in error("run.folder=null")
+
+
+NEAREST = {
+    "train.lr": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate",
+    "optim.learningRate": "optimizer",
+    "train.learning_rate": "optimizer.learning_rate",
+    "train.batch_size": "train.global_batch_size",
+    "train.gradient_accumulation_steps": "train.global_batch_size",
+    "model.n_layer": "model.num_layers",
+    "model.n_head": "model.num_heads",
+    "model.n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "model.block_size": "model.sequence_length",
+    "train.num_layers": "model.num_layers",
+    "train.dropout": "model.dropout",
+    "train.max_steps": "train.steps",
+    "max_iters": "train.steps",
+    "train.weight_decay": "optimizer.weight_decay",
+    "warmup_iters": "schedule.warmup_steps",
+    "optimizer.grad_clip": "optimizer.clip_grad_norm",
+    "data.seq_len": "model.sequence_length",
+    "context_length": "model.sequence_length",
+    "model.vocab": "model.vocab_size",
+    "train.bf16": "train.precision",
+    "train.save_steps": "checkpoint.every",
+    "train.eval_steps": "evaluation.every",
+    "wandb": "log.tensorboard",
+    "model.feed_forward.n_experts": "model.feed_forward.num_experts",
+    "model.feed_forward.hiden_size": "model.feed_forward.hidden_size",
+    "parallel.tensor_paralel_size": "parallel.tensor_parallel_size",
+}
+
+
+@pytest.mark.parametrize("key", NEAREST)
+def test_an_unknown_key_names_the_one_that_is_meant(key):
+    assert f"unknown key {key.partition('.learningRate')[0]}; the nearest is {NEAREST[key]}" in (
+        error(f"{key}=1") + ";"
+    )
+
+
+@pytest.mark.parametrize("key", ["foo", "train.xyz", "optimizer.tf", "model.feed_forward.abc"])
+def test_what_is_near_nothing_gets_the_keys_that_there_are(key):
+    line = error(f"{key}=1")
+    assert f"unknown key {key}; there are " in line
+    section = key.rpartition(".")[0]
+    assert all(name.startswith(section) for name in line.partition("there are ")[2].split(", "))
+
+
+def test_what_other_projects_call_our_keys_are_keys_of_ours():
+    assert set(OURS.values()) <= set(keys(RunConfig))
+    assert OURS[plain("per-device-train-batchSize")] == "train.micro_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("model.bias=yes", "'yes' is not allowed: input should be a valid boolean, true or false"),
+        ("train.steps=1_000", "input should be a valid integer without _"),
+        ('train.steps="7"', "input should be a valid integer without quotes"),
+        (f"train.steps={'9' * 5000}", "input should be a valid integer of at most 100 characters"),
+        ("optimizer.learning_rate=1e-3; rm", "'1e-3; rm' is not allowed: input should be a valid"),
+        ("optimizer.learning_rate=1e308", "learning_rate: 1e+308 is not allowed: "),
+        ("optimizer.learning_rate=1e-300", "a number from 1e-30 to 1e+30 in size is"),
+        ("optimizer.learning_rate=1e999", "inf is not allowed: input should be a finite number"),
+        (f"train.steps={10**30}", "input should be less than or equal to 9223372036854775807"),
+        (f"log.every={10**30}", "at most 9223372036854775807 is"),
+        (f"model.hidden_size={10**12}", "model.hidden_size: 1000000000000 is not allowed"),
+        ("data.num_workers=100000", "input should be less than or equal to 1024"),
+        ('run.folder="a\\0b"', "control character '\\x00' in a string is not allowed"),
+        ('run.folder=""', "run.folder: '' is not allowed: the path is empty"),
+        (f"run.folder=runs/{'x' * 256}", "a name of 256 bytes is too long, at most 255 are"),
+        (f"run.folder={'ab/' * 1300}x", "a path of 3,901 bytes is too long, at most 3,840 are"),
+        (f"data.path={'é' * 128}", "a name of 256 bytes is too long"),
+        (f"checkpoint.init_from={'x' * 256}", "a name of 256 bytes is too long"),
+        (f"{'a.' * 30}b=1", "overrides are written key=value"),
+    ],
+)
+def test_what_is_too_much_or_no_number_is_refused_with_a_hint(override, hint):
+    line = error(override)
+    assert hint in line
+    assert len(line) < 500
+
+
+def test_an_error_shows_200_characters_of_a_value():
+    long = "some words " * 100
+    line = error(f"train.precision={long}")
+    assert "train.precision: 'some words" in line
+    assert "…" in line
+    assert len(line) < 300
+    assert len(error("train.steps=[" + "1," * 1000 + "1]")) < 400
+    assert len(error("k" * 3000 + "=1")) < 600
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,20 @@ def variants(**own: Any) -> dict[str, Any]:
             {"variants": {"../dense": {}}, "baseline": "../dense"},
             ["variants: '../dense'", "letters"],
         ),
+        (
+            {"variants": {"x" * 256: {}}, "baseline": "x" * 256},
+            ["variants: 'xxx", "…", "at most 255 bytes"],
+        ),
+        ({"base": "a\0b"}, ["control character '\\x00' in a string"]),
+        ({"base": "x" * 256}, ["base: 'xxx", "a name of 256 bytes is too long"]),
+        ({"folder": "x" * 256}, ["folder: 'xxx", "a name of 256 bytes is too long"]),
+        ({"folder": "ab/" * 1275}, ["variants.dense: ", "run.folder: 'ab/", "too long"]),
+        ({"folder": "/dev/null/study"}, ["folder: /dev/null/study: /dev/null is a file"]),
+        ({"data": {"path": "x" * 256}}, ["data.path: 'xxx", "a name of 256 bytes is too long"]),
+        ({"common": {"seed=3 #": 1}}, ["common: 'seed=3 #' is not a key"]),
+        ({"common": {"optimizer.learning_rate": 1e308}}, ["learning_rate: 1e+308"]),
+        ({"common": {"train.lr": 1e-3}}, ["the nearest is optimizer.learning_rate"]),
+        ({"seeds": [10**30]}, ["seeds.0: 1000", "equal to 9223372036854775807"]),
         ({"variants": {"dense": 3}}, ["variants.dense: 3", "dictionary"]),
         ({"split": "train"}, ["split: 'train'", "'validation' or 'test'"]),
         ({"sedes": [1]}, ["unknown key sedes; the nearest is seeds"]),
@@ -130,7 +144,7 @@ def test_a_file_that_is_no_study_is_refused(
     path = tmp_path / "study.yaml"
     path.write_text(text)
     assert str(path) in refused(path, capfd)
-    assert "cannot be read" in refused(tmp_path / "none.yaml", capfd)
+    assert "there is no such file" in refused(tmp_path / "none.yaml", capfd)
 
 
 def test_text_too_short_for_the_model_is_found_before_anything_starts(

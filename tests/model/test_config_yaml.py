@@ -1,0 +1,136 @@
+"""The YAML of configurations: what is read as what, and what is refused in one line at once."""
+
+import json
+import math
+import time
+
+import pytest
+import yaml
+
+from model.config_yaml import MAX_CHARACTERS, ConfigYamlError, Written, dump, load, load_written
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None), ("~", None), ("null", None), ("# nothing", None),
+        ("true", True), ("False", False), ("TRUE", True),
+        ("7", 7), ("-3", -3), ("+3", 3), ("0012", 12), ("0x1F", 31), ("0o17", 15),
+        ("6e-4", 6e-4), ("1.0e-3", 1e-3), (".5", 0.5), ("5.", 5.0), ("-1E+3", -1000.0),
+        (".inf", math.inf), ("-.Inf", -math.inf),
+        # Text, though YAML 1.1 or a resolver without ends takes it for something else.
+        *((text, text) for text in (
+            "12e4b9", "2e4data", "1e-3; rm", "2001-99-99", "2001-01-01", "0x_", "0o8", "1_000",
+            "yes", "no", "on", "Off", "y", "12:30:45", "190:20", "=", "<<", "1e", "e5", ".", "-x",
+            "+", "1.2.3", "٣", "0b11", "nan", "inf", "~x", "nulls", "9" * 101, "9" * 5000,
+        )),
+        ('"7"', "7"), ("'true'", "true"), ('""', ""),
+        ("[1, a, null]", [1, "a", None]), ("{a: 1}", {"a": 1}),
+        ("1: x", {"1": "x"}), ("null: x", {"null": "x"}), ("012: x", {"012": "x"}),
+        ("\ufeffa: 1", {"a": 1}),
+        ("a: &x [1, 2]\nb: *x", {"a": [1, 2], "b": [1, 2]}),
+        ('"\\ud83d\\ude42"', "🙂"),  # as JSON writes it
+    ],
+)  # fmt: skip
+def test_what_is_read(text, value):
+    found = load(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_not_a_number_is_one():
+    assert math.isnan(load(".nan"))
+
+
+def test_aliases_are_copies():
+    tree = load("a: &x {k: [1]}\nb: *x")
+    tree["a"]["k"].append(2)
+    assert tree["b"] == {"k": [1]}
+
+
+def test_how_a_number_was_written_is_kept():
+    assert load_written("{a: 0012, b: 1e5, c: TRUE, d: x, e: ~}") == {
+        "a": Written("0012", 12), "b": Written("1e5", 1e5), "c": Written("TRUE", True), "d": "x",
+        "e": None,
+    }  # fmt: skip
+
+
+ALIAS_BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
+)
+DEEP_ALIASES = "a0: &a0 " + "[" * 20 + "]" * 20 + "\n" + "".join(
+    f"a{i}: &a{i} {'[' * 20}*a{i - 1}{']' * 20}\n" for i in range(1, 5)
+)  # fmt: skip
+MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10)
+)
+REFUSED = {
+    '!!int ""': "tags, as '!!int', are not allowed",
+    "!!bool maybe": "tags, as '!!bool', are not allowed",
+    "!!timestamp x": "tags, as '!!timestamp', are not allowed",
+    "!!python/object/apply:os.system [true]": "tags",
+    "a: ! x": "line 1: tags",
+    "a: 1\nb: !x 1": "line 2: tags, as '!x'",
+    "a: 1\n---\nb: 2": "another document",
+    "a: 1\na: 2": "line 2: key 'a' stands twice",
+    "a: 1\n'a': 2": "line 2: key 'a' stands twice",
+    "&k a: 1": "an anchor on a key",
+    "- &k a\n- *k : 1": "line 2: a key is a string",
+    "? [a]\n: b": "a key is a string",
+    "? {a: b}\n: b": "a key is a string",
+    ": x": "not YAML",
+    '"": x': "a key is empty",
+    "?\n: x": "a key is empty",
+    "a: {<<: {b: 1}}": "merge keys (<<) are not allowed",
+    "a: &x [*x]": "alias 'x' stands within what it stands for",
+    "*x": "undefined alias",
+    "\ta: 1": "cannot start any token",
+    "a: 1\nb:\t\t- 1\n\t- 2": "not YAML",
+    "a: \0": "character '\\x00' is not allowed",
+    "a: \x1b[31m": "character '\\x1b' is not allowed",
+    "a: 1\nb: \ud800": "line 2: is not YAML: character '\\ud800'",
+    'a: "b\\0"': "control character '\\x00'",
+    'a: "\\e[31m"': "control character '\\x1b'",
+    "a: |\n  b\n": "control character '\\n'",
+    '"\\ud800"': "half of a surrogate pair",
+    '"\\UFFFFFFFF"': "not YAML",
+    "%YAML 3.0\n--- a": "not YAML",
+    "a: [": "not YAML",
+    "a: 'b": "not YAML",
+    "[" * 60 + "]" * 60: "nested too deeply",
+    "- " * 5000: "nested too deeply",
+    "[" * 100_000: "nested too deeply",
+    "{a: " * 5000: "nested too deeply",
+    ALIAS_BOMB: "more than 5,000 values",
+    DEEP_ALIASES: "nested too deeply",
+    MERGE_BOMB: "merge keys (<<) are not allowed",
+    "- [1, 2, 3]\n" * 10_000: "more than 5,000 values",
+    "x" * (MAX_CHARACTERS + 1): "at most 200,000 are read",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: repr(text[:20]))
+def test_what_is_refused_is_refused_in_one_line_and_at_once(text):
+    started = time.process_time()
+    with pytest.raises(ConfigYamlError) as caught:
+        load(text)
+    assert time.process_time() - started < 3
+    line = str(caught.value)
+    assert REFUSED[text] in line
+    assert "\n" not in line
+    assert len(line) < 300
+
+
+TEXTS = ["1e5", "12e4b9", "0012", "0o17", "0x1F", "yes", "null", "2001-01-01", "12:30", "", " a ",
+         "#", "a: b", "🙂", "9" * 200, "~", "1_000", "-", "é\u2028", "true"]  # fmt: skip
+
+
+def test_what_is_written_reads_as_the_same_here_and_in_yaml_1_1():
+    tree = {"texts": TEXTS, "numbers": [1, -2, 6e-4, 1e-5, 1e30, 0.1, 1.0], "others": [None, True]}
+    assert load(dump(tree)) == tree
+    assert yaml.safe_load(dump(tree)) == tree
+
+
+def test_json_is_read():
+    tree = {"a": [1, 2.5, None, True, "x\u00e9🙂", {"b": {}}], "c": 1e-7}
+    assert load(json.dumps(tree)) == tree

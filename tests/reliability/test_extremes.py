@@ -1,0 +1,59 @@
+"""What `validate` passes, `train` can do: the outermost values of every key with a number.
+
+A run may end in words, as one whose loss is NaN does, but not with a traceback.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import train_each, write_config
+from train.config import load_config
+from train.config_text import flatten
+from train.describe import describe_run
+
+ELSEWHERE = (
+    # Sizes that only memory limits, and what leaves nothing to train.
+    "model.num_layers", "model.hidden_size", "model.num_heads", "model.sequence_length",
+    "model.vocab_size", "train.global_batch_size", "train.micro_batch_size", "train.steps",
+    "model.feed_forward.hidden_size", "data.num_workers", "data.mixture",
+    # A time after which the process is ended.
+    "monitor.grace_seconds", "monitor.stall_minutes", "parallel.timeout_minutes",
+)  # fmt: skip
+OUTERMOST = ("0", "1", "1e-30", "1e-6", "1e6", "1e30", str(2**31 - 1), str(2**63 - 1))
+
+
+def extremes(config: Path) -> list[str]:
+    """`key=value` of every number, or what may be one, as far out as `validate` lets it be."""
+    found = []
+    for key, value in flatten(load_config(config).model_dump(mode="json")).items():
+        if key in ELSEWHERE or not (value is None or type(value) in (int, float)):
+            continue
+        for number in OUTERMOST:
+            try:
+                describe_run(config, [f"{key}={number}"], 1)
+            except ValueError as error:
+                assert getattr(error, "exit_status", None) == 2, (key, number)  # noqa: PT017
+            else:
+                found.append(f"{key}={number}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["dense", "smoe"])
+def test_no_number_that_is_valid_ends_a_run_with_a_traceback(
+    kind: str, tmp_path: Path, prepared_path: Path, workers: Any
+) -> None:
+    feed_forward = {
+        "dense": {"kind": "dense"},
+        "smoe": {"kind": "smoe", "num_experts": 4, "graph": "attention"},
+    }[kind]
+    config = write_config(tmp_path / "c.yaml", prepared_path, model__feed_forward=feed_forward)
+    words = extremes(config)
+    if kind != "dense":
+        words = [word for word in words if word.startswith(("model.feed_forward", "loss"))]
+    assert len(words) > 10
+    (wrong,) = workers(1).run(train_each, config, words, timeout=600)
+    assert wrong == {}
