@@ -144,6 +144,9 @@ def prepare(
     fractions |= {name: 0.0 for name in by_split if name in fractions}
     to_train = training_wanted(tokenizer) is not None
     loaded = None if to_train else resolve_tokenizer(tokenizer, end_of_text=end_of_text)
+    chance = loaded.chance() if loaded else None
+    if loaded is not None and chance is not None:
+        loaded = loaded.without_chance()
     request = Request(
         source=source,
         validation_source=validation_source,
@@ -157,6 +160,10 @@ def prepare(
     )
     output = user_path(output).resolve()
     progress = Progress(report)
+    if chance is not None:
+        progress.say(
+            f"{tokenizer}: {chance} is switched off: it would encode the same text differently"
+        )
     if existing := _prepared_before(output, request):
         progress.say(f"{output}: already prepared from the same text and options; kept as it is")
         return existing

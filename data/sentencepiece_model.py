@@ -7,6 +7,7 @@ from data.errors import DataError
 from data.fingerprint import bytes_fingerprint
 from data.manifest import SENTENCEPIECE_FILE, TokenizerFile
 from data.tokenizer import Tokenizer, choose_end_of_text
+from data.tokenizer_limits import check_charsmap
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -27,6 +28,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         if not model:  # the library would take it for no model, and say so on its own
             raise DataError("not a SentencePiece model")
+        _check_normalizers(model)
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
             size = self._processor.get_piece_size()
@@ -35,6 +37,7 @@ class SentencePieceTokenizer(Tokenizer):
         if size == 0:
             raise DataError("not a SentencePiece model")
         self._model = model
+        self.growth = 1
         vocabulary = self.vocabulary()
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
@@ -91,3 +94,19 @@ class SentencePieceTokenizer(Tokenizer):
     def file_bytes(self) -> bytes:
         """Gives the model, byte for byte."""
         return self._model
+
+    def chance(self) -> None:
+        """Returns None: the library draws pieces only for who asks it to."""
+        return None
+
+
+def _check_normalizers(model: bytes) -> None:
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        content = sentencepiece_model_pb2.ModelProto.FromString(model)
+    except DecodeError:
+        raise DataError("not a SentencePiece model") from None
+    for part in (content.normalizer_spec, content.denormalizer_spec):
+        check_charsmap(part.precompiled_charsmap)

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from data.errors import DataError, nearest, user_path
 from data.fingerprint import canonical, fingerprint
 from data.manifest import TOKENIZER_FILE, TOKENIZER_FILES, TokenizerFile
+from data.tokenizer_limits import CHANCE, chance_of, check_growth, without_chance
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (
@@ -26,6 +27,10 @@ KNOWN_END_OF_TEXT = (
 )
 """Looked for in this order when the user names none."""
 PARALLELISM = "TOKENIZERS_PARALLELISM"
+MOST_IDS = 2**31 - 1
+"""A token is stored in 32 bits at most, with a sign."""
+CHARACTERS_AT_ONCE = 4 * 1024 * 1024
+"""Given to the library in one call, as its normalizer leaves them: it bounds memory."""
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
 """How a tokenizer is asked for that is made from the train split."""
 
@@ -39,6 +44,8 @@ _PROBES = (
     ("12;", " zwölf"),
     ("'s", " s"),
     ("漢", " 字"),
+    ("\U0001e900\n", "\U0001e901"),  # letters that few vocabularies have: unknown ones may be fused
+    ("\U0001e900", " \U0001e901"),
 )
 
 
@@ -73,18 +80,25 @@ class Tokenizer:
         end_of_text_id: Its id.
         vocab_size: All ids are below this.
         fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
+        growth: Characters that the normalizer makes of one, at most.
     """
 
     file_name: TokenizerFile = TOKENIZER_FILE
 
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
+        self.growth = check_growth(self._content)
         self._backend = tokenizers.Tokenizer.from_str(self._content)
+        for key in CHANCE:
+            if getattr(self._backend.model, key, None) is not None:
+                setattr(self._backend.model, key, None)
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is 13 characters
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > MOST_IDS:
+            raise DataError(f"token id {self.vocab_size - 1}: ids are below {MOST_IDS}")
         self.fingerprint = fingerprint(self._content, self.end_of_text)
 
     @classmethod
@@ -157,15 +171,29 @@ class Tokenizer:
             DataError: A text cannot be told from the end of a document in this vocabulary, or has
                 a word that is not in it.
         """
+        batch: list[list[int]] = []
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            for group in self._groups(texts):
+                encodings = self._backend.encode_batch_fast(group, add_special_tokens=False)
+                batch.extend(encoding.ids for encoding in encodings)
         except Exception as error:  # bare; a vocabulary of words without one for unknown ones
             raise self._unknown_word(texts) or error from None
-        batch: list[list[int]] = [encoding.ids for encoding in encodings]
         for row, ids in enumerate(batch):
             if self.end_of_text_id in ids:
                 batch[row] = self._encode_forged(texts[row])
         return batch
+
+    def _groups(self, texts: Sequence[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        characters = 0
+        for text in texts:
+            characters += len(text) * self.growth
+            if group and characters > CHARACTERS_AT_ONCE:
+                yield group
+                group, characters = [], len(text) * self.growth
+            group.append(text)
+        if group:
+            yield group
 
     def _unknown_word(self, texts: Sequence[str]) -> UnknownWordError | None:
         normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
@@ -231,6 +259,20 @@ class Tokenizer:
     def file_bytes(self) -> bytes:
         """Gives all that the file holds which `save` writes."""
         return self._content.encode()
+
+    def chance(self) -> str | None:
+        """Says what of the file would make two encodings of a text differ.
+
+        Returns:
+            `model.dropout: 0.1`, say, which is switched off here but not for others who read the
+            file; None where there is nothing.
+        """
+        found = chance_of(self._content).items()
+        return ", ".join(f"model.{key}: {setting}" for key, setting in found) or None
+
+    def without_chance(self) -> "Tokenizer":
+        """Gives the same tokenizer with a file that has no `chance`, for whoever reads it."""
+        return type(self)(without_chance(self._content), self.end_of_text)
 
     def encodes_in_pieces(self) -> bool:
         """Tells whether a long text can be encoded in pieces.

@@ -11,11 +11,13 @@ from data.tokenizer import END_OF_TEXT, Tokenizer, byte_level
 
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
-_LONG_WORD = re.compile(r"(\S{256})(?=\S)")
+LARGEST_VOCABULARY = 10_000_000
+"""Ten times the largest that is in use; the library aborts where it cannot have the memory."""
+_LONG_WORD = re.compile(r"(\S{256}(?=\S)|\s{256}(?=\s))")
 
 
 def _without_long_words(texts: Iterator[str]) -> Iterator[str]:
-    """Cuts words that are longer than any of a language: base64, minified code.
+    """Cuts words that are longer than any of a language, and white space: base64, blank pages.
 
     Training takes time that grows with the square of a word's length; merges are never so long.
     """
@@ -41,12 +43,12 @@ def train_tokenizer(
         The tokenizer.
 
     Raises:
-        DataError: `vocab_size` has no room for the bytes.
+        DataError: `vocab_size` has no room for the bytes, or more than memory has.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise DataError(
             f"train:{vocab_size}: a vocabulary has at least {SMALLEST_VOCABULARY} entries "
-            "(256 bytes and the end-of-text token)"
+            f"(256 bytes and the end-of-text token) and at most {LARGEST_VOCABULARY:,}"
         )
     backend = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -81,7 +83,7 @@ def training_wanted(spec: str) -> Training | None:
         What is to be made from the train split, or None for a path.
 
     Raises:
-        DataError: What follows `train:` or `words:` is not a usable size.
+        DataError: What follows `train:` or `words:` is not a size that can be.
     """
     name, colon, digits = spec.partition(":")
     if spec == "words":
@@ -89,13 +91,14 @@ def training_wanted(spec: str) -> Training | None:
     if not colon or name not in ("train", "words"):
         return None
     least = SMALLEST_VOCABULARY if name == "train" else 3
-    if not (digits.isascii() and digits.isdigit() and int(digits) >= least):
+    size = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
+    if not least <= size <= LARGEST_VOCABULARY:
         what = "256 bytes and the" if name == "train" else "a word, <unk> and the"
         raise DataError(
-            f"tokenizer {spec!r}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at least "
-            f"{least} ({what} end-of-text token)"
+            f"tokenizer {spec!r:.60}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at "
+            f"least {least} ({what} end-of-text token) and at most {LARGEST_VOCABULARY:,}"
         )
-    return Training("bytes" if name == "train" else "words", int(digits))
+    return Training("bytes" if name == "train" else "words", size)
 
 
 def resolve_tokenizer(

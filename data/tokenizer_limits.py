@@ -1,0 +1,196 @@
+"""What a tokenizer's file may ask for: no text that grows without bound, and no chance."""
+
+import json
+import re
+import struct
+import unicodedata
+from base64 import b64decode
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tokenizers import Regex, normalizers
+
+from data.errors import DataError
+
+MOST_GROWTH = 32
+"""Characters that one character of a text may become, or one of a token when it is decoded."""
+MOST_AFFIX = 100
+"""Characters of what a model puts before or behind a part of a word, or for an unknown one."""
+CHANCE = ("dropout", "alpha", "nbest_size")
+"""Keys of a model by which each encoding of a text is another: of BPE, and of unigram."""
+
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
+# A pattern with one of these may match between two characters, and insert without replacing.
+_MAY_BE_EMPTY = re.compile(r"\(\?[=!<]|\\[bBAzZGK]|(?<!\[)\^|\$")
+
+
+class _Step(NamedTuple):
+    """A step that makes text longer.
+
+    Attributes:
+        name: Its type, for an error.
+        growth: Characters of one, at most.
+        content: What it writes; None may be anything.
+        pattern: Characters that it replaces, all of them together; None may be any.
+    """
+
+    name: str
+    growth: int
+    content: frozenset[str] | None
+    pattern: frozenset[str] | None
+
+
+def check_growth(content: str) -> int:
+    """Refuses a tokenizer that blows a text up, which would take all memory.
+
+    Args:
+        content: The text of a `tokenizer.json`.
+
+    Returns:
+        How many characters its normalizer makes of one at most, where it replaces any.
+
+    Raises:
+        DataError: A part makes more than `MOST_GROWTH` characters of one.
+    """
+    value = json.loads(content)
+    model = value.get("model")
+    for key in _AFFIXES if isinstance(model, dict) else ():
+        if isinstance(affix := model.get(key), str) and len(affix) > MOST_AFFIX:
+            raise DataError(f"model.{key}: {len(affix):,} characters; at most {MOST_AFFIX}")
+    growth = {name: _growth(name, value.get(name)) for name in _PARTS}
+    return growth["normalizer"]
+
+
+def check_charsmap(charsmap: bytes) -> None:
+    """Refuses a SentencePiece table of replacements that blows a text up.
+
+    Args:
+        charsmap: The table: a size, an index of that many bytes, strings that end in NUL.
+
+    Raises:
+        DataError: It makes more than `MOST_GROWTH` characters of one.
+    """
+    _refuse("normalizer", "the table of replacements", _longest_replacement(charsmap))
+
+
+def chance_of(content: str) -> dict[str, Any]:
+    """Finds what makes two encodings of a text differ.
+
+    Args:
+        content: The text of a `tokenizer.json`.
+
+    Returns:
+        Those of `CHANCE` that its model sets, and their values.
+    """
+    model = json.loads(content).get("model")
+    found = {key: model.get(key) for key in CHANCE} if isinstance(model, dict) else {}
+    return {key: setting for key, setting in found.items() if setting is not None}
+
+
+def without_chance(content: str) -> str:
+    """Switches off what makes two encodings of a text differ.
+
+    Args:
+        content: The text of a `tokenizer.json`.
+
+    Returns:
+        The same without the keys that `chance_of` finds.
+    """
+    value = json.loads(content)
+    value["model"] |= dict.fromkeys(chance_of(content))
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _growth(part: str, value: Any) -> int:
+    """Follows what one step writes through the steps behind it."""
+    steps: list[_Step] = []
+    reached: list[int] = []
+    largest = 1
+    for step in filter(None, map(_step, _flat(value))):
+        before = [
+            total for earlier, total in zip(steps, reached, strict=True) if _feeds(earlier, step)
+        ]
+        steps.append(step)
+        reached.append(step.growth * max(before, default=1))
+        _refuse(part, step.name, reached[-1])
+        largest = max(largest, reached[-1])
+    return largest
+
+
+def _refuse(part: str, name: str, growth: int) -> None:
+    if growth > MOST_GROWTH:
+        raise DataError(
+            f"{part}: {name} makes up to {growth:,} characters of one; at most {MOST_GROWTH}"
+        )
+
+
+def _feeds(earlier: _Step, later: _Step) -> bool:
+    if earlier.content is None or later.pattern is None:
+        return True
+    return not earlier.content.isdisjoint(later.pattern)
+
+
+def _flat(value: Any) -> Iterator[dict[str, Any]]:
+    """Walks through sequences of steps, whatever each kind of part calls its list."""
+    if not isinstance(value, dict):
+        return
+    if value.get("type") != "Sequence":
+        yield value
+        return
+    for steps in value.values():
+        for step in steps if isinstance(steps, list) else ():
+            yield from _flat(step)
+
+
+def _step(value: dict[str, Any]) -> _Step | None:
+    """Reads one step; None where it makes no text longer than Unicode's own forms do."""
+    kind = value.get("type")
+    if kind == "Precompiled":
+        charsmap = b64decode(value.get("precompiled_charsmap") or "")
+        growth, content, pattern = _longest_replacement(charsmap), None, None
+    elif kind == "Prepend":
+        content = frozenset(_decomposed(value.get("prepend")))
+        growth, pattern = len(_decomposed(value.get("prepend"))), None
+    elif kind == "Replace":
+        text = _decomposed(value.get("content"))
+        growth, pattern = _replace_growth(value.get("pattern"), text)
+        content = frozenset(text)
+    else:
+        return None
+    return _Step(str(kind), growth, content, pattern) if growth > 1 else None
+
+
+def _decomposed(text: Any) -> str:
+    """What a normal form behind it may make of what a step writes."""
+    return unicodedata.normalize("NFKD", text) if isinstance(text, str) else ""
+
+
+def _replace_growth(pattern: Any, text: str) -> tuple[int, frozenset[str] | None]:
+    if isinstance(pattern, dict) and isinstance(literal := pattern.get("String"), str):
+        if literal:
+            return -(-len(text) // len(literal)), frozenset(literal)
+        return 1 + len(text), None
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    if not text or not isinstance(expression, str):
+        return len(text), None
+    return len(text) + _may_match_nothing(expression), None
+
+
+def _may_match_nothing(expression: str) -> bool:
+    if _MAY_BE_EMPTY.search(expression):
+        return True
+    step = normalizers.Replace(Regex(expression), "\0")
+    # In a text of one character a match beside that character is an empty one.
+    return any(
+        "\0" in (result := step.normalize_str(character)) and character in result
+        for character in {*"a0 \n.", *expression} - {"\0"}
+    )
+
+
+def _longest_replacement(charsmap: bytes) -> int:
+    if len(charsmap) < 4:
+        return 1
+    (index_bytes,) = struct.unpack("<I", charsmap[:4])
+    strings = charsmap[4 + index_bytes :].decode("utf-8", errors="replace")
+    return max(1, *map(len, strings.split("\0")))
