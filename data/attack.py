@@ -10,8 +10,9 @@ from typing import NamedTuple
 from data.dataset import TokenStream
 from data.errors import DataError
 from data.manifest import SplitInfo
+from data.pieces import cut_between_words
 from data.tokenizer import Tokenizer, UnknownWordError
-from data.writer import BATCH_CHARACTERS, SplitWriter, cut_between_words
+from data.writer import BATCH_CHARACTERS, SplitWriter
 
 REPLACEMENT = "AAA"
 """As in TextAttack's word swap, which the papers use."""

@@ -89,6 +89,10 @@ class Request(Config):
     """Key or column of the text."""
     listings: dict[SplitName, str]
     """SHA-256 over names, sizes and times of the files of each source, by its first split."""
+    documents: Literal["files", "lines"] | None = None
+    """What a document of a text file is; null where there is no such file."""
+    file_format: Literal["text"] | None = None
+    """What files are, whatever their names end in; null goes by the names."""
 
 
 class Manifest(Config):
@@ -108,6 +112,8 @@ class Manifest(Config):
     """Documents without a character, left out."""
     skipped_unreadable: int
     """Files that are not text, left out."""
+    split_by: Literal["documents", "position"] = "documents"
+    """How shares are held out: documents dealt out, or the last parts of all text end to end."""
     fingerprint: str
     """SHA-256 over the splits' and the tokenizer's digests: names this data set."""
 

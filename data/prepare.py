@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, TypedDict
 
 from data.errors import DataError, user_path
 from data.manifest import (
@@ -17,68 +17,28 @@ from data.manifest import (
     TokenizerInfo,
     data_fingerprint,
 )
+from data.pieces import PieceCutter
 from data.progress import Progress, Report
 from data.resume import Resume, read_resume, remove_resume, save_resume
-from data.source import Document, Skipped, Source
+from data.source import Skipped, Source
+from data.splits import Sources, documents_needed
 from data.staging import check_replaceable, staged_folder
-from data.text import open_source, open_splits
+from data.text import DocumentKind, FileFormat, FileSource, open_source, open_splits
 from data.tokenizer import Tokenizer, all_cores
 from data.tokenizer_training import resolve_tokenizer, training_wanted
-from data.writer import DatasetWriter, cut_between_words
+from data.writer import DatasetWriter
 
 SAVE_SECONDS = 30.0
 """An interrupted call loses at most this much of its work."""
 
 
-class _Sources(NamedTuple):
-    """The text, by the split that it begins with, and the shares held out of the first."""
+class _How(TypedDict):
+    """How every source is read."""
 
-    by_split: dict[SplitName, Source]
-    fractions: dict[SplitName, float]
-
-    def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
-        """Reads all sources, each document with its split; `bytes_read` counts over all."""
-        before = 0
-        for name, source in self.by_split.items():
-            fractions = self.fractions if name == "train" else {}
-            splits = split_of_documents(name, fractions)
-            for document in source.documents(skipped):
-                position = before + document.bytes_read
-                yield next(splits), document._replace(bytes_read=position)
-            before += source.total_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(source.total_bytes for source in self.by_split.values())
-
-
-def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> Iterator[SplitName]:
-    """Deals documents out to the splits, evenly and always the same way.
-
-    A held-out split takes document i (from 0) when it holds fewer than its fraction of i + 1
-    documents. So each split's share is exact within one document at any time, documents that lie
-    together in the source go to different splits in turn, and nothing needs to be known about what
-    follows.
-
-    Args:
-        first: The split of the first document and of all that no other takes.
-        fractions: The share of each other split, of all documents.
-
-    Yields:
-        The split of each document, without end.
-    """
-    counts = dict.fromkeys(fractions, 0)
-    yield first
-    number = 1
-    while True:
-        number += 1
-        for name, fraction in fractions.items():
-            if counts[name] < fraction * number:
-                counts[name] += 1
-                yield name
-                break
-        else:
-            yield first
+    text_key: str
+    streaming: bool
+    documents: DocumentKind
+    file_format: FileFormat | None
 
 
 def prepare(
@@ -93,6 +53,8 @@ def prepare(
     text_key: str = "text",
     end_of_text: str | None = None,
     streaming: bool = False,
+    documents: DocumentKind = "files",
+    file_format: FileFormat | None = None,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Manifest:
@@ -106,17 +68,20 @@ def prepare(
     Args:
         source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
             taken where it has them; see `data.text.open_source`.
-        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or a path; see
-            `data.tokenizer_training.resolve_tokenizer`.
+        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, a path or a name
+            of the Hugging Face hub; see `data.tokenizer_training.resolve_tokenizer`.
         output: The folder to make.
-        validation_fraction: Share of the documents held out for validation, at least 0.
-        test_fraction: Share of the documents held out for the test, at least 0.
+        validation_fraction: Share of the documents held out for validation, at least 0; where
+            all is text files and their documents are too few, of the text, its last parts.
+        test_fraction: Share held out for the test, at least 0.
         validation_source: Text that is the validation split instead.
         test_source: Text that is the test split instead.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         end_of_text: The token that ends each document; None takes a well-known one.
         streaming: Whether Hugging Face data sets are read without a copy on the disk; the result
             is the same.
+        documents: What a document of a text file is: `files`, all of it, or `lines`.
+        file_format: `text` reads files as text whatever their names end in; None goes by the names.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -135,11 +100,17 @@ def prepare(
         end_of_text=end_of_text,
     )
     fractions = _checked_fractions({"validation": validation_fraction, "test": test_fraction})
-    by_split = open_splits(source, text_key=text_key, streaming=streaming)
+    how: _How = {
+        "text_key": text_key,
+        "streaming": streaming,
+        "documents": documents,
+        "file_format": file_format,
+    }
+    by_split = open_splits(source, **how)
     held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
     for name, spec in held_out.items():
         if spec is not None:
-            by_split[name] = open_source(spec, text_key=text_key, streaming=streaming, split=name)
+            by_split[name] = open_source(spec, split=name, **how)
     by_split = {name: by_split[name] for name in SPLITS if name in by_split}
     fractions |= {name: 0.0 for name in by_split if name in fractions}
     to_train = training_wanted(tokenizer) is not None
@@ -157,6 +128,8 @@ def prepare(
         test_fraction=fractions["test"],
         text_key=text_key,
         listings={name: text.listing_digest() for name, text in by_split.items()},
+        documents=_kind_of_documents(source, by_split, documents, file_format),
+        file_format=file_format,
     )
     output = user_path(output).resolve()
     progress = Progress(report)
@@ -168,7 +141,12 @@ def prepare(
         progress.say(f"{output}: already prepared from the same text and options; kept as it is")
         return existing
     check_replaceable(output, overwrite=overwrite)
-    sources = _Sources(by_split, fractions)
+    sources = Sources(by_split, fractions, _how_to_split(by_split["train"], fractions))
+    if sources.split_by == "position":
+        progress.say(
+            f"{source}: too few documents to deal out; split by position: the last parts are held "
+            "out"
+        )
     with (
         contextlib.closing(progress),
         all_cores(),
@@ -176,7 +154,7 @@ def prepare(
     ):
         resume = read_resume(folder, request)
         if resume is not None:
-            progress.say(f"{output}: goes on behind {resume.documents:,} documents")
+            progress.say(f"{output}: goes on behind {resume.documents:,} documents or parts")
             chosen = Tokenizer.load(folder / resume.tokenizer_file, resume.end_of_text)
         else:
             chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
@@ -188,19 +166,46 @@ def prepare(
     return manifest
 
 
-def _train(sources: _Sources, spec: str, end_of_text: str | None, progress: Progress) -> Tokenizer:
+def _kind_of_documents(
+    spec: str,
+    by_split: dict[SplitName, Source],
+    documents: DocumentKind,
+    file_format: FileFormat | None,
+) -> DocumentKind | None:
+    """What a document of a text file is; None where there is none, and nobody asked for one."""
+    if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
+        return documents
+    if documents != "files":
+        raise DataError(f"--documents: {documents} is of text files, and {spec} has none")
+    if file_format is not None:
+        raise DataError(f"--format: {file_format} is of files, and {spec} is none")
+    return None
+
+
+def _how_to_split(
+    source: Source, fractions: dict[SplitName, float]
+) -> Literal["documents", "position"]:
+    needed = documents_needed(fractions)
+    few = isinstance(source, FileSource) and source.is_text_of_fewer_documents(needed)
+    return "position" if few else "documents"
+
+
+def _train(sources: Sources, spec: str, end_of_text: str | None, progress: Progress) -> Tokenizer:
     """Trains the tokenizer on the train split: held-out text must not shape the vocabulary."""
     done = 0
 
     def texts() -> Iterator[str]:
         nonlocal done
-        train_only = _Sources({"train": sources.by_split["train"]}, sources.fractions)
+        train_only = sources._replace(by_split={"train": sources.by_split["train"]})
+        cutter = PieceCutter()
         progress.start("training the tokenizer", train_only.total_bytes)
         for split, document in train_only.assigned(Skipped()):
             done = document.bytes_read
             progress.update(done)
             if split == "train":
-                yield from cut_between_words(document.text)
+                yield from cutter.add(document.text, is_last=document.is_last)
+                if document.is_last:
+                    yield cutter.take_rest()
 
     trained = resolve_tokenizer(spec, end_of_text=end_of_text, training_texts=texts)
     progress.finish(done)
@@ -208,7 +213,7 @@ def _train(sources: _Sources, spec: str, end_of_text: str | None, progress: Prog
 
 
 def _write(
-    sources: _Sources,
+    sources: Sources,
     tokenizer: Tokenizer,
     request: Request,
     folder: Path,
@@ -216,7 +221,8 @@ def _write(
     resume: Resume | None,
 ) -> Manifest:
     skipped = Skipped()
-    writer = DatasetWriter(folder, tokenizer, resume.splits if resume else None)
+    saved = (resume.splits, resume.held) if resume else (None, "")
+    writer = DatasetWriter(folder, tokenizer, *saved)
     done = resume.documents if resume else 0
     trained = training_wanted(request.tokenizer) is not None
     # A tokenizer that was trained is worth keeping before any text is encoded.
@@ -227,12 +233,19 @@ def _write(
             if number < done:
                 continue  # read again, and not encoded: a small part of the work
             if time.monotonic() - saved_at >= SAVE_SECONDS:
-                save_resume(folder, request, tokenizer, number, writer.states())
+                states = writer.states()
+                save_resume(folder, request, tokenizer, number, states, writer.held)
                 saved_at = time.monotonic()
-            writer.add(split, document.text, document.name)
+            writer.add(split, document.text, document.name, document.is_last)
             progress.update(document.bytes_read, writer.tokens)
         splits = writer.finish()
         progress.finish(sources.total_bytes, writer.tokens)
+    for count, what in (
+        (writer.cut_documents, "documents go on in another one: 2,147,483,647 tokens is the most"),
+        (writer.forced_cuts, "cuts of long documents at line ends: tokens beside them may differ"),
+    ):
+        if count:
+            progress.say(f"{count:,} {what}")
     for name, source in sources.by_split.items():
         if splits[name].documents == 0:
             raise DataError(f"{source.spec}: no text in it (for the {name} split)")
@@ -251,6 +264,7 @@ def _write(
         dtype="uint16" if writer.dtype.itemsize == 2 else "int32",
         skipped_empty=skipped.empty,
         skipped_unreadable=skipped.unreadable,
+        split_by=sources.split_by,
         fingerprint=data_fingerprint(splits, info),
     )
     remove_resume(folder)

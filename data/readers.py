@@ -1,91 +1,119 @@
 """One reader for each kind of text file: a stream of texts, never the whole file at once.
 
-A reader takes a path and the key (or column) that holds the text, and yields each document's text
-with the position in the file after it, in bytes of the file as it lies on the disk.
+A reader takes a path and the key (or column) that holds the text, and yields each document; those
+of a text file, which may be of any length, in parts.
 """
 
+import codecs
 import gzip
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from data.errors import DataError, listed, nearest
 
-Reader = Callable[[Path, str], Iterator[tuple[str, int]]]
-
-DOCUMENT_BYTES = 64 * 1024
-"""A `.txt` file longer than this becomes several documents, each a little longer than this."""
-LINE_BYTES = 1024 * 1024
-"""A line of a `.txt` file longer than this is cut; it also bounds the reader's memory."""
+PART_BYTES = 256 * 1024
+"""A text file is read in parts of this size, and a longer document comes in such."""
 JSON_LINE_BYTES = 256 * 1024 * 1024
 """A longer line in a `.jsonl` file is an error: the file is hardly one object a line."""
 PARQUET_BATCH_ROWS = 64
 
-_BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+
+class Part(NamedTuple):
+    """A document, or a part of one.
+
+    Attributes:
+        text: Of a whole document all of it.
+        position: Where it ends in the file, in bytes as the file lies on the disk.
+        is_last: Whether the document ends here.
+    """
+
+    text: str
+    position: int
+    is_last: bool = True
 
 
-def read_txt(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
-    """Reads a text file in documents whose concatenation is the file.
+Reader = Callable[[Path, str], Iterator[Part]]
+
+
+def read_text(path: Path, text_key: str) -> Iterator[Part]:
+    """Reads a text file as one document.
 
     Args:
-        path: A UTF-8 file. Up to `DOCUMENT_BYTES` it is one document; a longer one is cut after
-            the first blank line behind that many bytes (looked for over as many bytes again), else
-            at the first line end, and a line longer than `LINE_BYTES` anyway.
+        path: A UTF-8 file of any size.
         text_key: Unused: the file is all text.
 
     Yields:
-        The text of a document and the bytes of the file read so far.
+        Parts of about `PART_BYTES` whose concatenation is the file, cut between any characters.
 
     Raises:
         DataError: A byte is not UTF-8.
     """
+    held = Part("", 0)
+    for text, position in _decoded(path):
+        if held.text:
+            yield held._replace(is_last=False)
+        held = Part(text, position)
+    yield held
+
+
+def read_lines(path: Path, text_key: str) -> Iterator[Part]:
+    """Reads a text file with a document in each line; lines of white space are passed over.
+
+    Args:
+        path: A UTF-8 file; a line ends with a line feed, or carriage return and line feed.
+        text_key: Unused: the file is all text.
+
+    Yields:
+        The text of a line without its end; a line much longer than `PART_BYTES` comes in parts.
+
+    Raises:
+        DataError: A byte is not UTF-8.
+    """
+    held, position, begun = "", 0, False
+    for text, _ in _decoded(path):
+        *lines, held = (held + text).split("\n")
+        for line in lines:
+            position += len(line.encode()) + 1
+            if begun or not (line.isspace() or not line):
+                yield Part(line.removesuffix("\r"), position)
+            begun = False
+        # A carriage return stays until it is known whether a line feed follows.
+        if len(held) > PART_BYTES and (begun or not held.isspace()) and held[-1] != "\r":
+            position += len(held.encode())
+            yield Part(held, position, is_last=False)
+            held, begun = "", True
+    if begun or not (held.isspace() or not held):
+        yield Part(held, position + len(held.encode()))
+
+
+def _decoded(path: Path) -> Iterator[tuple[str, int]]:
+    """Reads a text file as it is, line ends included, with the position behind each part."""
     position = line = 0
+    rest, at_end = b"", False
     with path.open("rb") as file:
-        buffer = bytearray(file.read(LINE_BYTES + 1))
-        if not buffer:
-            yield "", 0
-        while buffer:
-            cut = _cut(buffer)
-            piece = bytes(buffer[:cut])
+        while not at_end:
+            block = file.read(PART_BYTES)
+            at_end = not block
+            buffer = rest + block
             try:
-                text = piece.decode("utf-8")
+                text, used = codecs.utf_8_decode(buffer, "strict", at_end)
             except UnicodeDecodeError as error:
-                at_line = line + piece.count(b"\n", 0, error.start) + 1
+                at_line = line + buffer.count(b"\n", 0, error.start) + 1
                 raise DataError(
                     f"{path}: byte {position + error.start} (line {at_line}) is not UTF-8 text: "
-                    f"0x{piece[error.start]:02x}"
+                    f"0x{buffer[error.start]:02x}"
                 ) from None
-            del buffer[:cut]
-            position += cut
-            line += piece.count(b"\n")
-            yield text, position
-            buffer += file.read(LINE_BYTES + 1 - len(buffer))
+            position += used
+            line += text.count("\n")
+            rest = buffer[used:]
+            if text:
+                yield text, position
 
 
-def _cut(buffer: bytearray) -> int:
-    """Finds where the first document of a buffer ends; a buffer that is not full is the rest."""
-    if len(buffer) <= DOCUMENT_BYTES:
-        return len(buffer)
-    blank = _BLANK_LINES.search(buffer, DOCUMENT_BYTES, 2 * DOCUMENT_BYTES)
-    if blank:
-        return blank.end()
-    line_end = buffer.find(b"\n", DOCUMENT_BYTES)
-    if line_end >= 0:
-        return line_end + 1
-    if len(buffer) <= LINE_BYTES:
-        return len(buffer)
-    # No line end in sight: cut before a character's first byte (at most four bytes back), and
-    # where there is none, the bytes are not UTF-8 and decoding says so.
-    for cut in range(LINE_BYTES, LINE_BYTES - 4, -1):
-        if buffer[cut] & 0xC0 != 0x80:
-            return cut
-    return LINE_BYTES
-
-
-def read_jsonl(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
+def read_jsonl(path: Path, text_key: str) -> Iterator[Part]:
     """Reads one JSON object a line, from a plain or a gzip-compressed file.
 
     Args:
@@ -104,7 +132,8 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
         try:
             for number, line in enumerate(_lines(file, path), start=1):
                 if not line.isspace():
-                    yield _text_of_line(line, text_key, f"{path}, line {number}"), raw.tell()
+                    text = _text_of_line(line, text_key, f"{path}, line {number}")
+                    yield Part(text, raw.tell())
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: not a whole gzip file: {error}") from None
 
@@ -138,7 +167,7 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
     return text
 
 
-def read_parquet(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
+def read_parquet(path: Path, text_key: str) -> Iterator[Part]:
     """Reads a column of strings from a Parquet file.
 
     Args:
@@ -165,7 +194,7 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
                     row += 1
                     if not isinstance(text, str):
                         raise DataError(f"{path}, row {row}: {text_key!r} is null, not a string")
-                    yield text, size * row // num_rows
+                    yield Part(text, size * row // num_rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{path}: cannot be read as Parquet (after row {row}): {reason}") from None
@@ -189,7 +218,7 @@ def _check_column(schema: Any, text_key: str, path: Path) -> None:
         raise DataError(f"{path}: column {text_key!r} is of {kind}, not of strings")
 
 
-def read_module(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
+def read_module(path: Path, text_key: str) -> Iterator[Part]:
     """Reads a file of program text as one document.
 
     Args:
@@ -203,13 +232,15 @@ def read_module(path: Path, text_key: str) -> Iterator[tuple[str, int]]:
         UnicodeDecodeError: A byte is not UTF-8.
     """
     content = path.read_bytes()
-    yield content.decode("utf-8"), len(content)
+    yield Part(content.decode("utf-8"), len(content))
 
 
 READERS: dict[str, Reader] = {
-    ".txt": read_txt,
+    ".txt": read_text,
     ".jsonl": read_jsonl,
     ".jsonl.gz": read_jsonl,
     ".parquet": read_parquet,
 }
 """Reader by the ending of a file's name: a new kind of file is one function and one line here."""
+TEXT_READERS: dict[str, Reader] = {"files": read_text, "lines": read_lines}
+"""Reader of a text file by what a document is."""

@@ -26,9 +26,11 @@ class Resume(Config):
     """Its end-of-text token."""
     tokenizer_fingerprint: str
     documents: int
-    """Documents of the text, from its beginning, that the files hold."""
+    """Documents of the text, from its beginning, that the files hold; each part of one counts."""
     splits: dict[SplitName, SplitState]
     """How far each split is written."""
+    held: str = ""
+    """Text of a document that goes on, which is read but not in the files."""
 
 
 def save_resume(
@@ -37,6 +39,7 @@ def save_resume(
     tokenizer: Tokenizer,
     documents: int,
     splits: dict[SplitName, SplitState],
+    held: str = "",
 ) -> None:
     """Says how far the files are written; what they hold is on the disk before.
 
@@ -44,8 +47,9 @@ def save_resume(
         folder: Where the files are.
         request: What was asked for.
         tokenizer: Encodes the text; it is saved in the folder.
-        documents: Documents of the text, from its beginning, that the files hold.
+        documents: Documents of the text, and parts of them, that the files hold.
         splits: How far each split is written.
+        held: Text of a document that goes on, which is read but not in the files.
     """
     content = Resume(
         request=request,
@@ -54,6 +58,7 @@ def save_resume(
         tokenizer_fingerprint=tokenizer.fingerprint,
         documents=documents,
         splits=splits,
+        held=held,
     ).model_dump_json()
     draft = folder / DRAFT_FILE
     draft.write_text(content, encoding="utf-8")

@@ -6,17 +6,19 @@ from typing import NamedTuple, Protocol
 
 
 class Document(NamedTuple):
-    """One document of a source.
+    """One document of a source, or a part of one that is too long to be held.
 
     Attributes:
         name: Where it comes from: the file, relative to the source, and its number there.
-        text: All of it, not empty.
+        text: All of it, not empty. Of a document in parts, the next of them; the last may be empty.
         bytes_read: How far into the source it ends, in bytes of the files on the disk.
+        is_last: Whether the document ends here. Its other parts follow at once where it does not.
     """
 
     name: str
     text: str
     bytes_read: int
+    is_last: bool = True
 
 
 @dataclass

@@ -4,16 +4,22 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 from data.corpus import standard_library, standard_library_files
 from data.errors import DataError, nearest, user_path
 from data.manifest import SplitName
-from data.readers import READERS, Reader, read_module
+from data.readers import READERS, TEXT_READERS, Reader, read_module, read_text
 from data.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
 """The source that every machine has: see `data/corpus.py`."""
+DocumentKind = Literal["files", "lines"]
+"""What a document of a text file is: all of it, or a line."""
+FileFormat = Literal["text"]
+"""What files are, whatever their names end in."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,28 @@ class FileSource:
     skip_unreadable: bool = False
 
     @property
+    def has_text_files(self) -> bool:
+        """Whether a file is all text, so that what a document is was for the user to say."""
+        return any(file.read in TEXT_READERS.values() for file in self.files)
+
+    def is_text_of_fewer_documents(self, count: int) -> bool:
+        """Tells whether documents are too few to be dealt out.
+
+        Args:
+            count: How many would do.
+
+        Returns:
+            Whether all files are text, with fewer documents than this. Files are not read for it,
+            lines as far as needed.
+        """
+        if not all(file.read in TEXT_READERS.values() for file in self.files):
+            return False
+        if all(file.read is read_text for file in self.files):
+            return sum(file.size > 0 for file in self.files) < count
+        ends = (document for document in self.documents() if document.is_last)
+        return sum(1 for _ in islice(ends, count)) < count
+
+    @property
     def total_bytes(self) -> int:
         """Size of all files on the disk, in bytes."""
         return sum(file.size for file in self.files)
@@ -65,7 +93,8 @@ class FileSource:
             skipped: Counts, added to, of what is left out: empty documents and unreadable files.
 
         Yields:
-            The documents that are not empty, in order; memory holds one at a time.
+            The documents that are not empty, in order; memory holds one at a time, or a part of
+            one of a text file.
 
         Raises:
             DataError: A file cannot be read, or does not hold what its kind promises.
@@ -74,11 +103,14 @@ class FileSource:
         before = 0
         for file in self.files:
             try:
-                for number, (text, position) in enumerate(file.read(file.path, self.text_key)):
-                    if text:
-                        yield Document(f"{file.name}#{number}", text, before + position)
+                number, begun = 0, False
+                for text, position, is_last in file.read(file.path, self.text_key):
+                    if text or begun:
+                        yield Document(f"{file.name}#{number}", text, before + position, is_last)
                     else:
                         skipped.empty += 1
+                    begun = not is_last
+                    number += is_last
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or error
@@ -93,7 +125,12 @@ _NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names m
 
 
 def open_splits(
-    spec: str, *, text_key: str = "text", streaming: bool = False
+    spec: str,
+    *,
+    text_key: str = "text",
+    streaming: bool = False,
+    documents: DocumentKind = "files",
+    file_format: FileFormat | None = None,
 ) -> dict[SplitName, Source]:
     """Finds a source with the splits that it comes in.
 
@@ -101,6 +138,8 @@ def open_splits(
         spec: As for `open_source`.
         text_key: Key or column of the text.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
+        documents: What a document of a text file is.
+        file_format: What all files are, whatever their names end in; None goes by the names.
 
     Returns:
         A source for each split: of a Hugging Face data set those of train, validation and test that
@@ -116,7 +155,7 @@ def open_splits(
     try:
         wanted = find_dataset(spec)
         if wanted is None:
-            return {"train": _open_files(spec, text_key)}
+            return {"train": _open_files(spec, text_key, documents, file_format)}
     except OSError as error:
         raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
     splits = open_dataset(wanted, text_key=text_key, streaming=streaming)
@@ -126,7 +165,13 @@ def open_splits(
 
 
 def open_source(
-    spec: str, *, text_key: str = "text", streaming: bool = False, split: SplitName = "train"
+    spec: str,
+    *,
+    text_key: str = "text",
+    streaming: bool = False,
+    split: SplitName = "train",
+    documents: DocumentKind = "files",
+    file_format: FileFormat | None = None,
 ) -> Source:
     """Finds what is behind a source's name or path; reads none of it.
 
@@ -137,6 +182,8 @@ def open_source(
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
         split: Which split of a data set that has several; train where it does not have this one.
+        documents: What a document of a text file is.
+        file_format: What all files are, whatever their names end in; None goes by the names.
 
     Returns:
         The source.
@@ -144,11 +191,19 @@ def open_source(
     Raises:
         DataError: There is no such source, or it is a file or folder without text files.
     """
-    splits = open_splits(spec, text_key=text_key, streaming=streaming)
+    splits = open_splits(
+        spec,
+        text_key=text_key,
+        streaming=streaming,
+        documents=documents,
+        file_format=file_format,
+    )
     return splits.get(split) or splits["train"]
 
 
-def _open_files(spec: str, text_key: str) -> FileSource:
+def _open_files(
+    spec: str, text_key: str, documents: DocumentKind, file_format: FileFormat | None
+) -> FileSource:
     if spec == PYTHON_STDLIB:
         root = standard_library()
         files = standard_library_files(root)
@@ -160,12 +215,14 @@ def _open_files(spec: str, text_key: str) -> FileSource:
     if not path.exists():
         raise DataError(_missing(spec, path))
     if path.is_dir():
-        files = _text_files(path)
+        files = _text_files(path, file_format)
         if not files:
-            raise DataError(f"{spec}: no {_endings()} file in this folder")
-        found = tuple(_source_file(file, path, _reader(file)) for file in files)
+            raise DataError(
+                f"{spec}: no {'' if file_format else _endings() + ' '}file in this folder"
+            )
     else:
-        found = (_source_file(path, path.parent, _reader(path)),)
+        files, path = [path], path.parent
+    found = tuple(_source_file(file, path, _reader(file, documents, file_format)) for file in files)
     source = FileSource(spec, found, text_key)
     if source.total_bytes == 0:
         raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
@@ -174,18 +231,22 @@ def _open_files(spec: str, text_key: str) -> FileSource:
 
 def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
     if read is None:
-        raise DataError(f"{path}: the name of a text file ends in {_endings()}")
+        raise DataError(
+            f"{path}: the name of a text file ends in {_endings()}; --format text reads any file "
+            "as text"
+        )
     status = path.stat()
     name = path.relative_to(root).as_posix()
     return SourceFile(path, name, status.st_size, status.st_mtime_ns, read)
 
 
-def _reader(path: Path) -> Reader | None:
+def _reader(path: Path, documents: DocumentKind, file_format: FileFormat | None) -> Reader | None:
     name = path.name.lower()
-    return next((read for ending, read in READERS.items() if name.endswith(ending)), None)
+    read = next((read for ending, read in READERS.items() if name.endswith(ending)), None)
+    return TEXT_READERS[documents] if file_format or read is read_text else read
 
 
-def _text_files(root: Path) -> list[Path]:
+def _text_files(root: Path, file_format: FileFormat | None) -> list[Path]:
     """Finds the files of a folder; nothing that looks like text is left out without a word."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
@@ -196,7 +257,7 @@ def _text_files(root: Path) -> list[Path]:
         seen.add((status.st_dev, status.st_ino))
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found.extend(path for path in paths if _reader(path))
+        found.extend(path for path in paths if _reader(path, "files", file_format))
     if broken := next((path for path in found if not path.exists()), None):
         raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
     files = (path for path in found if path.is_file())  # a pipe would never end

@@ -11,6 +11,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from data.errors import DataError, nearest, user_path
 from data.fingerprint import canonical, fingerprint
 from data.manifest import TOKENIZER_FILE, TOKENIZER_FILES, TokenizerFile
+from data.tokenizer_hub import (
+    BYTE_LEVEL_FILES,
+    fetch_tokenizer,
+    is_hub_name,
+    named_end_of_text,
+    snapshot_of,
+)
 from data.tokenizer_limits import CHANCE, chance_of, check_growth, without_chance
 
 END_OF_TEXT = "<|endoftext|>"
@@ -31,7 +38,7 @@ MOST_IDS = 2**31 - 1
 """A token is stored in 32 bits at most, with a sign."""
 CHARACTERS_AT_ONCE = 4 * 1024 * 1024
 """Given to the library in one call, as its normalizer leaves them: it bounds memory."""
-TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE")
+TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE", "characters")
 """How a tokenizer is asked for that is made from the train split."""
 
 # Whole and in two pieces, each must give the same ids before long documents are cut there.
@@ -47,6 +54,10 @@ _PROBES = (
     ("\U0001e900\n", "\U0001e901"),  # letters that few vocabularies have: unknown ones may be fused
     ("\U0001e900", " \U0001e901"),
 )
+
+
+class EndOfTextError(DataError):
+    """A vocabulary without a token that is known to end documents."""
 
 
 class UnknownWordError(DataError):
@@ -107,8 +118,10 @@ class Tokenizer:
 
         Args:
             path: A `tokenizer.json`, a SentencePiece `.model`, or a folder that holds one of them
-                or GPT-2's `vocab.json` and `merges.txt`.
-            end_of_text: The token that ends each document; None takes a well-known one.
+                or GPT-2's `vocab.json` and `merges.txt`; or NAME or OWNER/NAME of the Hugging Face
+                hub, where there is no such path.
+            end_of_text: The token that ends each document; None takes a well-known one, else the
+                one that `tokenizer_config.json` in the folder names.
 
         Returns:
             The tokenizer.
@@ -116,32 +129,50 @@ class Tokenizer:
         Raises:
             DataError: There is no tokenizer, or it has no such token.
         """
-        path = user_path(path)
-        file = path
+        spec, path = str(path), user_path(path)
+        if not path.exists() and is_hub_name(spec):
+            path = fetch_tokenizer(spec)
         if path.is_dir():
-            known = [path / name for name in TOKENIZER_FILES]
-            found = [candidate for candidate in known if candidate.exists()]
-            if not found:
-                return cls._load_byte_level(path, end_of_text)
-            file = found[0]
-        if not file.exists():
+            return cls._load_folder(snapshot_of(path), end_of_text)
+        return cls._load_file(path, end_of_text)
+
+    @classmethod
+    def _load_folder(cls, folder: Path, end_of_text: str | None) -> "Tokenizer":
+        known = [folder / name for name in TOKENIZER_FILES]
+        file = next((candidate for candidate in known if candidate.exists()), None)
+
+        def loaded(end: str | None) -> Tokenizer:
+            return cls._load_file(file, end) if file else cls._load_byte_level(folder, end)
+
+        try:
+            return loaded(end_of_text)
+        except EndOfTextError:
+            named = named_end_of_text(folder)
+            if named is None:
+                raise
+            return loaded(named)
+
+    @classmethod
+    def _load_file(cls, path: Path, end_of_text: str | None) -> "Tokenizer":
+        if not path.exists():
             siblings = (
                 [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             )
             raise DataError(
                 f"{path}: no such tokenizer; it is {', '.join(TRAINED)}, a tokenizer.json file, a "
-                f"SentencePiece .model or the folder of one{nearest(path.name, siblings)}"
+                f"SentencePiece .model, the folder of one, or a name of the Hugging Face hub"
+                f"{nearest(path.name, siblings)}"
             )
         try:
-            return _from_file(file, end_of_text)
+            return _from_file(path, end_of_text)
         except DataError as error:
-            raise DataError(f"{file}: {error}") from None
+            raise _kind(error)(f"{path}: {error}") from None
         except Exception as error:  # the library raises bare Exception for a malformed file
-            raise DataError(f"{file}: not a tokenizer.json: {error}") from None
+            raise DataError(f"{path}: not a tokenizer.json: {error}") from None
 
     @classmethod
     def _load_byte_level(cls, folder: Path, end_of_text: str | None) -> "Tokenizer":
-        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        vocabulary, merges = (folder / name for name in BYTE_LEVEL_FILES)
         if not (vocabulary.exists() and merges.exists()):
             raise DataError(
                 f"{folder}: this folder has neither tokenizer.json nor vocab.json and merges.txt"
@@ -156,7 +187,7 @@ class Tokenizer:
         try:
             return cls(backend.to_str(), end_of_text)
         except DataError as error:
-            raise DataError(f"{folder}: {error}") from None
+            raise _kind(error)(f"{folder}: {error}") from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts, in parallel where the machine has several cores.
@@ -278,7 +309,7 @@ class Tokenizer:
         """Tells whether a long text can be encoded in pieces.
 
         Returns:
-            Whether cutting it as `data.writer.cut_between_words` does leaves its ids as they are.
+            Whether cutting it as `data.pieces.cut_between_words` does leaves its ids as they are.
             With GPT-2's pre-tokenizer and its kin it does; not with one that marks the beginning of
             a text, for which a document is encoded whole.
         """
@@ -290,6 +321,10 @@ class Tokenizer:
         except UnknownWordError:
             return False
         return True
+
+
+def _kind(error: DataError) -> type[DataError]:
+    return EndOfTextError if isinstance(error, EndOfTextError) else DataError
 
 
 def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
@@ -354,7 +389,7 @@ def choose_end_of_text(vocabulary: Mapping[str, int], wanted: str | None) -> str
     for token in KNOWN_END_OF_TEXT:
         if token in vocabulary:
             return token
-    raise DataError(
+    raise EndOfTextError(
         f"the vocabulary has none of {', '.join(KNOWN_END_OF_TEXT)} to end a document; name one "
         "with --end-of-text TOKEN"
     )

@@ -65,11 +65,11 @@ class Training(NamedTuple):
     """A tokenizer that is to be made from text.
 
     Attributes:
-        kind: Byte-level BPE, or all words that white space separates.
+        kind: Byte-level BPE, all words that white space separates, or all characters.
         vocab_size: Entries wanted; None has no limit (for words alone).
     """
 
-    kind: Literal["bytes", "words"]
+    kind: Literal["bytes", "words", "characters"]
     vocab_size: int | None
 
 
@@ -77,10 +77,10 @@ def training_wanted(spec: str) -> Training | None:
     """Reads a tokenizer's specification.
 
     Args:
-        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, or a path.
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, or a path or name.
 
     Returns:
-        What is to be made from the train split, or None for a path.
+        What is to be made from the train split, or None for a path or a name of the hub.
 
     Raises:
         DataError: What follows `train:` or `words:` is not a size that can be.
@@ -88,6 +88,10 @@ def training_wanted(spec: str) -> Training | None:
     name, colon, digits = spec.partition(":")
     if spec == "words":
         return Training("words", None)
+    if spec == "characters":
+        return Training("characters", None)
+    if spec == "train":
+        raise DataError("tokenizer 'train': its size is missing; write train:VOCAB_SIZE")
     if not colon or name not in ("train", "words"):
         return None
     least = SMALLEST_VOCABULARY if name == "train" else 3
@@ -110,7 +114,8 @@ def resolve_tokenizer(
     """Loads or trains the tokenizer that the user asked for.
 
     Args:
-        spec: `train:VOCAB_SIZE`, `words` or `words:VOCAB_SIZE`; or what `Tokenizer.load` reads.
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or `characters`; or what
+            `Tokenizer.load` reads.
         end_of_text: The token that ends each document; None takes a well-known one.
         training_texts: Gives the texts to train on; called only where there is something to train.
 
@@ -129,5 +134,9 @@ def resolve_tokenizer(
         from data.words import train_words
 
         return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
+    if wanted.kind == "characters":
+        from data.characters import train_characters
+
+        return train_characters(training_texts(), end_of_text or END_OF_TEXT)
     assert wanted.vocab_size is not None
     return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)

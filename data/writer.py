@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import os
-import re
 import struct
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,18 +21,13 @@ from data.manifest import (
     ends_digest,
     flush_to_disk,
 )
+from data.pieces import PieceCutter
 from data.tokenizer import Tokenizer, UnknownWordError
 
-PIECE_CHARACTERS = 128 * 1024
-"""A document longer than this is encoded in pieces of about this many characters."""
 BATCH_CHARACTERS = 512 * 1024
 """Text encoded at once: by its amount, not by documents, whose lengths differ by thousands."""
 MOST_TOKENS = 2**31 - 1
 """Tokens of a document: the index holds lengths in 32 bits."""
-
-# Behind a lone line feed, or before a lone space and a letter: the pre-tokenizers of GPT-2 and its
-# kin begin a token there whatever comes before. Runs of white space are another matter.
-_TOKEN_BOUNDARY = re.compile(r"(?<=\S)(?:\n(?=\S)|(?= [^\W\d_]))")
 
 
 class _Piece(NamedTuple):
@@ -42,25 +35,6 @@ class _Piece(NamedTuple):
     text: str
     is_last: bool
     name: str
-
-
-def cut_between_words(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
-    r"""Cuts a text where no token of a GPT-2-like tokenizer reaches across.
-
-    Args:
-        text: Any text.
-        size: Fewest characters of a piece but the last.
-
-    Yields:
-        Pieces whose concatenation is the text, each cut behind a single line feed, or before a
-        single space and a letter, between characters that are not white space; a text without such
-        a place comes in one.
-    """
-    start = 0
-    while len(text) - start > size and (match := _TOKEN_BOUNDARY.search(text, start + size - 1)):
-        yield text[start : match.end()]
-        start = match.end()
-    yield text[start:]
 
 
 class SplitState(Config):
@@ -74,6 +48,8 @@ class SplitState(Config):
     """Of the tokens."""
     lengths_sha256: str
     """Of the lengths of documents."""
+    open_tokens: int = 0
+    """Those of `tokens` that belong to a document which has not ended."""
 
 
 class SplitWriter:
@@ -100,7 +76,8 @@ class SplitWriter:
         self._bin, self._idx = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
         self._lengths = prefix.with_suffix(LENGTHS_SUFFIX)
         self._end = np.array([tokenizer.end_of_text_id], dtype=self.dtype)
-        self._parts: list[npt.NDArray[np.integer]] = []
+        self.cut_documents = 0
+        self._open_tokens = state.open_tokens if state else 0
         self._bin_file, self._digest = _open(
             self._bin, self.tokens * self.dtype.itemsize, state.sha256 if state else None
         )
@@ -119,22 +96,31 @@ class SplitWriter:
         """
         self.words += len(text.split())
         self.bytes += len(text.encode("utf-8"))
-        self._parts.append(np.array(ids, dtype=self.dtype))
-        if not is_last:
-            return
-        tokens = np.concatenate([*self._parts, self._end])
-        self._parts.clear()
-        if len(tokens) > MOST_TOKENS:
+        if len(ids) >= MOST_TOKENS:
             raise DataError(
-                f"{name}: {len(tokens):,} tokens; a document has at most {MOST_TOKENS:,}"
+                f"{name}: {len(ids) + 1:,} tokens; a document has at most {MOST_TOKENS:,}"
             )
-        length = np.array([len(tokens)], dtype=np.int32)
+        if self._open_tokens + len(ids) >= MOST_TOKENS:
+            self._write(self._end)
+            self._end_document()
+            self.cut_documents += 1
+        tokens = np.array(ids, dtype=self.dtype)
+        self._write(np.concatenate([tokens, self._end]) if is_last else tokens)
+        if is_last:
+            self._end_document()
+
+    def _write(self, tokens: npt.NDArray[np.integer]) -> None:
         self._bin_file.write(tokens.data)
-        self._lengths_file.write(length.data)
         self._digest.update(tokens.data)
+        self.tokens += len(tokens)
+        self._open_tokens += len(tokens)
+
+    def _end_document(self) -> None:
+        length = np.array([self._open_tokens], dtype=np.int32)
+        self._lengths_file.write(length.data)
         self._lengths_digest.update(length.data)
         self.documents += 1
-        self.tokens += len(tokens)
+        self._open_tokens = 0
 
     def state(self) -> SplitState:
         """Waits until what was added is on the disk.
@@ -142,7 +128,6 @@ class SplitWriter:
         Returns:
             Where another writer can go on.
         """
-        assert not self._parts
         for file in (self._bin_file, self._lengths_file):
             file.flush()
             os.fsync(file.fileno())
@@ -153,6 +138,7 @@ class SplitWriter:
             bytes=self.bytes,
             sha256=self._digest.hexdigest(),
             lengths_sha256=self._lengths_digest.hexdigest(),
+            open_tokens=self._open_tokens,
         )
 
     def finish(self) -> SplitInfo:
@@ -161,6 +147,7 @@ class SplitWriter:
         Returns:
             What the split holds.
         """
+        assert not self._open_tokens
         state = self.state()
         self.close()
         write_index(self._idx, np.fromfile(self._lengths, dtype=np.int32), self.dtype)
@@ -242,6 +229,7 @@ class DatasetWriter:
         folder: Where the files go.
         tokenizer: Encodes the text.
         states: Where to go on; None begins.
+        held: Text of the document that had not ended there, which is not yet encoded.
 
     Raises:
         DataError: The files do not hold what `states` says.
@@ -252,9 +240,10 @@ class DatasetWriter:
         folder: Path,
         tokenizer: Tokenizer,
         states: dict[SplitName, SplitState] | None = None,
+        held: str = "",
     ) -> None:
         self._tokenizer = tokenizer
-        self._cuts = tokenizer.encodes_in_pieces()
+        self._cutter = PieceCutter.of(tokenizer, held)
         self._pending: list[_Piece] = []
         self._pending_characters = 0
         self._running: tuple[list[_Piece], Future[list[list[int]]]] | None = None
@@ -274,20 +263,34 @@ class DatasetWriter:
         """Tokens written so far, in all splits."""
         return sum(writer.tokens for writer in self._splits.values())
 
-    def add(self, split: SplitName, text: str, name: str) -> None:
-        """Appends a document.
+    @property
+    def held(self) -> str:
+        """Text of a document that has not ended, which waits for what follows it."""
+        return self._cutter.held
+
+    @property
+    def cut_documents(self) -> int:
+        """Documents that were ended because no document can be longer."""
+        return sum(writer.cut_documents for writer in self._splits.values())
+
+    @property
+    def forced_cuts(self) -> int:
+        """Pieces that were cut where the tokens of the whole may be others."""
+        return self._cutter.forced
+
+    def add(self, split: SplitName, text: str, name: str, is_last: bool = True) -> None:
+        """Appends a document, or the next part of one.
 
         Args:
             split: The split that it belongs to.
             text: Its text.
             name: Its name, for an error.
+            is_last: Whether the document ends here.
         """
-        held = ""
-        for piece in cut_between_words(text) if self._cuts else (text,):
-            if held:
-                self._add_piece(_Piece(split, held, False, name))
-            held = piece
-        self._add_piece(_Piece(split, held, True, name))
+        for piece in self._cutter.add(text, is_last=is_last):
+            self._add_piece(_Piece(split, piece, False, name))
+        if is_last:
+            self._add_piece(_Piece(split, self._cutter.take_rest(), True, name))
 
     def states(self) -> dict[SplitName, SplitState]:
         """Writes all documents that were added and waits until they are on the disk.

@@ -18,15 +18,25 @@ def prepare_arguments(parser: Parser) -> None:
     add(
         "--tokenizer",
         required=True,
-        help="train:VOCAB_SIZE, words or words:VOCAB_SIZE (of the train split), a tokenizer.json, "
-        "a SentencePiece .model, or GPT-2's folder",
+        help="train:VOCAB_SIZE, words, words:VOCAB_SIZE or characters (of the train split), a "
+        "tokenizer.json, a SentencePiece .model, a folder of one or of GPT-2's files, or a name of "
+        "the Hugging Face hub, as gpt2",
     )
     add("--output", required=True, metavar="DIR", help="the folder to make")
-    add("--validation-fraction", type=float, default=0.05, metavar="F", help="of all documents")
-    add("--test-fraction", type=float, default=0.05, metavar="F", help="of all documents")
+    add("--validation-fraction", type=float, default=0.05, metavar="F", help="of all documents; "
+        "of few text files by position, the last part")  # fmt: skip
+    add("--test-fraction", type=float, default=0.05, metavar="F", help="the same")
     add("--validation-source", metavar="SOURCE", help="text that is the validation split instead")
     add("--test-source", metavar="SOURCE", help="text that is the test split instead")
     add("--text-key", default="text", metavar="KEY", help="of the text in .jsonl and .parquet")
+    add(
+        "--documents", choices=("files", "lines"), default="files", help="what a document of a "
+        "text file is: all of it, or a line; default files"
+    )  # fmt: skip
+    add(
+        "--format", dest="file_format", choices=("text",), help="read files as text, whatever "
+        "their names end in"
+    )  # fmt: skip
     add("--streaming", action="store_true", help="read a Hugging Face data set without a copy")
     add("--end-of-text", metavar="TOKEN", help="ends each document; default: a well-known one")
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")

@@ -27,8 +27,10 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
         counts = (split.documents, split.tokens, split.words, split.bytes)
         rows.append((name, *(f"{count:,}" for count in counts)))
     tokens = sum(split.tokens for split in manifest.splits.values())
+    by_position = "split by position: the last parts of the text are held out\n"
     return (
         f"{align(rows)}\n"
+        f"{by_position if manifest.split_by == 'position' else ''}"
         f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
         f"vocabulary {manifest.tokenizer.vocab_size:,}\n"
         f"in {folder}"

@@ -87,7 +87,7 @@ def test_long_documents_and_small_batches_give_the_same_files(
 
 
 def cut_small(monkeypatch):
-    from data.writer import cut_between_words
+    from data.pieces import cut_between_words
 
     counts = []
 

@@ -12,7 +12,8 @@ import pytest
 from data.dataset import PreparedData
 from data.errors import DataError
 from data.manifest import MANIFEST_FILE, SPLITS, index_bytes
-from data.prepare import prepare, split_of_documents
+from data.prepare import prepare
+from data.splits import split_of_documents
 from data.text import open_source
 from data.tokenizer import END_OF_TEXT
 from data.tokenizer_training import train_tokenizer
@@ -27,8 +28,8 @@ PREPARE_SLOWLY = """
 import sys, time, data.prepare, data.writer
 data.writer.BATCH_CHARACTERS = 1000
 add = data.writer.DatasetWriter.add
-def slow(self, split, text, name):
-    add(self, split, text, name)
+def slow(*given):
+    add(*given)
     print("document", flush=True)
     time.sleep(0.2)
 data.writer.DatasetWriter.add = slow

@@ -22,8 +22,8 @@ PREPARE_SLOWLY = """
 import sys, time, data.prepare, data.writer
 data.writer.BATCH_CHARACTERS, data.prepare.SAVE_SECONDS = 20_000, 0.0
 add = data.writer.DatasetWriter.add
-def slow(self, split, text, name):
-    add(self, split, text, name)
+def slow(*given):
+    add(*given)
     print("document", flush=True)
     time.sleep(0.02)
 data.writer.DatasetWriter.add = slow
@@ -57,9 +57,9 @@ def encoded(monkeypatch):
     names = []
     add = DatasetWriter.add
 
-    def counted(self, split, text, name):
+    def counted(self, split, text, name, is_last=True):
         names.append(name)
-        add(self, split, text, name)
+        add(self, split, text, name, is_last)
 
     monkeypatch.setattr(DatasetWriter, "add", counted)
     return names
@@ -128,10 +128,10 @@ def test_a_full_disk_keeps_what_was_saved_and_bad_text_does_not(
     counted = DatasetWriter.add
 
     def failing(error):
-        def add(self, split, text, name):
+        def add(self, split, text, name, is_last=True):
             if name.endswith("#25"):
                 raise error
-            counted(self, split, text, name)
+            counted(self, split, text, name, is_last)
 
         return add
 

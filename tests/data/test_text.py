@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from data.errors import DataError
-from data.readers import DOCUMENT_BYTES, LINE_BYTES
+from data.readers import PART_BYTES
 from data.text import PYTHON_STDLIB, Skipped, open_source
 
 
@@ -29,40 +29,61 @@ def write_parquet(path: Path, **columns: list[object]) -> Path:
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_txt_pieces_concatenate_to_the_file(tmp_path, library_text, ending):
-    content = library_text.replace("\n", ending).encode()
+def test_a_text_file_is_one_document_in_parts(tmp_path, library_text, ending):
+    content = ("漢" + library_text.replace("\n", ending) * 3).encode()
     path = tmp_path / "a.txt"
     path.write_bytes(content)
-    pieces = read(path)
-    assert "".join(pieces).encode() == content
-    assert all(len(piece.encode()) <= LINE_BYTES for piece in pieces)
-    if ending != "\r":
-        assert len(pieces) >= len(content) // (2 * DOCUMENT_BYTES)
-        assert all(len(piece.encode()) >= DOCUMENT_BYTES for piece in pieces[:-1])
-        assert all(piece.endswith(f"{ending}{ending}") for piece in pieces[:3])
+    parts = list(open_source(str(path)).documents())
+    assert "".join(part.text for part in parts).encode() == content
+    assert len(parts) == -(-len(content) // PART_BYTES)
+    assert all(len(part.text.encode()) <= PART_BYTES + 3 for part in parts)
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {part.name for part in parts} == {"a.txt#0"}
 
 
-def test_txt_of_64_kib_is_one_document(tmp_path):
+def test_a_small_text_file_is_one_document_whatever_it_holds(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("x\n\n" * (DOCUMENT_BYTES // 3))
-    assert len(read(path)) == 1
+    path.write_text("x\n\n" * 40_000)
+    assert read(path) == [path.read_text()]
 
 
-def test_txt_line_end_cuts_where_no_blank_line_is_near(tmp_path):
+@pytest.mark.parametrize("part_bytes", [PART_BYTES, 7])
+def test_a_line_is_one_document_where_that_is_asked_for(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr("data.readers.PART_BYTES", part_bytes)
     path = tmp_path / "a.txt"
-    path.write_text("twelve bytes\n" * 20_000)
-    pieces = read(path)
-    assert "".join(pieces) == path.read_text()
-    assert len(pieces) == 4
-    assert all(piece.endswith("bytes\n") for piece in pieces)
+    path.write_bytes("one\r\n\n \t\n  two words, 漢字 \nx\ry\r\n\nlast".encode())
+    documents = [""]
+    positions = []
+    for part in open_source(str(path), documents="lines").documents():
+        documents[-1] += part.text
+        positions.append(part.bytes_read)
+        if part.is_last:
+            documents.append("")
+    assert documents == ["one", "  two words, 漢字 ", "x\ry", "last", ""]
+    assert positions == sorted(positions)
+    assert positions[-1] == path.stat().st_size
 
 
-def test_txt_endless_line_is_cut_between_characters(tmp_path):
+def test_a_line_without_end_comes_in_parts(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("x" + "漢" * (3 * LINE_BYTES // 3))
-    pieces = read(path)
-    assert "".join(pieces) == path.read_text()
-    assert len(pieces) == 4
+    path.write_text("x" * (3 * PART_BYTES) + "\nshort\n")
+    parts = list(open_source(str(path), documents="lines").documents())
+    assert "".join(part.text for part in parts) == "x" * (3 * PART_BYTES) + "short"
+    assert [part.name for part in parts if part.is_last] == ["a.txt#0", "a.txt#1"]
+    assert all(len(part.text) <= 2 * PART_BYTES for part in parts)
+
+
+def test_format_text_reads_files_of_any_name(tmp_path):
+    for name in ("a.md", "b.py", "c.log", "Makefile", "d.jsonl"):
+        (tmp_path / name).write_text(f"{name}\n")
+    assert read(tmp_path, file_format="text") == [
+        *("Makefile\n", "a.md\n", "b.py\n", "c.log\n", "d.jsonl\n")
+    ]
+    assert read(tmp_path / "b.py", file_format="text") == ["b.py\n"]
+    assert read(tmp_path / "d.jsonl", file_format="text", documents="lines") == ["d.jsonl"]
+    assert "--format text" in error_of(tmp_path / "b.py")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    assert "image.png: byte 0 (line 1) is not UTF-8" in error_of(tmp_path, file_format="text")
 
 
 def test_txt_positions_end_at_the_size(tmp_path, library_text):
@@ -85,7 +106,7 @@ def test_invalid_utf8_names_byte_and_line(tmp_path):
 
 def test_endless_continuation_bytes_are_an_error(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes(b"x" * 10 + b"\x80" * (LINE_BYTES + 100))
+    path.write_bytes(b"x" * 10 + b"\x80" * (PART_BYTES + 100))
     assert "byte 10 (line 1)" in error_of(path)
 
 

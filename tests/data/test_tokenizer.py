@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from data.errors import DataError
+from data.pieces import cut_between_words
 from data.tokenizer import END_OF_TEXT, Tokenizer
 from data.tokenizer_training import resolve_tokenizer, train_tokenizer
-from data.writer import cut_between_words
 
 TRAIN_ELSEWHERE = """
 import inspect, typing

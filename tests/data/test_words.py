@@ -97,7 +97,7 @@ def test_prepared_words_of_the_train_split(tmp_path, texts, size):
 def _held_out(count):
     from itertools import islice
 
-    from data.prepare import split_of_documents
+    from data.splits import split_of_documents
 
     splits = split_of_documents("train", {"validation": 0.05, "test": 0.05})
     return {i for i, name in enumerate(islice(splits, count)) if name != "train"}
