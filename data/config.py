@@ -74,6 +74,10 @@ class DataConfig(Config):
     num_workers: int = Field(default=0, ge=0, le=1024)
     """Loader processes beside each training process; 0 reads in the training process itself."""
 
+    verify: bool = True
+    """Whether training also reads all of the data in the background of its first minutes, once on
+    each node, and ends if a file is damaged."""
+
     @field_validator("path")
     @classmethod
     def _path_can_be(cls, path: str | None) -> str | None:

@@ -4,14 +4,16 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from data.config import Config
 from data.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+UNSEALED_VERSION = 1
+"""Has neither a digest of the manifest itself nor of the .idx files; its folders are still read."""
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 MANIFEST_FILE = "manifest.json"
@@ -34,38 +36,69 @@ INDEX_HEADER_BYTES = 34
 """Of an .idx file: 9 magic, 8 version, 1 type code, 8 sequences, 8 document bounds."""
 END_BYTES = 64 * 1024
 """How much of either end of a file `ends_digest` reads."""
+MOST_BYTES = 16 * 2**20
+"""Of a manifest: far more than any has, and little enough to be read whatever the file is."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class SplitInfo(Config):
     """One split: what it holds, and how to recognize its files."""
 
-    documents: int
+    documents: Count
     """Documents; each is one sequence of the files."""
-    tokens: int
+    tokens: Count
     """Tokens, with the one that ends each document."""
-    words: int
+    words: Count
     """White-space-separated words of the text: the base of perplexity per word."""
-    bytes: int
+    bytes: Count
     """Bytes of the text in UTF-8: the base of bits per byte."""
-    sha256: str
+    sha256: Sha256
     """SHA-256 of the .bin file."""
-    ends_sha256: str
+    ends_sha256: Sha256
     """SHA-256 of both ends of the .bin and the .idx file: cheap enough for every start."""
+    index_sha256: Sha256 | None = None
+    """SHA-256 of the .idx file; None in a folder of version 1."""
+
+    @model_validator(mode="after")
+    def _counts_go_together(self) -> "SplitInfo":
+        if self.tokens < self.documents:
+            raise ValueError(
+                f"tokens: {self.tokens} is less than documents: {self.documents}, each of which "
+                f"ends with a token"
+            )
+        if self.words > self.bytes:
+            raise ValueError(f"words: {self.words} is more than bytes: {self.bytes}")
+        if not self.documents and (self.tokens or self.bytes):
+            raise ValueError(
+                f"documents: 0 with tokens: {self.tokens} and bytes: {self.bytes}, which have to "
+                f"be 0 too"
+            )
+        return self
 
 
 class TokenizerInfo(Config):
     """The tokenizer beside the data."""
 
-    fingerprint: str
+    fingerprint: Sha256
     """SHA-256 of the file (tokenizer.json in canonical form) and the end-of-text token."""
     file: TokenizerFile = TOKENIZER_FILE
     """Its file in the folder: of Hugging Face `tokenizers`, or of SentencePiece."""
-    vocab_size: int
+    vocab_size: int = Field(ge=1, le=2**31)
     """All ids are below this."""
-    end_of_text: str
+    end_of_text: str = Field(min_length=1)
     """The token that ends each document."""
-    end_of_text_id: int
+    end_of_text_id: Count
     """Its id."""
+
+    @model_validator(mode="after")
+    def _end_of_text_is_in_the_vocabulary(self) -> "TokenizerInfo":
+        if self.end_of_text_id >= self.vocab_size:
+            raise ValueError(
+                f"end_of_text_id: {self.end_of_text_id} is not below vocab_size: {self.vocab_size}"
+            )
+        return self
 
 
 class Request(Config):
@@ -81,9 +114,9 @@ class Request(Config):
     """`train:VOCAB_SIZE` or `words`, or the fingerprint of the tokenizer that was given."""
     end_of_text: str | None
     """The end-of-text token that was asked for."""
-    validation_fraction: float
+    validation_fraction: float = Field(ge=0, lt=1)
     """Share of the documents of `source` held out for validation."""
-    test_fraction: float
+    test_fraction: float = Field(ge=0, lt=1)
     """Share of the documents of `source` held out for the test."""
     text_key: str
     """Key or column of the text."""
@@ -108,58 +141,150 @@ class Manifest(Config):
     """The three splits; one may be empty."""
     dtype: Literal["uint16", "int32"]
     """Type of a token in the .bin files."""
-    skipped_empty: int
+    skipped_empty: Count
     """Documents without a character, left out."""
-    skipped_unreadable: int
+    skipped_unreadable: Count
     """Files that are not text, left out."""
     split_by: Literal["documents", "position"] = "documents"
     """How shares are held out: documents dealt out, or the last parts of all text end to end."""
-    fingerprint: str
+    fingerprint: Sha256
     """SHA-256 over the splits' and the tokenizer's digests: names this data set."""
+    sha256: Sha256 | None = None
+    """SHA-256 of all other keys (`seal`), which `write` adds; None in a folder of version 1."""
+
+    @model_validator(mode="after")
+    def _parts_go_together(self) -> "Manifest":
+        if missing := set(SPLITS) - set(self.splits):
+            raise ValueError(f"splits: no {sorted(missing)[0]!r}")
+        for name, split in self.splits.items():
+            if split.bytes < split.documents:
+                raise ValueError(
+                    f"splits.{name}.bytes: {split.bytes} is less than its {split.documents} "
+                    f"documents, none of which is empty"
+                )
+        if self.dtype == "uint16" and self.tokenizer.vocab_size > 2**16:
+            raise ValueError(
+                f"dtype: uint16 has no room for tokenizer.vocab_size: {self.tokenizer.vocab_size}"
+            )
+        digests = [split.index_sha256 for split in self.splits.values()]
+        if any((digest is None) == (self.format_version > UNSEALED_VERSION) for digest in digests):
+            raise ValueError(
+                f"format_version: {self.format_version} goes with keys 'index_sha256' of all "
+                f"splits from version {FORMAT_VERSION} on, and with none before"
+            )
+        if self.fingerprint != data_fingerprint(self.splits, self.tokenizer):
+            raise ValueError(
+                f"fingerprint: {self.fingerprint[:12]}... is not that of the digests beside it: "
+                f"the manifest is damaged, or was changed"
+            )
+        return self
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Reads the manifest of a prepared folder.
+        """Reads the manifest of a prepared folder; nothing else does.
 
         Args:
             folder: The folder.
 
         Returns:
-            The manifest.
+            The manifest: every value in its range, and all of them what was written.
 
         Raises:
-            DataError: It cannot be read, or a newer version wrote it.
+            DataError: It cannot be read, a newer version wrote it, or it is not what was written.
         """
-        path = folder / MANIFEST_FILE
+        path = plain_file(folder, MANIFEST_FILE)
         try:
-            content = path.read_text(encoding="utf-8")
-            version = json.loads(content)["format_version"]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not a readable manifest of prepared data: {error}") from None
-        if version != FORMAT_VERSION:
+            if not path.is_file():  # a pipe would never end
+                raise ValueError("it is not a file")
+            with path.open("rb") as file:
+                content = file.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"larger than {MOST_BYTES:,} bytes")
+            tree = json.loads(content)
+            version = tree["format_version"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"no key {error}" if isinstance(error, KeyError) else error
+            raise DataError(f"{path}: not a readable manifest of prepared data: {why}") from None
+        if type(version) is not int or not UNSEALED_VERSION <= version <= FORMAT_VERSION:
             raise DataError(
-                f"{path}: format version {version!r}; this Polyad reads version {FORMAT_VERSION}: "
-                "prepare the data again, or use the version that wrote it"
+                f"{path}: format version {version!r:.60}; this Polyad reads versions "
+                f"{UNSEALED_VERSION} to {FORMAT_VERSION}: prepare the data again, or use the "
+                f"version that wrote it"
             )
         try:
-            manifest = cls.model_validate_json(content)
+            manifest = cls.model_validate(tree)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            raise DataError(f"{path}: key {key!r}: {first['msg']}") from None
-        if missing := set(SPLITS) - set(manifest.splits):
-            raise DataError(f"{path}: key 'splits': no {sorted(missing)[0]!r}")
+            raise DataError(f"{path}: {_first_problem(error)}") from None
+        expected = seal(tree) if version > UNSEALED_VERSION else None
+        if manifest.sha256 != expected:
+            raise DataError(
+                f"{path}: damaged, or changed by hand: its key 'sha256' is not that of the other "
+                f"keys; prepare the data again"
+            )
         return manifest
 
-    def write(self, folder: Path) -> None:
-        """Writes the manifest and waits until it is on the disk.
+    def write(self, folder: Path) -> "Manifest":
+        """Seals the manifest, writes it, and waits until it is on the disk.
 
         Args:
             folder: The folder it describes.
+
+        Returns:
+            The manifest as `read` gives it.
         """
         path = folder / MANIFEST_FILE
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        sealed = self.model_copy(update={"sha256": seal(self.model_dump(mode="json"))})
+        path.write_text(sealed.model_dump_json(indent=2) + "\n", encoding="utf-8")
         flush_to_disk(path)
+        return sealed
+
+
+def seal(tree: dict[str, Any]) -> str:
+    """Digests all keys of a manifest but the digest itself, in canonical form."""
+    others = {key: value for key, value in tree.items() if key != "sha256"}
+    return hashlib.sha256(
+        json.dumps(others, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Names the key, the value and what is allowed; the value only where it is short."""
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    key = f"{'.'.join(map(str, first['loc']))!r:.200}"
+    if first["type"] == "value_error":  # it names its keys itself, within this one
+        return f"key {key}: {message}" if first["loc"] else message
+    value = "" if first["type"] == "missing" else f", not {first['input']!r:.60}"
+    return f"key {key}: {message}{value}"
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """Gives a file of a prepared folder, which nothing leads out of.
+
+    The folder itself may be a link, and may lie behind one.
+
+    Args:
+        folder: The folder.
+        name: Of one of `FILES`.
+
+    Returns:
+        Its path.
+
+    Raises:
+        DataError: It is a symbolic link that leaves the folder.
+    """
+    path = folder / name
+    if path.is_symlink():
+        try:
+            inside = path.resolve().parent == folder.resolve()
+        except (OSError, RuntimeError):  # a link to itself
+            inside = False
+        if not inside:
+            raise DataError(
+                f"{path}: is a symbolic link that leaves the folder; put the file itself there, or "
+                f"make the whole folder a link"
+            )
+    return path
 
 
 def data_fingerprint(splits: dict[SplitName, SplitInfo], tokenizer: TokenizerInfo) -> str:

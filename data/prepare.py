@@ -268,8 +268,7 @@ def _write(
         fingerprint=data_fingerprint(splits, info),
     )
     remove_resume(folder)
-    manifest.write(folder)
-    return manifest
+    return manifest.write(folder)
 
 
 def _prepared_before(output: Path, request: Request) -> Manifest | None:

@@ -158,6 +158,7 @@ class SplitWriter:
             bytes=state.bytes,
             sha256=state.sha256,
             ends_sha256=ends_digest(self._bin, self._idx),
+            index_sha256=_digest_of(self._idx),
         )
 
     def close(self) -> None:
@@ -184,6 +185,11 @@ def _open(path: Path, size: int, sha256: str | None) -> tuple[BinaryIO, "hashlib
     file.truncate(size)
     file.seek(size)
     return file, digest
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:

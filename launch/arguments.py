@@ -42,6 +42,13 @@ def prepare_arguments(parser: Parser) -> None:
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
 
 
+def data_arguments(parser: Parser) -> None:
+    """Those of `polyad data verify`."""
+    add = parser.add_argument
+    add("folders", nargs="+", metavar="DIR", help="made by polyad prepare; several of a mixture")
+    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+
+
 def config_arguments(parser: Parser) -> None:
     """The configuration, and keys of it."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")

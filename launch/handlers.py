@@ -24,6 +24,17 @@ def prepare(options: Namespace) -> None:
         stdout.write(prepared_table(manifest, options.output, seconds) + "\n")
 
 
+def data_verify(options: Namespace) -> None:
+    """`polyad data verify`."""
+    from launch.data import check_verified, data_table, verify_data
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = verify_data(options.folders)
+        show(result, data_table(result), options.json, stdout)
+        check_verified(result)
+
+
 def train(options: Namespace) -> None:
     """`polyad train`."""
     from launch.machine import end_with_launcher, prepare_environment

@@ -12,7 +12,7 @@ from train.errors import ConfigError
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
     # What the data is, by path or mixture, its fingerprint says.
-    "run", "data.path", "data.mixture", "data.num_workers", "train.steps",
+    "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
     "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
     "model.compile",

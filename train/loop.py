@@ -99,7 +99,8 @@ class TrainLoop:
         """Trains, and waits for the last checkpoint.
 
         Returns:
-            0 at the end of the run; the signal that stopped it before, after everything was saved.
+            0 at the end of the run; what `StopSignals.agreed` gave that stopped it before, after
+            everything was saved.
 
         Raises:
             RunError: too many steps in a row were not finite, or there were too many spikes.

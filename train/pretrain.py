@@ -26,6 +26,7 @@ from parallel.saver import Saver
 from parallel.verification import newest_verified
 from parallel.zero import Engine
 from train.config import RunConfig
+from train.data_check import DataCheck
 from train.device import Prefetch, allow_tf32
 from train.environment import write_environment
 from train.fluctuation import FluctuationLog
@@ -96,8 +97,9 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         lambda: f"in step {state.step + 1}", world, to_train(config, dims), folder / "checkpoints"
     )
     stop.wait_for_steps()
+    data_check = DataCheck(plan.data, config.data, world, stop.fail)
     try:
-        with watchdog, explained:
+        with watchdog, data_check, explained:
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
             startup.lap("data")
             loop = TrainLoop(
@@ -117,6 +119,8 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
             if signal:
                 comm.barrier()  # everybody has saved
                 stop.stop(signal)
+            data_check.finish()
+            stop.end_if_failed()
     finally:
         saver.close()
         if metrics is not None:

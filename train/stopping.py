@@ -20,9 +20,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from parallel import comm
-from train.errors import Stopped
+from train.errors import ConfigError, Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+FAILED = 1000
+"""Agreed on instead of a signal, and above all of them, where `fail` was called somewhere."""
 
 
 class StopAsked(Exception):
@@ -40,6 +42,7 @@ class StopSignals:
     def __init__(self, world_size: int) -> None:
         self._at_once = world_size == 1
         self._signal = 0
+        self._failure: str | None = None
         self._grace = 25.0
         self._kept: Callable[[], str] = lambda: "the same command starts it again"
         self._before: dict[int, Any] = {}
@@ -86,9 +89,27 @@ class StopSignals:
         """From now on a signal waits for the end of the step, which is worth saving."""
         self._at_once = False
 
+    def fail(self, reason: str) -> None:
+        """Asks the run to end as a signal does, with an error; any thread of a process may call.
+
+        Args:
+            reason: one line that names what the user has to mend.
+        """
+        self._failure = self._failure or reason
+
     def agreed(self) -> int:
-        """The signal that some process has, or 0; all processes call this, and get the same."""
-        return comm.highest(self._signal)
+        """The signal that some process has, `FAILED`, or 0; all processes call this, and get the
+        same."""
+        return comm.highest(self._signal if self._failure is None else FAILED)
+
+    def end_if_failed(self) -> None:
+        """Called by all processes when the run has come to its end.
+
+        Raises:
+            ConfigError: on all of them, if `fail` was called on one.
+        """
+        if comm.any_rank(self._failure is not None):
+            self.stop(FAILED)
 
     def check(self) -> None:
         """Called by all processes in the middle of what need not be finished.
@@ -100,11 +121,18 @@ class StopSignals:
             raise StopAsked
 
     def stop(self, number: int) -> None:
-        """Ends the run as it was asked.
+        """Ends the run as it was asked; all processes call this.
+
+        Args:
+            number: as `agreed` gave it.
 
         Raises:
             Stopped: or KeyboardInterrupt, for Ctrl-C.
+            ConfigError: `fail` was called on some process.
         """
+        if number == FAILED:
+            reason = next(text for text in comm.from_all(self._failure) if text is not None)
+            raise ConfigError(f"{reason}; once that is mended, {self._kept()}")
         raise _error(number, self._kept())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -5,10 +5,13 @@ from data.config import DataConfig
 
 
 def test_defaults_need_nothing():
-    assert DataConfig().model_dump() == {"path": None, "mixture": None, "num_workers": 0}
+    defaults = {"path": None, "mixture": None, "num_workers": 0, "verify": True}
+    assert DataConfig().model_dump() == defaults
 
 
-@pytest.mark.parametrize("values", [{"num_workers": -1}, {"num_workers": "2"}, {"pth": "x"}])
+@pytest.mark.parametrize(
+    "values", [{"num_workers": -1}, {"num_workers": "2"}, {"verify": 1}, {"pth": "x"}]
+)
 def test_bad_value_is_refused(values):
     with pytest.raises(ValidationError):
         DataConfig(**values)

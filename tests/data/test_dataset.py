@@ -9,6 +9,7 @@ from data.dataset import PreparedData
 from data.errors import DataError
 from data.manifest import MANIFEST_FILE
 from data.prepare import prepare
+from tests.helpers.prepared import rewrite
 
 
 @pytest.fixture
@@ -25,8 +26,7 @@ def error_of(path):
 
 
 def edit(folder, **changes):
-    path = folder / MANIFEST_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    rewrite(folder, lambda tree: tree | changes)
 
 
 def test_reads_agree_with_the_bytes(prepared):
@@ -78,7 +78,7 @@ def test_missing_folder_suggests_a_prepared_one(copy):
         ("{", "not a readable manifest"),
         ("[]", "not a readable manifest"),
         ("{}", "not a readable manifest"),
-        ('{"format_version": 99}', "format version 99; this Polyad reads version 1"),
+        ('{"format_version": 99}', "format version 99; this Polyad reads versions 1 to 2"),
         ('{"format_version": 1}', "key 'request': Field required"),
     ],
 )

@@ -1,0 +1,93 @@
+"""`polyad data verify`: whether prepared folders are what was written, to the last byte."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.checks import check_prepared
+from data.errors import DataError, user_path
+from data.manifest import Manifest
+from data.progress import Progress
+from data.verification import Read, bytes_to_verify, unsealed, verify_files
+from launch.output import align
+
+
+def verify_data(folders: Sequence[str]) -> dict[str, Any]:
+    """Reads every byte of prepared folders, and goes on where one is damaged.
+
+    Args:
+        folders: of prepared data.
+
+    Returns:
+        JSON values: `folders`, each with its `files`, whether it is `good` and a `note` on what
+        could not be checked; `seconds`, `bytes`, and `good`, whether nothing is damaged.
+
+    Raises:
+        DataError: one is no folder of prepared data; nothing was read.
+    """
+    paths = list(dict.fromkeys(user_path(folder) for folder in folders))
+    for path in paths:
+        check_prepared(path)
+    started, done = time.monotonic(), 0
+    progress = Progress()
+    progress.start("verify", sum(bytes_to_verify(path) for path in paths))
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        progress.update(done)
+
+    try:
+        listed = [_about(path, read) for path in paths]
+    finally:
+        progress.close()
+    return {
+        "folders": listed,
+        "seconds": time.monotonic() - started,
+        "bytes": sum(file["bytes"] for about in listed for file in about["files"]),
+        "good": all(about["good"] for about in listed),
+    }
+
+
+def _about(folder: Path, read: Read) -> dict[str, Any]:
+    files = [
+        report._asdict() | {"status": "verified" if report.reason is None else "damaged"}
+        for report in verify_files(folder, read)
+    ]
+    good = all(file["reason"] is None for file in files)
+    note = unsealed(Manifest.read(folder)) if files[0]["reason"] is None else None
+    return {"folder": str(folder), "files": files, "good": good, "note": note}
+
+
+def data_table(result: dict[str, Any]) -> str:
+    """Verified folders for a person; below them what could not be checked, and what it took."""
+    rows: list[tuple[str, ...]] = [("file", "MB", "compared with", "status")]
+    notes = []
+    for about in result["folders"]:
+        for file in about["files"]:
+            path = str(Path(about["folder"]) / file["name"])
+            size = f"{file['bytes'] / 1e6:,.2f}"
+            rows.append((path, size, file["checked"], file["status"]))
+        if about["note"] is not None:
+            notes.append(f"{about['folder']}: {about['note']}")
+    megabytes = result["bytes"] / 1e6
+    rate = megabytes / max(result["seconds"], 1e-9)
+    took = f"{megabytes:,.2f} MB in {result['seconds']:.1f} s, {rate:,.1f} MB/s"
+    return "\n".join([align(rows), *notes, took])
+
+
+def check_verified(result: dict[str, Any]) -> None:
+    """Ends the command with a line where something is damaged.
+
+    Raises:
+        DataError: something is; the first is named, and how many there are.
+    """
+    reasons = [
+        file["reason"] for about in result["folders"] for file in about["files"] if file["reason"]
+    ]
+    if reasons:
+        others = len(reasons) - 1
+        plural = "s" if others > 1 else ""
+        more = f" (and {others} more damaged file{plural})" if others else ""
+        raise DataError(f"{reasons[0]}{more}")
