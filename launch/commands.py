@@ -29,12 +29,6 @@ COMMANDS: dict[str, Command] = {
         arguments=arguments.prepare_arguments,
         handler=handlers.prepare,
     ),
-    "data verify": Command(
-        summary="Reads every byte of prepared data; exit status 2 if a file is damaged.",
-        example="polyad data verify runs/stdlib\npolyad data verify runs/stdlib --json -",
-        arguments=arguments.data_arguments,
-        handler=handlers.data_verify,
-    ),
     "train": Command(
         summary="Trains in this process, or in those of torchrun; goes on where the run stands.",
         example="polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20\n"
@@ -104,6 +98,12 @@ COMMANDS: dict[str, Command] = {
         example="polyad checkpoint delete runs/quickstart/run/checkpoints/step-00000100",
         arguments=arguments.checkpoint_delete_arguments,
         handler=handlers.checkpoint_delete,
+    ),
+    "data verify": Command(
+        summary="Reads every byte of prepared data; exit status 2 if a file is damaged.",
+        example="polyad data verify runs/stdlib\npolyad data verify runs/stdlib --json -",
+        arguments=arguments.data_arguments,
+        handler=handlers.data_verify,
     ),
     "bench data": Command(
         summary="Times encoding beside the tokenizers library, and the loader beside training.",

@@ -1,4 +1,4 @@
-"""A manifest with any key of a wrong type or value, or of another folder, is refused in one line."""
+"""A manifest with a key of a wrong type or value, or of another folder: refused in one line."""
 
 import json
 import shutil
