@@ -16,6 +16,7 @@ from typing import NoReturn
 from launch.commands import COMMANDS
 from launch.machine import is_main, rank_of_process
 from launch.parser import Parser, UsageError, nearest
+from launch.signals import hear_no_more, stop_at_signals, unblock_signals
 from launch.torchrun import tell_launcher
 from train.errors import Stopped, one_line
 
@@ -28,12 +29,18 @@ OUTPUT_ERRORS = frozenset(
 )
 """What a file system refuses: the user's to mend, so one line and no traceback."""
 
+TRAINING = frozenset({"train", "launch", "study"})
+"""Commands that a signal ends in order: what they have done is saved, and a line says so."""
+
 RANK_ZERO_SPEAKS_FIRST = 2.0
 """Seconds another rank waits with its error: torchrun ends it if rank 0 has failed as well."""
 
 
 def main() -> NoReturn:
     """Runs `sys.argv` and ends the process with the status."""
+    if not TRAINING.isdisjoint(sys.argv[1:2]) and "RANK" not in os.environ:
+        stop_at_signals()  # one of several processes cannot end alone before it has met the others
+    unblock_signals()
     status = run(sys.argv[1:])
     communication = sys.modules.get("parallel.comm")
     if communication is not None:
@@ -68,10 +75,12 @@ def guard(work: Callable[[], int]) -> int:
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)
     except KeyboardInterrupt as stop:
+        hear_no_more()
         if is_main():
             _say("; ".join(["interrupted", *map(str, stop.args)]))
         return 0 if tell_launcher(signal.SIGINT) else 130
     except Stopped as stop:
+        hear_no_more()
         if is_main():
             _say(str(stop))
         return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status

@@ -5,15 +5,23 @@ torchrun   this process becomes this host's torchrun, which meets those of the o
 slurm      a script in the run's folder starts such a torchrun on each node of a job
 """
 
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.agent import STANDALONE, Rendezvous, torchrun
 from launch.hosts import LaunchError, command_line, interface_name
 from launch.machine import prepare_environment, share_cores
 from launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
+
+if TYPE_CHECKING:
+    from train.config import RunConfig
+
+TORCHRUN_GRACE = 30
+"""Seconds that torchrun waits for its processes to end before it kills them, unless told."""
 
 MAX_RESTARTS = {"local": 0, "torchrun": 3, "slurm": 3}
 """Ways to launch, and how often each starts a run again: one killed worker can use up two."""
@@ -57,7 +65,9 @@ def launch(
     sbatch = find_sbatch() if via == "slurm" and not dry_run else None
     restarts = MAX_RESTARTS[via] if max_restarts is None else max_restarts
     prepare_environment()
-    folder = _check_run(config, overrides, nodes, processes_per_node)
+    checked = _check_run(config, overrides, nodes, processes_per_node)
+    folder = Path(checked.run.folder)
+    variables |= _patience(checked.monitor.grace_seconds)
     if via == "slurm":
         words = torchrun(config, overrides, processes_per_node, restarts, nodes=nodes, meeting=())
         text = script_text(folder, job, words, nodes, processes_per_node, variables)
@@ -98,8 +108,14 @@ def _check_nodes(nodes: int, via: str, rendezvous: Rendezvous) -> None:
         )
 
 
-def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> Path:
-    """Checks the run for all processes of all nodes; gives its folder."""
+def _patience(grace_seconds: float) -> dict[str, str]:
+    """Has torchrun wait as long as the processes may take to save their step."""
+    wanted = math.ceil(grace_seconds) + 5
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted > TORCHRUN_GRACE else {}
+
+
+def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> "RunConfig":
+    """Checks the run for all processes of all nodes; gives its configuration."""
     from parallel.dims import LayoutError
     from train.plan import plan_run
 
@@ -112,7 +128,7 @@ def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: in
             f"--nodes {nodes} x --processes-per-node {processes} = {nodes * processes} processes "
             f"do not fit: {error}"
         ) from None
-    return Path(plan.config.run.folder)
+    return plan.config
 
 
 def _become(

@@ -41,14 +41,14 @@ def train(options: Namespace) -> None:
     from launch.tables import trained_table
     from launch.torchrun import forget_stop
 
-    end_with_launcher()
+    launched = end_with_launcher()
     forget_stop()
     prepare_environment()
     from parallel import comm
     from train.pretrain import main as train
 
     with only_results_on_stdout() as stdout:
-        state = train(options.config, options.overrides)
+        state = train(options.config, options.overrides, launched=launched)
         if is_main():
             stdout.write(trained_table(state, options.config, options.overrides) + "\n")
         comm.shutdown()
@@ -65,8 +65,9 @@ def launch(options: Namespace) -> None:
 
 def evaluate(options: Namespace) -> None:
     """`polyad evaluate`."""
-    from launch.machine import prepare_environment
+    from launch.machine import end_with_launcher, prepare_environment
 
+    end_with_launcher()
     prepare_environment()
     from data.attack import WordSwap
     from parallel import comm

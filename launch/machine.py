@@ -49,20 +49,25 @@ END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
 """The environment variable that says which process a child of `launch.child` is to end with."""
 
 
-def end_with_launcher() -> None:
+def end_with_launcher() -> bool:
     """Has a process end when what started it does, also when that is killed outright.
 
     That is torchrun, whose workers have sessions of their own, or another command of `polyad`. A
     SIGKILL of it would leave them training, and writing, beside those of the next start. Linux
     only.
+
+    Returns:
+        Whether one of them started this process.
     """
     parent = os.environ.pop(END_WITH_PARENT, None)  # not for what this process starts
-    if ("TORCHELASTIC_RUN_ID" not in os.environ and parent is None) or sys.platform != "linux":
-        return
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or parent is not None
+    if not launched or sys.platform != "linux":
+        return launched
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
     if os.getppid() == 1 or (parent is not None and os.getppid() != int(parent)):  # it was quicker
         sys.exit(128 + signal.SIGTERM)
+    return launched
 
 
 def share_cores(processes: int) -> None:

@@ -1,6 +1,8 @@
 """`make quickstart`: the whole way once, from text to perplexity, with a table at the end.
 
 text -> tokens -> two processes train half way, and end -> two new ones go on -> perplexity
+
+One that was stopped before its end goes on where it was; after its end it begins anew.
 """
 
 import json
@@ -11,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launch.child import polyad
+from launch.child import STOPPED, polyad
 from launch.cli import guard
 from launch.cli import run as run_command
 from launch.records import last_loss, median_rate, peak_memory, read_records
+from launch.signals import stop_at_signals
+from train.errors import stopped
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
@@ -66,15 +70,24 @@ def main() -> int:
 def _steps() -> list[tuple[str, str]]:
     from train.config import load_config
 
-    remove_previous_run(RUN)
     half = load_config(CONFIG).checkpoint.every
+    begun = step_to_go_on_from(RUN, RESULT)
+    if not begun:
+        remove_previous_run(RUN)
+        RESULT.unlink(missing_ok=True)
     _say("1/5  prepare: Python's standard library -> a byte-level BPE -> tokens")
     _prepare()
+    if begun and not _goes_on():
+        remove_previous_run(RUN)
+        begun = 0
     _say(
         f"2/5  train a GPT-2 whose experts are spread over {PROCESSES} processes, ZeRO 1, to step "
         f"{half}"
     )
-    _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS, f"train.steps={half}")
+    if begun < half:
+        _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS, f"train.steps={half}")
+    else:
+        print(f"nothing is left to do of that: {begun:,} steps are done", file=sys.stderr)
     _say(f"3/5  go on in {PROCESSES} new processes from the sharded checkpoint of step {half}")
     _polyad("launch", str(CONFIG), *_PROCESS_OPTIONS)
     _say("4/5  evaluate on the validation split")
@@ -103,13 +116,38 @@ def _polyad(*arguments: str) -> None:
 
     Raises:
         StepFailed: it failed.
+        Stopped: or KeyboardInterrupt: a signal asked it or this process to stop.
     """
-    try:
-        status = polyad(*arguments)
-    except KeyboardInterrupt:  # the child has said so
-        raise StepFailed(130) from None
+    status = polyad(*arguments)
+    if status in STOPPED:
+        raise stopped(status - 128, "the same command goes on with this run")
     if status:
         raise StepFailed(status)
+
+
+def step_to_go_on_from(run: Path, result: Path) -> int:
+    """The step of a run that was stopped before its end; 0 if it came there, or there is none.
+
+    Args:
+        run: its folder.
+        result: what the last of the quickstart's steps but one writes.
+    """
+    from parallel.commit import complete_checkpoints
+
+    found = [] if result.exists() else complete_checkpoints(run / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+def _goes_on() -> bool:
+    """Whether the run that is there is of this configuration and text."""
+    from train.plan import plan_run
+
+    try:
+        plan_run(CONFIG, (), PROCESSES)
+    except ValueError as error:
+        _say(f"the run that is there cannot go on, and is removed: {error}")
+        return False
+    return True
 
 
 def remove_previous_run(folder: Path) -> None:
@@ -215,4 +253,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    stop_at_signals()
     sys.exit(guard(main))

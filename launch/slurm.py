@@ -196,17 +196,21 @@ _SCRIPT = """\
 
 # Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes save the
 # step that they are in and end, and the job goes back into the queue. The next start goes on from
-# there.
+# there. TERM, of scancel and of a node that goes down, is handed on too, and waited for.
 woken=0
-limit=0
+asked=
 agents=
-near_the_limit() {{
+stop() {{
   woken=1
-  limit=1
+  asked=${{asked:-$1}}
+  [ -z "$agents" ] || kill "-$1" "$agents"  # srun passes it on to torchrun on each node
+}}
+near_the_limit() {{
   echo "polyad: the time limit is near; stopping, then requeueing job $SLURM_JOB_ID" >&2
-  [ -z "$agents" ] || kill -USR1 "$agents"  # srun passes it on to torchrun on each node
+  stop USR1
 }}
 trap near_the_limit USR1
+trap 'stop TERM' TERM INT
 
 cd {workplace} || exit 1
 {exports}
@@ -226,7 +230,7 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}"
 srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c {on_each_node} agent \\
   {agent} &
 agents=$!
-[ "$limit" = 0 ] || kill -USR1 "$agents"
+[ -z "$asked" ] || kill "-$asked" "$agents"
 
 # A signal ends `wait` before the agents have ended.
 while :; do
@@ -235,7 +239,7 @@ while :; do
   status=$?
   [ "$woken" = 1 ] || break
 done
-if [ "$limit" = 1 ] && [ "$status" != 0 ]; then
+if [ "$asked" = USR1 ] && [ "$status" != 0 ]; then
   scontrol requeue "$SLURM_JOB_ID" || echo "polyad: error: job $SLURM_JOB_ID was not requeued" >&2
 fi
 exit "$status"

@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from train.errors import one_line
+from launch.signals import hear_one, stop_at_signals
+from train.errors import Stopped, one_line
 
 STOP_FILE = "POLYAD_STOP_FILE"
 """The environment variable that names a file for this host's workers. Those that stop as a signal
@@ -45,6 +46,10 @@ def _run() -> int:
     try:
         # By its name, as a command: this room imports no communication library.
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    except (KeyboardInterrupt, Stopped) as stop:  # before it had handlers: nothing was started
+        name = "interrupted; " if isinstance(stop, KeyboardInterrupt) else ""
+        print(f"polyad: error: {name}{stop}", file=sys.stderr, flush=True)
+        return getattr(stop, "exit_status", 128 + signal.SIGINT)
     except Exception as error:
         if hasattr(error, "get_first_failure"):  # ChildFailedError
             return _worker_status(*error.get_first_failure())
@@ -111,4 +116,8 @@ def _rendezvous_status(error: Exception) -> int:
 
 
 if __name__ == "__main__":
+    stop_at_signals()
+    # torchrun ends its workers in order at the first signal; at the next ones it would give them
+    # up, while they save.
+    hear_one()
     sys.exit(main())

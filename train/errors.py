@@ -16,6 +16,9 @@ and 137, as often as --max-restarts says, and never after 128 + n for these thre
 import re
 import signal
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Those that ask a command to end; every command that trains treats them alike."""
+
 STALLED = 75
 """EX_TEMPFAIL of sysexits.h: a failure that may be gone when one tries again."""
 
@@ -69,8 +72,10 @@ class RunError(RuntimeError):
     exit_status = 1
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """A run that ended because a signal asked it to: one line that says where it goes on.
+
+    As KeyboardInterrupt, it is no Exception: a library that catches those is not to swallow it.
 
     Args:
         number: the signal.
@@ -80,3 +85,13 @@ class Stopped(Exception):
     def __init__(self, number: int, line: str) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; {line}")
         self.exit_status = 128 + number
+
+
+def stopped(number: int, line: str) -> BaseException:
+    """What a signal raises: KeyboardInterrupt for Ctrl-C, `Stopped` for another one.
+
+    Args:
+        number: the signal.
+        line: what is kept.
+    """
+    return KeyboardInterrupt(line) if number == signal.SIGINT else Stopped(number, line)

@@ -106,7 +106,8 @@ class TrainLoop:
             RunError: too many steps in a row were not finite, or there were too many spikes.
         """
         signal = self._train()
-        self._hooks.saved()
+        with self._hooks.stop.saving():
+            self._hooks.saved()
         return signal
 
     def _train(self) -> int:
@@ -229,7 +230,8 @@ class TrainLoop:
         if self._saved_at == self._state.step and self._state.unfinished is None:
             return
         self._hooks.at(f"saving step {self._state.step}")
-        self._hooks.save(self._state)
+        with self._hooks.stop.saving():
+            self._hooks.save(self._state)
         self._saved_at = self._state.step
 
 

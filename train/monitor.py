@@ -30,7 +30,7 @@ class MonitorConfig(Config):
     a checkpoint, and shorter than `parallel.timeout_minutes`. 0 watches nothing."""
     grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
     """Seconds from a signal to the end of the process, saved or not: less than what the scheduler
-    and torchrun (30) allow before they kill it."""
+    allows before it kills it, and torchrun (30, unless `polyad launch` tells it more)."""
 
     @model_validator(mode="after")
     def _warmup_fits_the_window(self) -> "MonitorConfig":

@@ -1,8 +1,6 @@
 """`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
 
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from parallel.parallelize import InitialWeights, parallelize
 from parallel.saver import Saver
 from parallel.verification import newest_verified
 from parallel.zero import Engine
+from train.beginning import nothing_is_left, say_first_line
 from train.config import RunConfig
 from train.data_check import DataCheck
 from train.device import Prefetch, allow_tf32
@@ -45,19 +44,20 @@ from train.stopping import StopSignals
 from train.watchdog import Watchdog
 
 
-def main(path: Path, overrides: Sequence[str] = ()) -> TrainState:
+def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -> TrainState:
     """Runs a configuration to its end, from its newest checkpoint if it has one.
 
     Args:
         path: the configuration.
         overrides: `key=value`.
+        launched: whether torchrun or another command of `polyad` started this process.
 
     Returns:
         Where the run stands at its end.
     """
     startup = Startup()
     startup.lap("imports")  # since the process began
-    with StopSignals(comm.environment_world_size()) as stop:
+    with StopSignals(comm.environment_world_size(), launched=launched) as stop:
         return _run(path, overrides, startup, stop)
 
 
@@ -76,8 +76,12 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     folder = Path(config.run.folder)
     lock = RunLock(folder, world)
     plan = replace(plan, resume=newest_verified(plan.resume, folder / "checkpoints"))
-    _say_what_is_not_used(plan)
     state = start_state(plan, plan.resume)
+    if world.is_main:
+        say_first_line(plan, state)
+    if nothing_is_left(plan, state):
+        lock.release()
+        return state
     add_batches_left_out(state, folder, world)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
     with explain_out_of_memory(
@@ -127,18 +131,6 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
             metrics.close()
         lock.release()
     return state
-
-
-def _say_what_is_not_used(plan: Plan) -> None:
-    """One line for who set `checkpoint.init_from` of a run that has a checkpoint by now."""
-    start = plan.config.checkpoint.init_from
-    if plan.resume is not None and start is not None and int(os.environ.get("RANK", "0")) == 0:
-        print(
-            f"the run goes on from step {plan.resume.training_step:,} of {plan.config.run.folder}; "
-            f"checkpoint.init_from: {start} is for a new run, and not used",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _what_is_kept(config: RunConfig) -> str:

@@ -15,14 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
 from parallel import comm
-from train.errors import ConfigError, Stopped
+from train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 FAILED = 1000
 """Agreed on instead of a signal, and above all of them, where `fail` was called somewhere."""
 
@@ -37,10 +36,16 @@ class StopSignals:
     Args:
         world_size: processes of the run. One alone stops at once until `wait_for_steps`; several
             have to agree first.
+        launched: whether something of ours started this process. It hands signals on that this
+            process may have been sent already, as to a whole process group; and without it nobody
+            is to go on, since whoever killed it may start the run again.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, launched: bool = False) -> None:
         self._at_once = world_size == 1
+        self._by_hand = world_size == 1 and not launched
+        self._launched = launched
+        self._saving = False
         self._signal = 0
         self._failure: str | None = None
         self._grace = 25.0
@@ -54,7 +59,7 @@ class StopSignals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         threading.Thread(target=self._watch, name="polyad-signals", daemon=True).start()
         return self
 
@@ -99,8 +104,13 @@ class StopSignals:
 
     def agreed(self) -> int:
         """The signal that some process has, `FAILED`, or 0; all processes call this, and get the
-        same."""
-        return comm.highest(self._signal if self._failure is None else FAILED)
+        same.
+
+        After one nothing but saving follows, which another signal does not disturb.
+        """
+        number = comm.highest(self._signal if self._failure is None else FAILED)
+        self._saving = self._saving or number > 0
+        return number
 
     def end_if_failed(self) -> None:
         """Called by all processes when the run has come to its end.
@@ -110,6 +120,15 @@ class StopSignals:
         """
         if comm.any_rank(self._failure is not None):
             self.stop(FAILED)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While a checkpoint is written no signal interrupts, however often it comes."""
+        before, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving = before
 
     def check(self) -> None:
         """Called by all processes in the middle of what need not be finished.
@@ -133,12 +152,13 @@ class StopSignals:
         if number == FAILED:
             reason = next(text for text in comm.from_all(self._failure) if text is not None)
             raise ConfigError(f"{reason}; once that is mended, {self._kept()}")
-        raise _error(number, self._kept())
+        raise stopped(number, self._kept())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal, self._signal or number
-        if self._at_once or (again and number == signal.SIGINT):  # Ctrl-C twice means it
-            raise _error(number, self._kept())
+        twice = bool(again) and number == signal.SIGINT and self._by_hand  # who does so means it
+        if not self._saving and (twice or (self._at_once and not again)):
+            raise stopped(number, self._kept())
 
     def _watch(self) -> None:
         """The thread: waits for a signal, and then for the end of the grace."""
@@ -153,21 +173,17 @@ class StopSignals:
             if not heard:
                 self._reader.close()
                 return
-            asked = [each for each in heard if each in SIGNALS]
+            asked = [each for each in heard if each in STOP_SIGNALS]
             if asked and not number:
                 number, ends = asked[0], time.monotonic() + self._grace
                 if comm.peer_has_failed():  # which torchrun answers so; that one has said why
                     os._exit(128 + number)
-                if os.getppid() != self._launcher:
+                if self._launched and os.getppid() != self._launcher:
                     # Whoever started this process was killed, and may start the run again at once:
                     # nobody is to write beside it.
                     os._exit(128 + number)
         if not comm.environment_rank():
-            line = _error(number, f"the step did not end within {self._grace:g} s; {self._kept()}")
+            line = stopped(number, f"the step did not end within {self._grace:g} s; {self._kept()}")
             with contextlib.suppress(OSError):
                 print(f"polyad: error: {line}", file=sys.stderr, flush=True)
         os._exit(128 + number)
-
-
-def _error(number: int, kept: str) -> BaseException:
-    return KeyboardInterrupt(kept) if number == signal.SIGINT else Stopped(number, kept)

@@ -17,7 +17,7 @@ from typing import Any
 from data.dataset import PreparedData
 from data.errors import DataError
 from data.prepare import prepare
-from launch.child import polyad
+from launch.child import STOPPED, polyad
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.folder import (
     RESULTS,
@@ -30,17 +30,22 @@ from launch.study.folder import (
 )
 from launch.study.measures import all_measures, forget, read_measures
 from launch.study.results import summarize
-from launch.study.tables import finished_line, measure_line, plan_table, progress_line
+from launch.study.tables import (
+    finished_line,
+    measure_line,
+    nothing_left,
+    plan_table,
+    progress_line,
+    trained_line,
+)
 from parallel.commit import complete_checkpoints
+from parallel.verification import newest_that_opens
 from train.config_rules import validate
 from train.describe import describe
-from train.errors import ConfigError, RunError
+from train.errors import ConfigError, RunError, stopped
 from train.plan import plan_run
 from train.resolve import resolve
 from train.study import Run, Study, load_study
-
-INTERRUPTED = 130
-"""The status of a command that was interrupted from the keyboard."""
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """Of finished runs, by variant and seed."""
@@ -75,7 +80,7 @@ def study(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong. Nothing was started.
         RunError: a run failed; those that are finished stay.
-        KeyboardInterrupt: from the keyboard, when the run has ended.
+        Stopped: or KeyboardInterrupt, as a signal asked; the run that was going on has ended.
     """
     study = load_study(file)
     check_folder(study)
@@ -91,7 +96,7 @@ def study(file: Path) -> dict[str, Any]:
         for run in study.runs:
             if _key(run) not in results:
                 plan_run(Path(study.config.base), run.overrides, 1)
-        _say(plan_table(plan))
+        _say("\n".join([plan_table(plan), *nothing_left(study, results)]))
         write_record(study, data.manifest.fingerprint)
         for number, run in enumerate(study.runs, start=1):
             if _key(run) in results:
@@ -199,10 +204,20 @@ def _step(run: Run) -> int:
     return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
+def _is_trained(run: Run) -> bool:
+    """Whether all steps are done, and the validation after the last one was not cut short."""
+    newest = newest_that_opens(run.folder / "checkpoints")
+    if newest is None or newest.training_step < run.variant.config.train.steps:
+        return False
+    return newest.state.get("unfinished") is None
+
+
 def _finish(run: Run) -> dict[str, Any]:
     """Trains a run to its end and evaluates it."""
     started, from_step = time.monotonic(), _step(run)
-    if from_step < run.variant.config.train.steps:
+    if _is_trained(run):
+        _say(trained_line(run))
+    else:
         _polyad(run, "train", run.study.config.base, *run.overrides)
     scores = run.result_file.with_suffix(".evaluation")
     split = ("--split", run.study.config.split)
@@ -237,15 +252,12 @@ def _polyad(run: Run, *arguments: str) -> None:
 
     Raises:
         RunError: it failed, and has said why.
-        KeyboardInterrupt: from the keyboard.
+        Stopped: or KeyboardInterrupt: a signal asked it or this process to stop.
     """
     kept = "the same command goes on with this run"
-    try:
-        status = polyad(*arguments, results=False)  # a line of ours says them
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{run}: {kept}") from None
-    if status == INTERRUPTED:
-        raise KeyboardInterrupt(f"{run}: {kept}")
+    status = polyad(*arguments, results=False)  # a line of ours says them
+    if status in STOPPED:
+        raise stopped(status - 128, f"{run}: {kept}")
     if status:
         raise RunError(
             f"{run}: `polyad {arguments[0]}` ended with status {status}; {kept}, and all that are "

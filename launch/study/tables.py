@@ -1,13 +1,13 @@
 """What a study shows to a person: its plan, its progress, its comparison."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from launch.output import align
 from launch.study.measures import Measure
 from train.metrics import duration
-from train.study import Run
+from train.study import Run, Study
 
 Row = tuple[str, ...]
 
@@ -54,6 +54,33 @@ def plan_table(plan: Mapping[str, Any]) -> str:
 
 def _share(value: float, base: float) -> str:
     return f"{100 * (value / base - 1):+.1f}%"
+
+
+def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[str]:
+    """A line for each variant of which some runs are finished.
+
+    Args:
+        study: whose.
+        finished: variants and seeds.
+    """
+    lines = []
+    for name, variant in study.variants.items():
+        seeds = [f"{seed}" for seed in study.config.seeds if (name, seed) in finished]
+        if seeds:
+            each = study.folder / "runs" / name / "seed-N"
+            lines.append(
+                f"{name}: nothing is left to do of seed{'s' * (len(seeds) > 1)} "
+                f"{', '.join(seeds)}: all {variant.config.train.steps:,} steps are done, in "
+                f"{each if len(seeds) > 1 else each.with_name(f'seed-{seeds[0]}')}/checkpoints"
+            )
+    return lines
+
+
+def trained_line(run: Run) -> str:
+    """A run that was trained to its end and is yet to be scored."""
+    steps = run.variant.config.train.steps
+    place = run.folder / "checkpoints" / f"step-{steps:08d}"
+    return f"nothing is left to train: all {steps:,} steps are done, see {place}"
 
 
 def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str:

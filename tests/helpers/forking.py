@@ -76,6 +76,11 @@ class ForkServer:
         self._process: Any = None
         self._pipe: Connection | None = None
 
+    @property
+    def process_id(self) -> int:
+        """Of the server, the parent of every run's processes, once it has started one."""
+        return int(self._process.pid)
+
     def start(
         self,
         folder: Path,

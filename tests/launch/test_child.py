@@ -1,10 +1,18 @@
 """Commands in processes of their own, as the quickstart and studies start them."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from launch.child import polyad
+from parallel.commit import complete_checkpoints
+from tests.launch.conftest import ROOT
 
 pytestmark = pytest.mark.distributed
 
@@ -22,3 +30,29 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
     # Workers of torchrun are no children of this process, and are not to end because of that.
     assert polyad("launch", str(config), "--processes-per-node", "2") == 0
     assert (config.parent / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("all_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
+    options = ["train.steps=100000", "checkpoint.every=0", "log.tensorboard=false"]
+    code = f"from launch.child import polyad; print(polyad('train', {str(config)!r}, *{options}))"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        start_new_session=True,
+    )
+    metrics, until = config.parent / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert time.monotonic() < until
+        assert parent.poll() is None, parent.communicate()
+        time.sleep(0.01)
+    send = os.killpg if all_processes else os.kill
+    send(parent.pid, signal.SIGTERM)
+    out, err = parent.communicate(timeout=60)
+    assert (parent.returncode, out) == (0, "143\n"), err
+    steps = [json.loads(line)["step"] for line in metrics.open()]
+    (newest,) = complete_checkpoints(config.parent / "run" / "checkpoints")
+    assert newest.name == f"step-{steps[-1]:08d}"
+    assert err.splitlines()[-1].endswith(
+        f"stopped by SIGTERM; the same command goes on from {newest}"
+    )

@@ -21,7 +21,8 @@ def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> N
     assert done.stdout.startswith("4 steps done; last loss ")
     assert str(folder) in done.stdout
     # Nothing but our own lines: no warning, no banner of a library.
-    start, *steps = done.stderr.splitlines()
+    first, start, *steps = done.stderr.splitlines()
+    assert first == f"begins anew: 4 steps to do, in {folder}"
     assert start.startswith("first step done "), done.stderr
     assert len(steps) == 4, done.stderr
     assert all(line.startswith("step ") for line in steps)
@@ -75,7 +76,8 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("polyad: error: step ")
-    assert all(line.startswith(("first step ", "step ")) for line in lines[:-1]), done.stderr
+    known = ("begins anew: ", "first step ", "step ")
+    assert all(line.startswith(known) for line in lines[:-1]), done.stderr
 
 
 def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Polyad) -> None:

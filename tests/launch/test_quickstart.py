@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.quickstart import remove_previous_run, summary
+from launch.quickstart import remove_previous_run, step_to_go_on_from, summary
 from train.errors import ConfigError
 
 
@@ -24,6 +24,20 @@ def test_a_previous_run_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     run.mkdir()
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
         remove_previous_run(run)
+
+
+def test_a_run_that_was_stopped_goes_on_and_one_that_came_to_its_end_does_not(
+    tmp_path: Path,
+) -> None:
+    run, result = tmp_path / "run", tmp_path / "validation.json"
+    assert step_to_go_on_from(run, result) == 0
+    for step in (4, 94):
+        checkpoint = run / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    assert step_to_go_on_from(run, result) == 94
+    result.touch()
+    assert step_to_go_on_from(run, result) == 0
 
 
 @pytest.mark.distributed

@@ -30,6 +30,7 @@ STAND_INS = {
     "srun": """
         while [ "${1#--}" != "$1" ]; do echo "$1" >> "$LOG"; shift; done
         trap 'echo passed on >> "$LOG"; kill -USR1 "$task"' USR1
+        trap 'echo passed on >> "$LOG"; kill -TERM "$task"' TERM
         for node in 0 1; do
           SLURM_NODEID=$node SLURMD_NODENAME=node-$((node + 1)) "$@" & task=$!
           wait "$task"; status=$?
@@ -39,6 +40,7 @@ STAND_INS = {
     "python": """
         printf '%s\\0' "$@"; test -n "$WAIT" || exit 0
         trap 'sleep 0.2; echo saved >> "$LOG"; exit 138' USR1
+        trap 'sleep 0.2; echo saved >> "$LOG"; exit 143' TERM
         touch "$WAIT"; sleep 20 & wait $!; exit 7""",
 }
 
@@ -234,24 +236,32 @@ def test_the_folder_that_a_job_is_launched_in_may_have_any_name(
     assert not (folder / "marker").exists()
 
 
-def test_near_the_limit_the_processes_stop_and_then_the_job_requeues_itself(
-    stand_ins: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "status", "then"),
+    [
+        (signal.SIGUSR1, 138, ["requeue 40007"]),  # near the limit
+        (signal.SIGTERM, 143, []),  # scancel
+    ],
+)
+def test_a_signal_stops_the_processes_before_the_job_ends_or_requeues_itself(
+    stand_ins: Path, tmp_path: Path, number: signal.Signals, status: int, then: list[str]
 ) -> None:
     log, begun = tmp_path / "log", tmp_path / "begun"
-    job = subprocess.Popen(
-        ["bash", "-c", text_of()],
-        env=environment(stand_ins, LOG=str(log), WAIT=str(begun)),
-        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True},
-    )
+    said = tmp_path / "said"
+    with said.open("w") as stderr:
+        job = subprocess.Popen(
+            ["bash", "-c", text_of()],
+            env=environment(stand_ins, LOG=str(log), WAIT=str(begun)),
+            **{"stdout": subprocess.DEVNULL, "stderr": stderr},
+        )
     until = time.monotonic() + 30
     while not begun.exists() and time.monotonic() < until:
         time.sleep(0.01)
-    job.send_signal(signal.SIGUSR1)
-    assert job.wait(30) == 138  # of the agents
-    assert job.stderr is not None
-    assert "requeueing job 40007" in job.stderr.readline()
+    job.send_signal(number)
+    assert job.wait(30) == status  # of the agents
+    assert ("requeueing job 40007" in said.read_text()) == bool(then)
     steps = [line for line in log.read_text().splitlines() if not line.startswith("--")]
-    assert steps == ["passed on", "saved", "requeue 40007"]
+    assert steps == ["passed on", "saved", *then]
 
 
 def test_without_sbatch_it_is_one_line(

@@ -85,6 +85,28 @@ def test_a_stop_is_not_taken_for_a_failure(config: Path, number: str, whom: str)
 
 
 @pytest.mark.slow
+def test_signals_again_and_again_do_not_end_workers_that_save(config: Path) -> None:
+    """Ctrl-C more than once, or Slurm, which tells the agent and the workers."""
+    run = config.parent / "run"
+    agent = start(config, "train.steps=100000", "checkpoint.every=0")
+    wait_for(lambda: len(steps(run)) >= 2, agent)
+    workers = workers_of(agent)
+    workers[1].send_signal(signal.SIGSTOP)  # so that no step comes to its end meanwhile
+    for _ in range(4):
+        for process in (psutil.Process(agent.pid), workers[0]):
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    workers[1].send_signal(signal.SIGCONT)
+    _, said = agent.communicate(timeout=60)
+    assert agent.returncode == 130
+    assert not any(worker.is_running() for worker in workers)
+    (newest,) = complete_checkpoints(run / "checkpoints")
+    assert newest.name == f"step-{steps(run)[-1]:08d}"
+    errors = [line for line in said.splitlines() if "error" in line]
+    assert errors == [f"polyad: error: interrupted; the same command goes on from {newest}"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["killed", "frozen"])
 def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind: str) -> None:
     """A frozen one is found by the watchdog; torchrun kills it after its 30 seconds."""

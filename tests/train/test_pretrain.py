@@ -125,22 +125,6 @@ def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
     assert records(tmp_path / "run")[0]["step"] == 1
 
 
-@pytest.mark.slow
-def test_init_from_of_a_run_that_goes_on_is_said_not_to_be_used(finished, config, tmp_path):
-    start = f"checkpoint.init_from={finished / 'run'}"
-    command = [sys.executable, "-m", "launch", "train", str(config), start]
-    said = []
-    for steps in (1, 2):
-        done = subprocess.run(
-            [*command, f"train.steps={steps}"], capture_output=True, text=True, check=True
-        )
-        said.append([line for line in done.stderr.splitlines() if "init_from" in line])
-    assert said == [[], [
-        f"the run goes on from step 1 of {tmp_path / 'run'}; checkpoint.init_from: "
-        f"{finished / 'run'} is for a new run, and not used"
-    ]]  # fmt: skip
-
-
 def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     command = [sys.executable, "-m", "launch", "train", str(config), "train.steps=3000"]
     run = subprocess.Popen(

@@ -1,13 +1,17 @@
 """Signals: all ranks agree on a step, save it, and end with the status that is documented."""
 
+import functools
 import json
+import os
 import signal
 import time
 
 import pytest
 import torch
 
+from launch.machine import END_WITH_PARENT
 from parallel.commit import complete_checkpoints
+from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.runs import records, write_config
 from tests.helpers.training import tensors
 
@@ -132,3 +136,55 @@ def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tm
     assert run.statuses[run.pids[0]] == 143
     assert "SIGTERM; the step did not end within 1.5 s; no checkpoint was written" in run.text()
     run.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, processes, number):
+    """A terminal, Slurm and torchrun may all tell a process of the same one."""
+    before = functools.partial(slow_saves, tmp_path)
+    run = forks.start(tmp_path, ["train", str(config), *LONG], processes=processes, before=before)
+    run.until(lambda: lines(tmp_path) >= 2)
+    run.signal(number)
+    run.until(lambda: (tmp_path / "saving").exists())
+    for again in (signal.SIGINT, number):
+        time.sleep(0.1)
+        run.signal(again)
+    assert run.wait(GRACE) == [128 + number] * processes
+    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert newest.name == f"step-{lines(tmp_path):08d}"
+    assert f"; the same command goes on from {newest}" in run.text()
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
+    forks, config, tmp_path, launched
+):
+    """What `polyad study` or torchrun started is sent one Ctrl-C by the terminal and by them."""
+    forks.start(tmp_path, ["--version"]).wait()  # so that there is a server
+    parent = {END_WITH_PARENT: str(forks.process_id)} if launched else {}
+    run = forks.start(
+        tmp_path, ["train", str(config), *LONG], processes=1,
+        before=functools.partial(slow_steps, tmp_path), **parent,
+    )  # fmt: skip
+    run.until(lambda: (tmp_path / "step").exists())
+    for _ in range(2):
+        time.sleep(0.1)
+        run.signal(signal.SIGINT)
+    assert run.wait(GRACE) == [130]
+    found = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in found] == ["step-00000001"] * launched
+
+
+def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
+    before = functools.partial(leave_the_shell, tmp_path)
+    shell = forks.start(tmp_path, ["train", str(config), *LONG], processes=1, before=before)
+    assert shell.wait() == [0]
+    process = int((tmp_path / "process").read_text())
+    os.kill(process, signal.SIGTERM)
+    until = time.monotonic() + GRACE
+    while os.path.exists(f"/proc/{process}") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{process}")
+    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert f"stopped by SIGTERM; the same command goes on from {newest}" in shell.text()

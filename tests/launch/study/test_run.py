@@ -1,5 +1,6 @@
 """A study in real processes: finished, gone on with, interrupted, failed."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,22 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "launch", "study", str(path), *options],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT},
+        start_new_session=True,  # so that all its processes can be told at once
     )
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Polls while a study goes on."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def trained(run_folder: Path) -> list[int]:
+    """Steps that a run has records of."""
+    return [json.loads(line)["step"] for line in (run_folder / "metrics.jsonl").open()]
 
 
 def newest_step(run_folder: Path) -> int:
@@ -111,6 +128,10 @@ def test_a_finished_study_starts_nothing_and_says_the_same(finished: Path, capfd
     captured = capfd.readouterr()
     assert captured.out == finished.with_suffix(".out").read_text()
     assert "== run" not in captured.err
+    for name in ("dense", "cp"):
+        place = finished.parent / "study" / "runs" / name / "seed-1" / "checkpoints"
+        line = f"{name}: nothing is left to do of seed 1: all 4 steps are done, in {place}"
+        assert line in captured.err.splitlines()
     assert {path: path.stat().st_mtime_ns for path in files} == before
     assert run(["study", str(finished), "--markdown"]) == 0
     markdown = capfd.readouterr().out.splitlines()
@@ -245,32 +266,77 @@ def test_two_starts_of_a_study_do_not_run_at_once(finished: Path, capfd: Capture
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_goes_on_where_it_was(tmp_path: Path, data: Path) -> None:
-    common = {"train.steps": 300, "schedule.decay_steps": 300, "checkpoint.every": 20}
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        (signal.SIGTERM, "study"),  # kill PID
+        (signal.SIGINT, "all"),  # Ctrl-C in a terminal, twice
+        (signal.SIGTERM, "run"),
+    ],
+)
+def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
+    tmp_path: Path, data: Path, number: signal.Signals, whom: str
+) -> None:
+    common = {"train.steps": 300, "schedule.decay_steps": 300, "checkpoint.every": 0}
     path = write(tmp_path, data, common=common)
     first = tmp_path / "study" / "runs" / "dense" / "seed-1"
     process = start(path)
-    deadline = time.monotonic() + 120
-    while not list(first.glob("checkpoints/step-*/manifest.json")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # to the study alone: no terminal tells its child
+    wait_for(lambda: (first / "metrics.jsonl").exists() and trained(first), process)
+    run_processes = children(process.pid)
+    if whom == "all":
+        for _ in range(2):
+            os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if whom == "study" else run_processes[0], number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
+    assert all(state(each) == "Z" for each in run_processes)
     assert out == ""
     assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("polyad: error: interrupted; dense, seed 1: the same")
+    name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    *_, its, ours = err.splitlines()
+    assert its.startswith(f"polyad: error: {name}; the same command goes on from {first}")
+    assert ours == f"polyad: error: {name}; dense, seed 1: the same command goes on with this run"
     stopped = newest_step(first)
-    assert 0 < stopped < 300
+    assert trained(first)[-1] == stopped < 300  # the step that it was in
     process = start(path, "--json", "-")
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "0 finished, 1 to go on, 1 to begin" in err
-    steps = [json.loads(line)["step"] for line in (first / "metrics.jsonl").open()]
-    assert steps == list(range(1, 301))
+    assert f"\ngoes on from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
+    assert trained(first) == list(range(1, 301))
     starts = json.loads((first / "environment.json").read_text())["earlier"]
     assert len(starts) == 1
+    assert json.loads(out)["finished"]
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_study_starts_or_scores_ends_it_in_one_line(
+    tmp_path: Path, data: Path
+) -> None:
+    path = write(tmp_path, data, variants={"dense": None})
+    process = start(path)
+    time.sleep(0.5)  # imports take longer
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, len(err.splitlines())) == (138, 1), err
+    assert err.startswith("polyad: error: stopped by SIGUSR1; ")
+    process = start(path)
+    # Training is done, scoring has begun; at once, and for the run's process too early to answer.
+    wait_for(lambda: any(command(each)[3:4] == ["evaluate"] for each in children(process.pid)),
+             process)  # fmt: skip
+    scoring = children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "Traceback" not in err
+    assert all(state(each) == "Z" for each in scoring)
+    assert not (tmp_path / "study" / "runs" / "dense" / "seed-1.json").exists()
+    process = start(path, "--json", "-")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    place = tmp_path / "study" / "runs" / "dense" / "seed-1" / "checkpoints" / "step-00000004"
+    assert f"\nnothing is left to train: all 4 steps are done, see {place}\n" in err
     assert json.loads(out)["finished"]
 
 
@@ -295,6 +361,13 @@ def children(process: int) -> list[int]:
     """Processes that a process has started and that are still there."""
     text = Path(f"/proc/{process}/task/{process}/children").read_text()
     return [int(word) for word in text.split()]
+
+
+def command(process: int) -> list[str]:
+    """The words that a process was started with."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    return []
 
 
 def state(process: int) -> str:

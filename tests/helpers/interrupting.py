@@ -1,0 +1,44 @@
+"""What makes the moments at which a signal comes long enough to be hit, in a run's process."""
+
+import os
+import time
+from pathlib import Path
+
+from parallel.saver import Saver
+from train import loop
+
+
+def slow_saves(folder: Path, rank: int) -> None:
+    """Has every save take a second more, with a file `saving` there from its beginning."""
+    save = Saver.save
+
+    def slow(self, *arguments):
+        (folder / "saving").touch()
+        time.sleep(1.0)
+        save(self, *arguments)
+
+    Saver.save = slow  # type: ignore[method-assign]
+
+
+def slow_steps(folder: Path, rank: int) -> None:
+    """Has every step take a second more, with a file `step` there from its beginning."""
+    step = loop.train_step
+
+    def slow(*arguments, **named):
+        (folder / "step").touch()
+        time.sleep(1.0)
+        return step(*arguments, **named)
+
+    loop.train_step = slow
+
+
+def leave_the_shell(folder: Path, rank: int) -> None:
+    """Has the run be a process whose parent ends once the run takes steps: `polyad train &`."""
+    metrics = folder / "run" / "metrics.jsonl"
+    child = os.fork()
+    if child == 0:
+        (folder / "process").write_text(f"{os.getpid()}")
+        return
+    while not (metrics.exists() and metrics.read_text()):
+        time.sleep(0.005)
+    os._exit(0)

@@ -1,0 +1,48 @@
+"""The first line of a start."""
+
+import pytest
+
+from tests.helpers.runs import run_and_listen, write_config
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def config(tmp_path, prepared_path):
+    return write_config(
+        tmp_path / "config.yaml", prepared_path, train__steps=2, evaluation__every=0,
+        checkpoint__every=0, log__tensorboard=False,
+    )  # fmt: skip
+
+
+def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
+    def lines(*overrides):
+        (_, main), (_, other) = workers(2).run(run_and_listen, config, *overrides)
+        assert not any(word in other for word in ("anew", "goes on", "nothing is left"))
+        return main.splitlines()
+
+    folder = tmp_path / "run"
+    second = folder / "checkpoints" / "step-00000002"
+    assert lines()[0] == f"begins anew: 2 steps to do, in {folder}"
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    finished = f"nothing is left to do: all 2 steps are done; the last checkpoint is {second}"
+    assert lines() == [finished]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
+    assert lines("train.steps=5")[0] == f"goes on from step 2 of 5 (3 left), from {second}"
+
+
+def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config, tmp_path):
+    def first(source, folder, *overrides):
+        options = [f"checkpoint.init_from={source}", f"run.folder={tmp_path / folder}", *overrides]
+        ((_, said),) = workers(1).run(run_and_listen, config, *options)
+        return said.splitlines()[0]
+
+    source = finished / "checkpoints" / "step-00000006"
+    new = f"begins anew: 2 steps to do, in {tmp_path}"
+    assert first(finished, "a") == f"{new}/a, with the weights of step 6, {source}"
+    assert first(exported, "b") == f"{new}/b, with the weights of {exported}"
+    place = tmp_path / "a" / "checkpoints" / "step-00000002"
+    assert first(finished, "a", "train.steps=3") == (
+        f"goes on from step 2 of 3 (1 left), from {place}; "
+        f"checkpoint.init_from: {finished} is for a new run, and not used"
+    )
