@@ -161,7 +161,11 @@ def generate_arguments(parser: Parser) -> None:
     add("--prompt", required=True, metavar="TEXT", help="what is continued")
     add("--max-tokens", type=positive, default=100, metavar="N", help="at most; default 100")
     add("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token")
-    add("--top-p", type=float, default=1.0, metavar="P", help="among tokens of this probability")
+    add("--top-k", type=positive, metavar="K", help="among the K likeliest tokens; default: all")
+    add(
+        "--top-p", type=float, default=1.0, metavar="P", help="among the fewest tokens with this "
+        "probability in all, of what --top-k leaves; default 1"
+    )  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="of the choice; default 0")
     add(
         "--tokenizer",

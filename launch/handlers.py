@@ -190,7 +190,10 @@ def generate(options: Namespace) -> None:
             tokenizer=options.tokenizer,
             max_tokens=options.max_tokens,
             sampling=Sampling(
-                temperature=options.temperature, top_p=options.top_p, seed=options.seed
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
             ),
             use_cache=not options.no_cache,
             precision=options.precision,

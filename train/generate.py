@@ -41,13 +41,17 @@ class Sampling:
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Chooses among so many of the likeliest tokens; None, or more than there are: among all."""
     top_p: float = 1.0
-    """Chooses among the fewest tokens whose probability is this much."""
+    """Chooses among the fewest tokens whose probability is this much of what `top_k` leaves."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature: {self.temperature} is not allowed: 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"--top-k: {self.top_k} is not allowed: 1 or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p: {self.top_p} is not allowed: above 0 and at most 1")
         if not 0 <= self.seed < 2**63:
@@ -71,14 +75,35 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     """
     if sampling.temperature == 0:
         return int(logits_V.argmax())
+    return int(torch.multinomial(probabilities(logits_V, sampling), 1, generator=generator))
+
+
+def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """How likely each token is chosen: temperature first, then top-k, then top-p.
+
+    Of equally likely tokens those with lower ids count as the likelier ones.
+
+    Args:
+        logits_V: of every token.
+        sampling: how; its temperature is above 0.
+
+    Returns:
+        [V], fp64; they add up to 1.
+    """
     # The largest becomes 0, which no temperature, however low, makes infinite.
     logits_V = logits_V.double() - logits_V.max()
     probability_V = (logits_V / sampling.temperature).softmax(-1)
+    top_k = probability_V.numel() if sampling.top_k is None else sampling.top_k
+    if top_k < probability_V.numel():
+        _, order_V = probability_V.sort(descending=True, stable=True)
+        probability_V = probability_V.index_fill(0, order_V[top_k:], 0.0)
+        probability_V = probability_V / probability_V.sum()
     if sampling.top_p < 1:
         sorted_V, order_V = probability_V.sort(descending=True, stable=True)
         before_V = sorted_V.cumsum(-1) - sorted_V  # the mass of likelier ones
         probability_V = probability_V.index_fill(0, order_V[before_V >= sampling.top_p], 0.0)
-    return int(torch.multinomial(probability_V, 1, generator=generator))
+        probability_V = probability_V / probability_V.sum()
+    return probability_V
 
 
 def generate_ids(
@@ -240,6 +265,7 @@ def generate(
         "token_ids": ids,
         "ended_by": "max_tokens" if len(ids) == max_tokens else "end_of_text",
         "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "seed": sampling.seed,
         "cache": use_cache,

@@ -16,6 +16,7 @@ from train.errors import RunError
 from train.metrics import Metrics, peak_flops
 from train.routing import routing_record
 from train.schedule import learning_rate
+from train.scoring import perplexity
 from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
 from train.state import TrainState
 from train.step import StepOutcome, train_step
@@ -202,7 +203,7 @@ class TrainLoop:
             hooks.at(f"validation after step {state.step}")
             try:
                 with self._timer.aside():
-                    record = record | hooks.validate()
+                    record = record | _with_perplexities(hooks.validate())
             except StopAsked:  # the next start does it, with the same weights
                 state.unfinished = record
                 return
@@ -233,6 +234,14 @@ class TrainLoop:
         with self._hooks.stop.saving():
             self._hooks.save(self._state)
         self._saved_at = self._state.step
+
+
+def _with_perplexities(losses: dict[str, float]) -> dict[str, float]:
+    """`validation_perplexity` beside `validation_loss`, and of a mixture that of each source."""
+    return losses | {
+        name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
+        for name, loss in losses.items()
+    }
 
 
 def _why_to_end(state: TrainState, config: RunConfig) -> str | None:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from model.config import Config
 from train.routing import console_summary
-from train.startup import Startup, startup_line
+from train.startup import PREFIX, Startup, startup_line
 
 # Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32, TF32). A V100 has no TF32, and of
 # the 125 tensor-core TFLOP/s that are stated for it, fp16 has them.
@@ -160,12 +160,17 @@ class Metrics:
             start = self._startup.record(record["step_seconds"])
             self._startup = None
             record = record | start
-            self._console.show(startup_line(start))
+            line = startup_line(start)
+            if self._writer is not None:
+                self._writer.add_text("startup", line, step)
+            self._console.show(line)
             self._console.end()
         self._file.write(json.dumps(json_number(record)) + "\n")
         self._file.flush()
         if self._writer is not None:
             for name, value in record.items():
+                if name.startswith(PREFIX):  # one number a start is no curve: it is a text
+                    continue
                 if isinstance(value, list):
                     if all(map(math.isfinite, value)):
                         self._writer.add_histogram(name, np.asarray(value), step)

@@ -100,11 +100,12 @@ def perplexities(score: Score, *, words: int, bytes_: int) -> dict[str, float]:
     nats = score.negative_log_likelihood
     return {
         "loss": score.loss,
-        "perplexity": _exp(score.loss),
-        "word_perplexity": _exp(nats / words) if words else float("nan"),
+        "perplexity": perplexity(score.loss),
+        "word_perplexity": perplexity(nats / words) if words else float("nan"),
         "bits_per_byte": nats / math.log(2) / bytes_ if bytes_ else float("nan"),
     }
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else float("inf")
+def perplexity(loss: float) -> float:
+    """Of a loss in nats; infinite where fp64 ends."""
+    return math.exp(loss) if loss < 700 else float("inf")

@@ -14,7 +14,7 @@ from tests.helpers.huggingface import save_reference
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import run, write_config
 from train.errors import ConfigError
-from train.generate import Sampling, TextStream, choose, generate, generate_ids
+from train.generate import Sampling, TextStream, choose, generate, generate_ids, probabilities
 
 GREEDY = Sampling(temperature=0)
 
@@ -115,6 +115,43 @@ def test_choice_follows_probability_and_top_p_by_hand():
     assert shares(Sampling(temperature=0.5)) == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"top_k": 1}, [0, 0, 1, 0]),
+        ({"top_k": 2}, [3 / 8, 0, 5 / 8, 0]),  # 0.3 and 0.5 of 0.8
+        ({"top_k": 3}, [6 / 19, 0, 10 / 19, 3 / 19]),  # of 0.95
+        ({"top_k": 4}, [0.3, 0.05, 0.5, 0.15]),
+        ({"top_k": 10**30}, [0.3, 0.05, 0.5, 0.15]),
+        # Temperature first: the squares 0.09, 0.25 and 0.0225 of 0.3625, the fourth is left out.
+        ({"top_k": 3, "temperature": 0.5}, [0.09 / 0.3625, 0, 0.25 / 0.3625, 0.0225 / 0.3625]),
+        # Then top-k, then top-p of what it leaves. The first has 0.5 of all and 10/19 = 0.526 of
+        # three: at 0.52 it is enough of three alone, of all the second one has to come along.
+        ({"top_k": 3, "top_p": 0.52}, [0, 0, 1, 0]),
+        ({"top_p": 0.52}, [3 / 8, 0, 5 / 8, 0]),
+        # At 0.8 of three: 10/19 is not enough, 16/19 is.
+        ({"top_k": 3, "top_p": 0.8}, [3 / 8, 0, 5 / 8, 0]),
+        # Squares: the first has 0.25 of 0.365 = 0.685 of all, and 0.25 of 0.34 = 0.735 of two.
+        ({"top_k": 2, "top_p": 0.7, "temperature": 0.5}, [0, 0, 1, 0]),
+        ({"top_p": 0.7, "temperature": 0.5}, [0.09 / 0.34, 0, 0.25 / 0.34, 0]),
+    ],
+)
+def test_temperature_top_k_and_top_p_work_in_this_order_by_hand(options, expected):
+    logits = torch.tensor([0.3, 0.05, 0.5, 0.15], dtype=torch.float64).log()
+    assert probabilities(logits, Sampling(**options)).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_equally_likely_tokens_exactly_k_are_left():
+    logits = torch.tensor([1.0, 3.0, 3.0, 3.0])
+    assert probabilities(logits, Sampling(top_k=2)).tolist() == [0, 0.5, 0.5, 0]
+
+
+def test_the_likeliest_of_one_token_is_greedy_at_any_temperature():
+    model = small_model()
+    hot = Sampling(temperature=5.0, top_k=1, seed=9)
+    assert ids_of(model, [3], sampling=hot) == ids_of(model, [3])
+
+
 def test_a_seed_gives_the_same_tokens_whatever_was_drawn_before():
     model = small_model()
     first = ids_of(model, [3], sampling=Sampling(seed=5))
@@ -128,6 +165,8 @@ def test_a_seed_gives_the_same_tokens_whatever_was_drawn_before():
     [
         ({"temperature": -1.0}, "--temperature: -1.0"),
         ({"temperature": float("nan")}, "--temperature: nan"),
+        ({"top_k": 0}, "--top-k: 0 is not allowed: 1 or more"),
+        ({"top_k": -3}, "--top-k: -3"),
         ({"top_p": 0.0}, "--top-p: 0.0"),
         ({"top_p": 1.1}, "--top-p: 1.1"),
         ({"seed": -1}, "--seed: -1"),
@@ -187,6 +226,11 @@ def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path
     again = json.loads((tmp_path / "x.json").read_text())
     assert again["token_ids"] == result["token_ids"]
     assert (again["cache"], result["cache"]) == (False, True)
+    assert polyad([*command, "--temperature", "2", "--top-k", "1", "--json", "-"]) == 0
+    likeliest = json.loads(capfd.readouterr().out)
+    assert (likeliest["top_k"], result["top_k"]) == (1, None)
+    greedy = generate(finished, "def f(", max_tokens=60, sampling=GREEDY)
+    assert likeliest["token_ids"] == greedy["token_ids"]
 
 
 @pytest.mark.distributed
@@ -220,6 +264,7 @@ def test_bad_input_is_one_line(finished, tmp_path, prepared_path, capfd):
     assert "no such folder" in refused(tmp_path / "none")
     assert "--top-p: 2.0" in refused(finished, "--top-p", 2)
     assert "at least 1" in refused(finished, "--max-tokens", 0)
+    assert "--top-k: '0' is not a whole number of at least 1" in refused(finished, "--top-k", 0)
     assert "no such tokenizer" in refused(finished, "--tokenizer", tmp_path / "none")
     save_reference(tmp_path / "theirs", vocab_size=300)
     capfd.readouterr()

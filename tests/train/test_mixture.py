@@ -1,5 +1,7 @@
 """Whole runs on several prepared folders."""
 
+import math
+
 import pytest
 import torch
 
@@ -55,6 +57,8 @@ def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
     each = [last["validation_loss/modules"], last["validation_loss/other"]]
     assert last["validation_loss"] == pytest.approx(0.75 * each[0] + 0.25 * each[1], rel=1e-12)
     assert each[0] != each[1]
+    perplexities = [last[f"validation_perplexity{name}"] for name in ("", "/modules", "/other")]
+    assert perplexities == [math.exp(loss) for loss in (last["validation_loss"], *each)]
     assert "validation_loss/modules" not in lines[0]
     alone = workers(1).run(evaluation, tmp_path / "run", data=str(other_path))[0]
     assert alone["loss"] == pytest.approx(each[1], rel=1e-6)

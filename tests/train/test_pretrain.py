@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -64,10 +65,19 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
     assert lines[-1]["loss"] < lines[0]["loss"]
     events = EventAccumulator(str(finished / "run" / "tensorboard"))
     events.Reload()
-    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "validation_loss"):
+    validation = ("validation_loss", "validation_perplexity")
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", *validation):
         expected = {line["step"]: line[name] for line in lines if name in line}
         actual = {event.step: event.value for event in events.Scalars(name)}
         assert actual == pytest.approx(expected, rel=1e-6)
+    for line in lines[2::3]:
+        assert line["validation_perplexity"] == math.exp(line["validation_loss"])
+    # What is said once a start is a text, not a curve of a point.
+    assert not [name for name in events.Tags()["scalars"] if name.startswith("startup")]
+    (start,) = events.Tensors("startup/text_summary")
+    assert start.step == 1
+    (text,) = start.tensor_proto.string_val
+    assert text.decode().startswith(f"first step done {lines[0]['startup_seconds']:.2f} s after")
 
 
 @pytest.mark.parametrize("processes", [2, 4])

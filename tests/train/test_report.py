@@ -18,6 +18,7 @@ from tests.helpers.runs import run, write_config
 from train.probing import routed_layers
 from train.report.command import report
 from train.report.reading import Choice, Text, read_text
+from train.report.words import has_word
 
 pytestmark = pytest.mark.distributed
 
@@ -83,6 +84,31 @@ def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_p
     for heading in ("Load over time", "Entropy over time"):
         assert (heading in text) == (kind != "dense")
     assert ("level 1" in text) == (kind == "mumoe")
+
+
+def test_a_check_box_without_a_script_shows_tokens_that_are_no_words(runs, tmp_path):
+    result = report(runs["mumoe"], output=tmp_path / "page.html", tokens=4000)
+    text = (tmp_path / "page.html").read_text()
+    # What the rule's selectors need: the box, unchecked, before the blocks, all in one parent.
+    (section,) = re.findall(r'<section id="layers">(.*?)</section>', text, re.S)
+    before, box, after = section.partition('<input type="checkbox" id="every-token"')
+    assert (bool(box), "<details" in before, "<details" in after) == (True, False, True)
+    assert "checked" not in after.partition(">")[0]
+    assert '<label for="every-token">' in after
+    assert "#every-token:checked ~ details .words-only" in text
+    assert "#every-token:not(:checked) ~ details .all-only" in text
+    experts = [expert for layer in result["text"]["layers"].values() for expert in layer]
+    every, words = (
+        [{top["position"] for top in expert[key]} for expert in experts]
+        for key in ("top", "top_words")
+    )
+    assert section.count('<li class="all-only">') == sum(
+        len(a - b) for a, b in zip(every, words, strict=True)
+    )
+    assert section.count('<li class="words-only">') == sum(
+        len(b - a) for a, b in zip(every, words, strict=True)
+    )
+    assert 'class="all-only"' in section
 
 
 def test_the_page_tells_the_runs_numbers(runs, tmp_path):
@@ -151,6 +177,14 @@ def test_top_tokens_are_the_highest_of_the_split(
         stretches = [a_M[:31], *a_M[31:].split(32)]
         highest = sorted((stretch.max().item() for stretch in stretches), reverse=True)[:4]
         assert [top["coefficient"] for top in expert["top"]] == pytest.approx(highest, rel=1e-4)
+        is_word_M = torch.tensor([has_word(decode([token])) for token in ids_M.tolist()])
+        is_word_M &= ids_M != prepared.manifest.tokenizer.end_of_text_id
+        word_a_M = a_M.where(is_word_M, 0.0)
+        stretches = [word_a_M[:31], *word_a_M[31:].split(32)]
+        highest = sorted((stretch.max().item() for stretch in stretches), reverse=True)[:4]
+        found = [top["coefficient"] for top in expert["top_words"]]
+        assert found == pytest.approx(highest, rel=1e-4)
+        assert all(is_word_M[top["position"]] for top in expert["top_words"])
         for top in expert["top"]:
             position = top["position"]
             assert a_M[position].item() == pytest.approx(top["coefficient"], rel=1e-4)

@@ -12,11 +12,13 @@ import torch
 
 from train.errors import ConfigError
 from train.probing import RoutedLayer
-from train.report.charts import Line, _indices, _png, line_chart, number, ticks
+from train.report.charts import LEFT, Line, _indices, _png, heat_map, line_chart, number, ticks
 from train.report.history import read_history
 from train.report.layers import _load_figures, _visible
+from train.report.reading import Top, merged
 from train.report.snippets import Documents, pieces
 from train.report.top_tokens import STRETCH, TopTokens, choose_experts
+from train.report.words import WordTokens, has_word
 
 LAYER = "routing/blocks.1.feed_forward"
 
@@ -38,8 +40,57 @@ def test_records_fall_into_spans_of_which_the_mean_is_kept(tmp_path):
     assert history.scalars["loss"] == [2, 5, 8, 10]
     layer = history.layers["blocks.1.feed_forward"]
     assert layer.scalars["entropy"] == [4, 10, 16, 20]
-    assert [row.tolist() for row in layer.lists["load"]] == [[2, 0], [5, 0], [8, 0], [10, 0]]
     assert history.final_loss == 5.5
+
+
+def test_a_heat_map_has_a_column_for_each_record_with_loads(tmp_path):
+    # Every third of 1,800 steps, and one with a validation: 601 columns, where curves have 225.
+    logged = [*range(3, 1801, 3), 100]
+    lines = [
+        {"step": s, "loss": 1.0} | ({f"{LAYER}/load": [s, 0.0]} if s in logged else {})
+        for s in range(1, 1801)
+    ]
+    history = read_history(write(tmp_path, lines))
+    assert len(history.steps) == 225
+    assert (history.load_steps, history.load_width) == (sorted(logged), 1)
+    layer = history.layers["blocks.1.feed_forward"]
+    assert [row[0] for row in layer.load] == sorted(logged)
+    html = _load_figures(history, RoutedLayer(name="blocks.1.feed_forward", levels=(2,)), layer)
+    image = base64.b64decode(re.search(r"base64,([^\"]+)", html)[1])
+    assert struct.unpack(">II", image[16:24]) == (601, 2)
+    assert "a column each step whose record" in html
+
+
+@pytest.mark.parametrize(
+    ("records", "steps", "loads"),
+    [
+        (4, [1, 2, 3, 4], [1, 2, 3, 4]),
+        # Two share a column from the fifth on: 1 and 2, 3 and 4, 5.
+        (5, [2, 4, 5], [1.5, 3.5, 5]),
+        (8, [2, 4, 6, 8], [1.5, 3.5, 5.5, 7.5]),
+        (9, [4, 8, 9], [2.5, 6.5, 9]),  # four of them
+        (14, [4, 8, 12, 14], [2.5, 6.5, 10.5, 13.5]),
+    ],
+)
+def test_records_beyond_the_pixels_share_columns_evenly(tmp_path, records, steps, loads):
+    lines = [{"step": s, "loss": 1.0, f"{LAYER}/load": [s, 0.0]} for s in range(1, records + 1)]
+    history = read_history(write(tmp_path, lines), max_columns=4)
+    assert history.load_steps == steps
+    assert [row[0] for row in history.layers["blocks.1.feed_forward"].load] == loads
+
+
+def test_an_odd_number_of_pixels_loses_no_record(tmp_path):
+    lines = [{"step": s, "loss": 1.0, f"{LAYER}/load": [s, 0.0]} for s in range(1, 8)]
+    history = read_history(write(tmp_path, lines), max_columns=3)
+    assert history.load_steps == [4, 7]
+    assert [row[0] for row in history.layers["blocks.1.feed_forward"].load] == [2.5, 6]
+
+
+def test_the_steps_below_a_heat_map_stand_under_their_columns():
+    # Columns of 1, 2, 3, 4 and 100, each a fifth of the plot: 100 stands in the last one's middle.
+    svg = heat_map([1, 2, 3, 4, 100], np.ones((1, 5)), ["expert 0: x"], title="t")
+    places = dict(re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d,]+)<', svg))
+    assert {step: float(x) for x, step in places.items()}["100"] == LEFT + 978 * 0.9
 
 
 def test_of_a_step_that_was_done_again_the_later_record_counts_and_all_behind_it_goes(tmp_path):
@@ -111,6 +162,33 @@ def test_equal_coefficients_are_not_all_from_the_beginning():
     assert max(positions) > 50 * STRETCH
 
 
+def test_words_are_told_from_punctuation_and_white_space(prepared):
+    words = ["a", " the", "x=1", "é", "漢", "_a", "½", "🙂", "\ufffd", "\u0947", "s)"]
+    others = ["", " ", "\n\n", "\t", ".", " ==", "(){}", "—", "«", "$", "`", "\x00", "…", "__"]
+    assert [has_word(text) for text in words] == [True] * len(words)
+    assert [has_word(text) for text in others] == [False] * len(others)
+    tokenizer = prepared.tokenizer()
+    ids = torch.tensor(
+        [tokenizer.encode("def f():\n    return"), tokenizer.encode("def f():\n    return")]
+    )
+    expected = [has_word(tokenizer.decode([int(token)])) for token in ids[0]]
+    assert {True, False} <= set(expected)
+    assert WordTokens(tokenizer)(ids).tolist() == [expected] * 2
+    assert WordTokens(tokenizer)(torch.tensor([[tokenizer.end_of_text_id]])).tolist() == [[False]]
+
+
+def test_the_highest_of_all_and_of_words_are_one_list_in_order():
+    every = [(0.9, 7), (0.8, 3), (0.8, 5)]
+    words = [(0.8, 3), (0.5, 9), (0.4, 1)]
+    assert merged(every, words) == [
+        Top(0.9, 7, among_all=True, among_words=False),
+        Top(0.8, 3, among_all=True, among_words=True),
+        Top(0.8, 5, among_all=True, among_words=False),
+        Top(0.5, 9, among_all=False, among_words=True),
+        Top(0.4, 1, among_all=False, among_words=True),
+    ]
+
+
 def test_experts_are_chosen_by_dominance_and_a_spread_of_load():
     tops = TopTokens(8, 1)
     # Loads 0.5, 0.2, 0.1, 0.1, 0.06, 0.04, 0, 0; expert 3 alone has halves of tokens.
@@ -175,9 +253,9 @@ def test_text_cannot_become_markup():
 def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):
     lines = [{"step": s, "loss": 1.0, f"{LAYER}/load": [e / 500 for e in range(1000)]}
              for s in (1, 2)]  # fmt: skip
-    history = read_history(write(tmp_path, lines)).layers["blocks.1.feed_forward"]
+    history = read_history(write(tmp_path, lines))
     layer = RoutedLayer(name="blocks.1.feed_forward", levels=(1000,))
-    html = _load_figures([1, 2], layer, history)
+    html = _load_figures(history, layer, history.layers[layer.name])
     image = base64.b64decode(re.search(r"base64,([^\"]+)", html)[1])
     assert struct.unpack(">II", image[16:24]) == (2, 256)
     assert "4 experts share a row" in html

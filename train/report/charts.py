@@ -8,7 +8,7 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -19,6 +19,8 @@ import numpy.typing as npt
 NARROW, WIDE, HEIGHT = 640, 1060, 220
 """Of a chart beside another, and of one as wide as the page: text is equally large in both."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 10, 26
+MOST_COLUMNS = WIDE - LEFT - RIGHT
+"""Of a heat map: its pixels."""
 RAMP = (
     *((228, 238, 234), (178, 210, 206), (116, 172, 181)),
     *((66, 125, 155), (38, 80, 120), (22, 34, 66)),
@@ -112,6 +114,13 @@ class _axis:
         return round(self._first + (value - self._low) * self._scale, 1)
 
 
+def _columns_axis(steps: Sequence[int], first: float, last: float) -> Callable[[float], float]:
+    """From steps to pixels where every step has a column of its own: between the columns' middles,
+    wherever the steps stand."""
+    middles = first + (last - first) * (np.arange(len(steps)) + 0.5) / len(steps)
+    return lambda step: round(float(np.interp(step, steps, middles)), 1)
+
+
 def _frame(title: str, width: int, height: float = HEIGHT) -> str:
     css = ' class="wide"' if width == WIDE else ""
     return (
@@ -134,7 +143,7 @@ def _grid(
     return parts + step_ticks(steps, x, HEIGHT)
 
 
-def step_ticks(steps: Sequence[int], x: _axis, height: float) -> list[str]:
+def step_ticks(steps: Sequence[int], x: Callable[[float], float], height: float) -> list[str]:
     """The numbers below a chart."""
     places = ticks(steps[0], steps[-1], 6) if len(steps) > 1 else [float(steps[0])]
     return [
@@ -199,7 +208,7 @@ def heat_map(
     """Load over time: a row an expert, or a few; a column a span of steps.
 
     Args:
-        steps: of every column.
+        steps: of every column; at any distances, the columns are equally wide.
         relative_RC: load over the mean load; NaN where nothing is known, 0 is left transparent.
         names: of each row, for its tooltip.
         title: for a screen reader.
@@ -210,7 +219,7 @@ def heat_map(
     rows = relative_RC.shape[0]
     plot = max(96, min(256, rows * 12))
     height = plot + TOP + BOTTOM
-    x = _axis(steps[0], steps[-1], LEFT, WIDE - RIGHT)
+    x = _columns_axis(steps, LEFT, WIDE - RIGHT)
     data = base64.b64encode(_png(_indices(relative_RC))).decode()
     parts = [
         _frame(title, WIDE, height),

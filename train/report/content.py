@@ -15,6 +15,10 @@ class Snippet:
     coefficient: float
     place: Place
     pieces: list[Piece]
+    among_all: bool
+    """Whether it is one of the highest of all tokens."""
+    among_words: bool
+    """Whether it is one of the highest of those that are words or parts of words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class ExpertReport:
     dominant: float
     """Share of the tokens with a coefficient of at least 0.5."""
     snippets: list[Snippet]
+    """The highest of all tokens and of words, the highest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +116,22 @@ def _text(text: TextPass) -> dict[str, Any]:
                     "load": expert.load,
                     "active": expert.active,
                     "dominant": expert.dominant,
-                    "top": [
-                        {
-                            "coefficient": snippet.coefficient,
-                            "document": snippet.place.document,
-                            "offset": snippet.place.offset,
-                            "position": snippet.place.position,
-                            "text": "".join(piece.text for piece in snippet.pieces),
-                            "token": "".join(p.text for p in snippet.pieces if p.is_peak),
-                        }
-                        for snippet in expert.snippets
-                    ],
+                    "top": [_snippet(one) for one in expert.snippets if one.among_all],
+                    "top_words": [_snippet(one) for one in expert.snippets if one.among_words],
                 }
                 for expert in experts
             ]
             for name, experts in text.layers.items()
         },
+    }
+
+
+def _snippet(snippet: Snippet) -> dict[str, Any]:
+    return {
+        "coefficient": snippet.coefficient,
+        "document": snippet.place.document,
+        "offset": snippet.place.offset,
+        "position": snippet.place.position,
+        "text": "".join(piece.text for piece in snippet.pieces),
+        "token": "".join(piece.text for piece in snippet.pieces if piece.is_peak),
     }

@@ -18,7 +18,7 @@ from train.report.charts import (
     number,
 )
 from train.report.content import ExpertReport, Report, Snippet
-from train.report.history import LayerHistory, Series
+from train.report.history import History, LayerHistory, Series
 from train.report.snippets import Piece
 from train.report.top_tokens import STRETCH
 
@@ -26,6 +26,15 @@ MAX_ROWS = 256
 """Rows of a heat map; more experts share them."""
 IN_ORDER = 32
 """Up to so many experts stand in the order of their numbers, more in that of their load."""
+
+
+SWITCH = (
+    '<input type="checkbox" id="every-token" autocomplete="off"><label for="every-token">'
+    "Show the highest of all tokens, also of those that are only punctuation or white space"
+    "</label>"
+)
+"""The style sheet does what it says: `words-only` is hidden while it is checked, `all-only` while
+it is not."""
 
 
 def figure(heading: str, body: str, caption: str = "", *, wide: bool = False) -> str:
@@ -65,6 +74,7 @@ def layers_section(report: Report) -> str:
             f'<p class="note">The token that counts has a frame. The colour behind every token is '
             f'its own {word} for that expert: <span class="scale">0 <i></i> 1</span></p>'
         )
+        parts.append(SWITCH)
     for number_, layer in enumerate(report.routed):
         parts.append(_layer(report, layer, is_open=number_ == 0 or len(report.routed) <= 4))
     return f'<section id="layers"><h2>Layers and top tokens</h2>{"".join(parts)}</section>'
@@ -73,7 +83,7 @@ def layers_section(report: Report) -> str:
 def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     history = report.history.layers.get(layer.name, LayerHistory())
     experts = report.text.layers.get(layer.name, []) if report.text else []
-    body = _load_figures(report.history.steps, layer, history)
+    body = _load_figures(report.history, layer, history)
     body += _entropy_figure(report.history.steps, layer, history)
     if experts:
         body += f'<div class="experts">{"".join(_expert(expert) for expert in experts)}</div>'
@@ -129,15 +139,14 @@ def _entropy_line(label: str, values: Series, maximum: float, colour: str) -> Li
     return Line(label=label, values=scaled, colour=colour, with_points=label.startswith("level"))
 
 
-def _load_figures(steps: Sequence[int], layer: RoutedLayer, history: LayerHistory) -> str:
-    rows = history.lists.get("load")
+def _load_figures(times: History, layer: RoutedLayer, history: LayerHistory) -> str:
     width = sum(layer.levels)
-    known = [row for row in rows or [] if row is not None and row.size == width]
-    if rows is None or not known:
+    known = [row for row in history.load if row is not None and row.size == width]
+    if not known:
         return '<p class="note">metrics.jsonl has no load of single experts of this layer.</p>'
     unknown = np.full(width, np.nan)
     table = []
-    for row in rows:  # a span without a record keeps the last one known
+    for row in history.load:  # a column without a record of this layer keeps the last one known
         unknown = row if row is not None and row.size == width else unknown
         table.append(unknown)
     load_SC = np.stack(table, axis=1)
@@ -147,12 +156,12 @@ def _load_figures(steps: Sequence[int], layer: RoutedLayer, history: LayerHistor
     for level, size in enumerate(layer.levels):
         relative_RC = size * load_SC[first : first + size]
         heading = "Load over time" if len(layer.levels) == 1 else f"Load over time, level {level}"
-        figures.append(_load_figure(steps, relative_RC, heading))
+        figures.append(_load_figure(times, relative_RC, heading))
         first += size
     return heat_legend() + "".join(figures)
 
 
-def _load_figure(steps: Sequence[int], relative_RC: npt.NDArray[np.float64], heading: str) -> str:
+def _load_figure(times: History, relative_RC: npt.NDArray[np.float64], heading: str) -> str:
     size = relative_RC.shape[0]
     order = np.arange(size)
     if size > IN_ORDER:
@@ -162,8 +171,14 @@ def _load_figure(steps: Sequence[int], relative_RC: npt.NDArray[np.float64], hea
     shown_RC = np.stack([relative_RC[group].mean(0) for group in groups])
     sorted_by = "by number" if size <= IN_ORDER else "by their newest load, the busiest on top"
     shared = f"; {math.ceil(size / MAX_ROWS)} experts share a row" if size > MAX_ROWS else ""
-    chart = heat_map(steps, shown_RC, names, title=heading)
-    return figure(heading, chart, f"A row an expert{shared}, sorted {sorted_by}.")
+    chart = heat_map(times.load_steps, shown_RC, names, title=heading)
+    column = "step" if times.load_width == 1 else f"{times.load_width:,} steps"
+    return figure(
+        heading,
+        chart,
+        f"A row an expert{shared}, sorted {sorted_by}; a column each {column} whose record has the "
+        f"load of single experts (log.every).",
+    )
 
 
 def _row_name(experts: Sequence[int], load: float) -> str:
@@ -178,6 +193,8 @@ def _expert(expert: ExpertReport) -> str:
     )
     tops = "".join(_snippet(snippet) for snippet in expert.snippets)
     body = f'<ol class="tops">{tops}</ol>' if tops else '<p class="note">No token used it.</p>'
+    if tops and not any(snippet.among_words for snippet in expert.snippets):
+        body += '<p class="note words-only">No token with a letter or a digit used it.</p>'
     return (
         f'<div class="expert"><h3>Expert {escape(expert.name)}<span>{facts}</span></h3>{body}</div>'
     )
@@ -186,8 +203,13 @@ def _expert(expert: ExpertReport) -> str:
 def _snippet(snippet: Snippet) -> str:
     place = snippet.place
     text = "".join(_piece(piece) for piece in _trimmed(snippet.pieces))
+    css = (
+        ""
+        if snippet.among_all and snippet.among_words
+        else (' class="all-only"' if snippet.among_all else ' class="words-only"')
+    )
     return (
-        f'<li><div class="where"><b>{snippet.coefficient:.3f}</b><span>document '
+        f'<li{css}><div class="where"><b>{snippet.coefficient:.3f}</b><span>document '
         f"{place.document:,}, token {place.offset:,}</span></div><pre>{text}</pre></li>"
     )
 

@@ -1,7 +1,8 @@
 """The pass over held-out text: which tokens every expert gets most of, and their contexts.
 
 The windows stand evenly over the split. The first pass keeps the highest coefficients of all
-experts; a second one over the few windows that were chosen reads what the other tokens there got.
+experts, of all tokens and of words alone; a second one over the few windows that were chosen reads
+what the other tokens there got.
 
 Shapes: B windows, T tokens of a window, S experts of all levels side by side.
 """
@@ -9,6 +10,7 @@ Shapes: B windows, T tokens of a window, S experts of all levels side by side.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from train.report.coefficients import Reader, reading
 from train.report.content import ExpertReport, Snippet
 from train.report.snippets import Documents, Place, pieces
 from train.report.top_tokens import TopTokens, choose_experts
+from train.report.words import WordTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Choice:
     """What is shown of the experts."""
 
     top: int = 8
-    """Tokens of an expert."""
+    """Tokens of an expert: so many of all, and so many words."""
     per_layer: int = 6
     """Experts that are picked in a layer, unless they are named."""
     experts: tuple[str, ...] = ()
@@ -124,16 +127,27 @@ def read_text(
         ConfigError: coefficients are not finite.
     """
     device = next(model.parameters()).device
-    tops = {layer.name: TopTokens(layer.num_experts, choice.top, device) for layer in layers}
+    tops, word_tops = (
+        {layer.name: TopTokens(layer.num_experts, choice.top, device) for layer in layers}
+        for _ in range(2)
+    )
+    are_words = WordTokens(text.tokenizer)
     with reading(model, layers) as read:
         done = 0
         for numbers, input_BT, position_BT in text.batches(text.numbers()):
+            word_position_BT = position_BT.where(are_words(input_BT), -1).to(device)
             for layer_name, a_BTS in read(input_BT.to(device)).items():
                 tops[layer_name].add(a_BTS, position_BT.to(device))
+                word_tops[layer_name].add(a_BTS, word_position_BT)
             done += len(numbers)
             progress(done / text.count)
         columns = {layer.name: _columns(layer, tops[layer.name], choice, name) for layer in layers}
-        snippets = _snippets(read, text, tops, columns, device)
+        wanted = {
+            (name, column): merged(tops[name].highest(column), word_tops[name].highest(column))
+            for name, chosen in columns.items()
+            for column in chosen
+        }
+        snippets = _snippets(read, text, wanted, device)
     tokens, reports = 0, {}
     for layer in layers:
         totals, scale = tops[layer.name].totals(), _level_sizes(layer)
@@ -168,28 +182,48 @@ def _level_sizes(layer: RoutedLayer) -> list[int]:
     return [size for size in layer.levels for _ in range(size)]
 
 
+class Top(NamedTuple):
+    """A token that an expert gets much of."""
+
+    coefficient: float
+    position: int
+    among_all: bool
+    among_words: bool
+
+
+def merged(every: Sequence[tuple[float, int]], words: Sequence[tuple[float, int]]) -> list[Top]:
+    """The highest tokens of an expert and its highest words as one list, the highest first.
+
+    Args:
+        every: coefficients and positions of all tokens, the highest first.
+        words: the same of words alone.
+    """
+    in_every, in_words = ({position for _, position in one} for one in (every, words))
+    others = [one for one in words if one[1] not in in_every]
+    tops = [Top(a, at, at in in_every, at in in_words) for a, at in (*every, *others)]
+    return sorted(tops, key=lambda top: -top.coefficient)
+
+
 def _snippets(
     read: Reader,
     text: Text,
-    tops: Mapping[str, TopTokens],
-    columns: Mapping[str, list[int]],
+    wanted: Mapping[tuple[str, int], list[Top]],
     device: torch.device,
 ) -> dict[tuple[str, int], list[Snippet]]:
     """The contexts of the top tokens of chosen experts, in their order."""
     documents = Documents(text.stream)
-    wanted: dict[int, list[tuple[str, int, int, float, Place]]] = {}
-    for name, chosen in columns.items():
-        for column in chosen:
-            for rank, (a, position) in enumerate(tops[name].highest(column)):
-                window = text.window_of(position)
-                place = documents.place(position, *text.bounds(window))
-                wanted.setdefault(window, []).append((name, column, rank, a, place))
+    windows: dict[int, list[tuple[str, int, int, Top, Place]]] = {}
+    for (name, column), tops in wanted.items():
+        for rank, top in enumerate(tops):
+            window = text.window_of(top.position)
+            place = documents.place(top.position, *text.bounds(window))
+            windows.setdefault(window, []).append((name, column, rank, top, place))
     found: dict[tuple[str, int], dict[int, Snippet]] = {}
-    for numbers, input_BT, _ in text.batches(iter(sorted(wanted))):
+    for numbers, input_BT, _ in text.batches(iter(sorted(windows))):
         coefficients = {name: a_BTS.cpu() for name, a_BTS in read(input_BT.to(device)).items()}
         for row, window in enumerate(numbers):
             begin, end = text.bounds(window)
-            for name, column, rank, a, place in wanted[window]:
+            for name, column, rank, top, place in windows[window]:
                 a_T = coefficients[name][row, :, column]
                 positions = range(place.read_first, place.read_stop)
                 shown = pieces(
@@ -199,6 +233,11 @@ def _snippets(
                     text.tokenizer.decode,
                     text.tokenizer.end_of_text_id,
                 )
-                snippet = Snippet(coefficient=a, place=place, pieces=shown)
-                found.setdefault((name, column), {})[rank] = snippet
+                found.setdefault((name, column), {})[rank] = Snippet(
+                    coefficient=top.coefficient,
+                    place=place,
+                    pieces=shown,
+                    among_all=top.among_all,
+                    among_words=top.among_words,
+                )
     return {key: [ranked[rank] for rank in sorted(ranked)] for key, ranked in found.items()}

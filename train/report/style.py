@@ -71,6 +71,10 @@ summary span { color: var(--soft); font-size: .86rem; font-variant-numeric: tabu
 summary:focus-visible, a:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 .inside { padding: 0 .9rem .9rem; }
 .inside figure { border: 0; padding: .2rem 0 .4rem; }
+#every-token:checked ~ details .words-only, #every-token:not(:checked) ~ details .all-only {
+  display: none; }
+#every-token { accent-color: var(--accent); margin: 0 .5em 0 0; vertical-align: -.1em; }
+#every-token + label { cursor: pointer; font-size: .88rem; }
 .experts { display: grid; gap: 1.1rem; margin-top: .5rem; }
 .expert { border-top: 1px solid var(--line); padding-top: .8rem; min-width: 0; }
 .expert h3 span { color: var(--soft); font-weight: 400; font-size: .86rem; margin-left: .6em; }
