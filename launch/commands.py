@@ -39,12 +39,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "launch": Command(
         summary="Checks a run, then trains it in P processes of this machine, or of N hosts.",
-        example="polyad launch configs/quickstart/gpt2.yaml --processes-per-node 2 "
+        example="polyad launch configs/quickstart/gpt2-smoe.yaml --processes-per-node 2 "
         "data.path=runs/stdlib\n"
         "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
-        "--rdzv-endpoint node-1:29400\n"
+        "--rdzv-endpoint node-1:29400 data.path=runs/stdlib\n"
         "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
-        "--gpus-per-node 4 --time 24:00:00 --dry-run",
+        "--gpus-per-node 4 --time 24:00:00 data.path=runs/stdlib --dry-run",
         arguments=arguments.launch_arguments,
         handler=handlers.launch,
     ),
@@ -150,16 +150,17 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(
         summary="Continues a text with a checkpoint.",
         example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
-        "--top-p 0.95 --seed 1\n"
+        "--top-k 50 --top-p 0.95 --seed 1\n"
         "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
         arguments=arguments.generate_arguments,
         handler=handlers.generate,
     ),
     "convert": Command(
         summary="Weights to a Hugging Face folder or plain safetensors, or to a checkpoint.",
-        example="polyad convert runs/quickstart/run exported --to safetensors\n"
-        "polyad convert gpt2 runs/gpt2-start --to polyad\n"
-        "polyad convert gpt2 runs/gpt2-experts --to polyad --upcycle num_experts=8,top_k=2",
+        example="polyad convert runs/quickstart/run plain --to safetensors\n"
+        "polyad convert runs/quickstart/dense exported --to huggingface\n"
+        "polyad convert exported runs/again --to polyad\n"
+        "polyad convert exported runs/upcycled --to polyad --upcycle num_experts=8,top_k=2",
         arguments=arguments.convert_arguments,
         handler=handlers.convert,
     ),

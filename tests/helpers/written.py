@@ -1,0 +1,277 @@
+"""The commands that READMEs, help texts and configurations tell a reader to type, as they stand.
+
+`documents` and `help_commands` give them in order; `World` says what each of them reads and makes.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.cli import run
+from launch.commands import COMMANDS
+from launch.parser import Parser
+from launch.quickstart import CONFIG as QUICKSTART
+from train.config import load_config
+from train.study_config import StudyConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
+"""First words that make a block of text one of commands. Every line of it is one then."""
+PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
+"""Metavars of arguments that are paths."""
+MAKES = frozenset({"output", "json", "figure", "destination"})
+"""Arguments that name what a command makes; it reads every other path."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A command, where it stands."""
+
+    place: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        """As a shell hands them over, a redirection among them."""
+        return shlex.split(self.text, comments=True)
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+def documents() -> list[Written]:
+    """The commands of all READMEs and the like: the root's first, as a reader goes."""
+    paths = [
+        path for path in ROOT.rglob("*.md") if not path.relative_to(ROOT).parts[0].startswith(".")
+    ]
+    paths.sort(key=lambda path: (len(path.relative_to(ROOT).parts), path.name != "README.md", path))
+    return [command for path in paths for command in commands_of_markdown(path)]
+
+
+def commands_of_markdown(path: Path) -> list[Written]:
+    """The commands of a file's code blocks, indented or fenced.
+
+    Raises:
+        AssertionError: a block of commands has a line that begins with another program.
+    """
+    place, found = str(path.relative_to(ROOT)), []
+    for block in _blocks(path.read_text(encoding="utf-8")):
+        lines = [line for line in _joined(block) if not line.startswith("#")]
+        if not any(line.split()[0] in PROGRAMS for line in lines):
+            continue
+        for line in lines:
+            assert line.split()[0] in PROGRAMS, f"{place}: {line!r} is no command that is known"
+            found.append(Written(place, line))
+    return found
+
+
+def _blocks(text: str) -> Iterator[list[str]]:
+    block: list[str] = []
+    fenced = False
+    for line in [*text.splitlines(), "end"]:
+        fence = line.lstrip().startswith("```")
+        if (fenced and not fence) or (not fenced and (line.startswith("    ") or not line)):
+            block.append(line)
+            continue
+        if block:
+            yield block
+        block, fenced = [], fenced != fence
+
+
+def _joined(lines: Sequence[str]) -> list[str]:
+    """Without blank lines, a line that goes on in the next one with it."""
+    text = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def commands_of_config(path: Path) -> list[Written]:
+    """Those of the head of a configuration, which stand behind `# Command`."""
+    head = path.read_text(encoding="utf-8").partition("\n\n")[0]
+    block = re.search(r"^# Command (.*(?:\n# {9,}.*)*)", head, re.M)
+    assert block, f"{path}: its head has no command"
+    lines = _joined([line.removeprefix("# ") for line in block[1].splitlines()])
+    place = str(path.relative_to(ROOT))
+    commands = [line for line in lines if line.split()[0] in PROGRAMS]  # others explain them
+    return [Written(place, line.partition(", or by hand")[0]) for line in commands]
+
+
+def help_commands() -> dict[str, list[Written]]:
+    """The examples of `polyad --help`, and those of all commands as `polyad --help` lists them."""
+    each = [command for name in COMMANDS for command in _examples(*name.split())]
+    return {"polyad --help": _examples(), "polyad COMMAND --help": each}
+
+
+def _examples(*command: str) -> list[Written]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert run([*command, "--help"]) == 0
+    place = " ".join(["polyad", *command, "--help"])
+    return [Written(place, line) for line in _joined(said.getvalue().partition("example:")[2:])]
+
+
+def inline_commands() -> list[Written]:
+    """What stands in READMEs between `marks` within a line; often only the part that matters."""
+    return [
+        Written(str(path.relative_to(ROOT)), text)
+        for path in sorted(ROOT.rglob("*.md"))
+        if not path.relative_to(ROOT).parts[0].startswith(".")
+        for text in re.findall(r"`(polyad [^`]+)`", path.read_text(encoding="utf-8"))
+    ]
+
+
+def polyad_words(words: Sequence[str]) -> list[str] | None:
+    """What `polyad` is given, also by torchrun; None of another program."""
+    if words[0] == "polyad":
+        return list(words[1:])
+    if words[0] == "torchrun":
+        return list(words[words.index("launch") + 1 :])
+    return None
+
+
+def parser_of(words: Sequence[str]) -> tuple[str, Parser, list[str]]:
+    """The command of these words, its parser, and what is left for that."""
+    count = 2 if " ".join(words[:2]) in COMMANDS else 1
+    name = " ".join(words[:count])
+    assert name in COMMANDS, f"there is no command {name!r}"
+    parser = Parser(name, COMMANDS[name].summary, COMMANDS[name].example)
+    COMMANDS[name].arguments(parser)
+    return name, parser, list(words[count:])
+
+
+def parsed(words: Sequence[str]) -> tuple[str, Parser, Namespace]:
+    """A command line of `polyad`, parsed as `polyad` does it.
+
+    Raises:
+        UsageError: it cannot be.
+    """
+    name, parser, rest = parser_of(words)
+    return name, parser, parser.parse_intermixed_args(rest)
+
+
+class World:
+    """What the commands so far have made, in a folder that was an empty clone at first."""
+
+    def __init__(self) -> None:
+        self._made: set[str] = set()
+        self._steps: dict[str, set[int]] = {}
+
+    def follow(self, command: Written) -> None:
+        """Checks that all that a command reads is there, and remembers what it makes.
+
+        Raises:
+            AssertionError: something is not.
+            ValueError: the command line or a key is wrong.
+        """
+        words = command.words
+        if ">" in words:
+            self._make(words[words.index(">") + 1])
+            words = words[: words.index(">")]
+        given = polyad_words(words)
+        if given is None:
+            self._other(words)
+            return
+        name, parser, options = parsed(given)
+        for path in _paths(parser, options, made=False):
+            self._read(path)
+        if name in ("train", "launch"):
+            self._train(options.config, options.overrides, self._is_started(name, options))
+        if name == "validate" and not options.without_data:
+            self._train(options.config, options.overrides, is_started=False)
+        if name == "study":
+            self._study(options.study, is_started=not options.dry_run)
+        for path in _paths(parser, options, made=True):
+            assert not self._is_there(path) or name not in ("prepare", "convert"), (
+                f"{path} is there"
+            )
+            self._make(path)
+        if name == "checkpoint delete":
+            for folder in options.folders:
+                self._steps[str(folder.parent.parent)].remove(_step(folder.name))
+
+    def _other(self, words: Sequence[str]) -> None:
+        """Programs that are not ours."""
+        if words == ["make", "quickstart"]:
+            for command in commands_of_config(ROOT / QUICKSTART)[1:]:
+                self.follow(command)
+        for path in re.findall(r"(?:--logdir |checkpoint=)([^\s,]+)", " ".join(words)):
+            self._read(path)
+
+    @staticmethod
+    def _is_started(name: str, options: Namespace) -> bool:
+        return name == "train" or (not options.dry_run and options.nodes == 1)
+
+    def _train(self, path: Path, overrides: Sequence[str], is_started: bool) -> None:
+        config = load_config(ROOT / path, overrides)
+        for source in [config.data.path, *(one.path for one in config.data.mixture or ())]:
+            if source is not None:
+                self._read(source)
+        if config.checkpoint.init_from is not None:
+            self._read(str(config.checkpoint.init_from))
+        if is_started:
+            folder, last, every = config.run.folder, config.train.steps, config.checkpoint.every
+            self._make(folder)
+            saved = {last, *(range(every, last, every) if every else ())}
+            self._steps.setdefault(folder, set()).update(saved)
+
+    def _study(self, path: Path, *, is_started: bool) -> None:
+        study = StudyConfig.model_validate(yaml.safe_load((ROOT / path).read_text()))
+        self._read(study.base)
+        if study.data.source is None:
+            self._read(study.data.path)
+        if is_started:
+            runs = [f"runs/{variant}/seed-{s}" for variant in study.variants for s in study.seeds]
+            for name in ("results.json", *runs):
+                self._make(f"{study.folder}/{name}")
+            self._make(study.data.path)
+
+    def _make(self, path: str) -> None:
+        self._made.add(_normal(path))
+
+    def _read(self, path: str) -> None:
+        assert self._is_there(path), f"{path}: no command before this one makes it"
+
+    def _is_there(self, path: str) -> bool:
+        path = _normal(path)
+        if re.match(r"(configs|tests)/", path):
+            return (ROOT / path).exists()
+        run, found, name = path.partition("/checkpoints/")
+        if found:
+            return _step(name) in self._steps.get(run, ())
+        # What was made, what is in it, and the folder that it is in.
+        return any(
+            path == made or path.startswith(f"{made}/") or made.startswith(f"{path}/")
+            for made in self._made
+        )
+
+
+def _paths(parser: Parser, options: Namespace, *, made: bool) -> list[str]:
+    """The paths that a command line names: what it makes, or what it reads."""
+    found = []
+    for action in parser._actions:
+        value: Any = getattr(options, action.dest, None)
+        each = [str(one) for one in (value if isinstance(value, list) else [value])]
+        is_path = action.type is Path or action.metavar in PATHS
+        found += [
+            one
+            for one in each
+            if (action.dest in MAKES) == made
+            and value not in (None, action.default)
+            and (is_path or ("/" in one and "=" not in one))
+            and one != "-"
+        ]
+    return found
+
+
+def _normal(path: str) -> str:
+    return str(Path(path))
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))

@@ -1,0 +1,159 @@
+"""Commands that a reader is told to type can be typed, in the order in which they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.cli import run
+from launch.commands import COMMANDS
+from launch.parser import UsageError
+from tests.helpers.written import (
+    ROOT,
+    World,
+    Written,
+    commands_of_config,
+    commands_of_markdown,
+    documents,
+    help_commands,
+    inline_commands,
+    parsed,
+    parser_of,
+    polyad_words,
+)
+
+SEQUENCES = {"README.md and those below": documents(), **help_commands()}
+NO_COMMANDS = ("COMMAND", "--help", "--version", "cp", "tr")
+"""What stands behind `polyad` in a text and is no command: the last two are rows of a table."""
+GROUPS = {name.rpartition(" ")[0] for name in COMMANDS if " " in name}
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_path_of_a_command_was_made_by_one_before_it(name: str) -> None:
+    world = World()
+    for command in SEQUENCES[name]:
+        try:
+            world.follow(command)
+        except (AssertionError, ValueError) as error:
+            pytest.fail(f"{command}\n{error}")
+
+
+def test_commands_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    counts = {name: len(commands) for name, commands in SEQUENCES.items()}
+    assert counts["README.md and those below"] > 30
+    assert counts["polyad COMMAND --help"] > 30
+    assert counts["polyad --help"] == 2
+
+
+def test_a_command_of_every_form_is_taken_from_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tests.helpers.written.ROOT", tmp_path)
+    path = tmp_path / "README.md"
+    path.write_text(
+        "Text `polyad train` text.\n\n    # why\n    polyad train x.yaml \\\n      seed=1  # what\n"
+        "\n    make test\n\n    loss 5.2\n    perplexity 3\n\n"
+        "```bash\ntorchrun -m launch train x\n```\n    polyad after fence\n"
+    )
+    # The table of the same block: blank lines do not end one.
+    with pytest.raises(AssertionError, match=r"'loss 5\.2' is no command"):
+        commands_of_markdown(path)
+    path.write_text(path.read_text().replace("    loss 5.2\n    perplexity 3\n", "Text.\n"))
+    found = [command.words for command in commands_of_markdown(path)]
+    assert found == [
+        ["polyad", "train", "x.yaml", "seed=1"],
+        ["make", "test"],
+        ["torchrun", "-m", "launch", "train", "x"],
+        ["polyad", "after", "fence"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("commands", "words"),
+    [
+        (["polyad evaluate runs/experts"], "runs/experts: no command before"),
+        (["polyad convert gpt2 x --to polyad"], "gpt2: no command before"),
+        (["polyad train configs/quickstart/gpt2.yaml"], "runs/quickstart/data: no command before"),
+        (["polyad train configs/none.yaml"], "configs/none.yaml: no command before"),
+        (["make quickstart", "polyad evaluate runs/quickstart/dense"], "runs/quickstart/dense"),
+        (
+            ["make quickstart", "polyad report runs/quickstart/run/checkpoints/step-00000150"],
+            "step-00000150: no command before",
+        ),
+        (
+            [
+                "make quickstart",
+                "polyad checkpoint delete runs/quickstart/run/checkpoints/step-00000100",
+                "polyad evaluate runs/quickstart/run/checkpoints/step-00000100",
+            ],
+            "step-00000100: no command before",
+        ),
+        (["tensorboard --logdir runs/two/tensorboard"], "runs/two/tensorboard: no command before"),
+        (["lm_eval --model polyad --model_args checkpoint=runs/two,x=1"], "runs/two: no command"),
+        (["polyad generate x"], "--prompt"),
+        (["polyad trian x"], "there is no command 'trian'"),
+        (["make quickstart", "make quickstart"], "runs/quickstart/data is there"),
+    ],
+)
+def test_what_nothing_made_is_found(commands: list[str], words: str) -> None:
+    world = World()
+    for text in commands[:-1]:
+        world.follow(Written("here", text))
+    with pytest.raises((AssertionError, UsageError), match=re.escape(words)):
+        world.follow(Written("here", commands[-1]))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_of_a_configuration_s_head_are_of_this_file(path: Path) -> None:
+    own = str(path.relative_to(ROOT))
+    started = []
+    for command in commands_of_config(path):
+        words = polyad_words(command.words)
+        if words is not None:
+            _, _, options = parsed(words)
+            started += [str(vars(options).get(key)) for key in ("config", "study")]
+    assert own in started
+    assert set(started) <= {own, "None"}
+
+
+def test_runs_that_are_written_down_are_valid(capfd: pytest.CaptureFixture[str]) -> None:
+    checked = 0
+    for command in (one for commands in SEQUENCES.values() for one in commands):
+        words = polyad_words(command.words)
+        if words is None or words[0] not in ("train", "launch"):
+            continue
+        name, _, options = parsed(words)
+        processes = 1
+        if name == "launch":
+            processes = options.nodes * options.processes_per_node
+        elif command.words[0] == "torchrun":
+            processes = int(command.words[command.words.index("--nproc-per-node") + 1])
+        given = ["--processes", str(processes), "--without-data", "model.vocab_size=8192"]
+        # Weights that a command before makes; the run itself is tried where they are.
+        overrides = [key for key in options.overrides if "init_from" not in key]
+        status = run(["validate", str(ROOT / options.config), *given, *overrides, "--json", "-"])
+        assert status == 0, f"{command}\n{capfd.readouterr().err}"
+        checked += 1
+    assert checked > 5
+
+
+def test_options_that_are_mentioned_exist() -> None:
+    known = 0
+    for command in inline_commands():
+        words = re.sub(r"[()\[\]|,]", " ", command.text).split()[1:]
+        if words[0] in NO_COMMANDS or " ".join(words) in GROUPS:
+            continue
+        _, parser, rest = parser_of(words)
+        options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert options <= parser._option_string_actions.keys(), str(command)
+        known += len(options)
+    assert known > 10
+
+
+def test_measurements_name_commands_that_can_be_typed() -> None:
+    benches = [one for one in inline_commands() if one.text.startswith("polyad bench ")]
+    for command in benches:
+        if "..." not in command.text and len(command.words) > 2:
+            parsed(command.words[1:])
+    assert len(benches) > 10
