@@ -156,9 +156,14 @@ def parsed(words: Sequence[str]) -> tuple[str, Parser, Namespace]:
 
 
 class World:
-    """What the commands so far have made, in a folder that was an empty clone at first."""
+    """What the commands so far have made, in a folder that was an empty clone at first.
 
-    def __init__(self) -> None:
+    Args:
+        root: where the configurations are.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
         self._made: set[str] = set()
         self._steps: dict[str, set[int]] = {}
 
@@ -205,10 +210,10 @@ class World:
 
     @staticmethod
     def _is_started(name: str, options: Namespace) -> bool:
-        return name == "train" or (not options.dry_run and options.nodes == 1)
+        return name == "train" or (not options.dry_run and options.via == "local")
 
     def _train(self, path: Path, overrides: Sequence[str], is_started: bool) -> None:
-        config = load_config(ROOT / path, overrides)
+        config = load_config(self._root / path, overrides)
         for source in [config.data.path, *(one.path for one in config.data.mixture or ())]:
             if source is not None:
                 self._read(source)
@@ -221,7 +226,7 @@ class World:
             self._steps.setdefault(folder, set()).update(saved)
 
     def _study(self, path: Path, *, is_started: bool) -> None:
-        study = StudyConfig.model_validate(yaml.safe_load((ROOT / path).read_text()))
+        study = StudyConfig.model_validate(yaml.safe_load((self._root / path).read_text()))
         self._read(study.base)
         if study.data.source is None:
             self._read(study.data.path)
@@ -231,6 +236,11 @@ class World:
                 self._make(f"{study.folder}/{name}")
             self._make(study.data.path)
 
+    def made(self) -> list[str]:
+        """The paths that have to be there by now, checkpoints among them."""
+        saved = [(run, step) for run, steps in self._steps.items() for step in sorted(steps)]
+        return sorted(self._made) + [f"{run}/checkpoints/step-{step:08d}" for run, step in saved]
+
     def _make(self, path: str) -> None:
         self._made.add(_normal(path))
 
@@ -239,8 +249,8 @@ class World:
 
     def _is_there(self, path: str) -> bool:
         path = _normal(path)
-        if re.match(r"(configs|tests)/", path):
-            return (ROOT / path).exists()
+        if re.match(r"configs/", path):
+            return (self._root / path).exists()
         run, found, name = path.partition("/checkpoints/")
         if found:
             return _step(name) in self._steps.get(run, ())

@@ -1,0 +1,165 @@
+"""Every command that a reader is told to type is run, in order, in a folder that begins empty.
+
+The commands stand as they are written, with options behind them that make them cheap: a tiny model
+in place of the one in the file, fewer turns of a benchmark. Studies take no keys, so that theirs
+are changed in the folder's copy of the file. What cannot run here is in `NOT_RUN`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch.quickstart import CONFIG as QUICKSTART
+from tests.helpers.written import (
+    ROOT,
+    World,
+    Written,
+    commands_of_config,
+    documents,
+    help_commands,
+    parsed,
+    polyad_words,
+)
+
+NOT_RUN = {
+    "make setup": "installs packages",
+    "make check": "is no use of Polyad",
+    "make test": "is this suite",
+    "lm_eval ": "needs lm-eval, an extra, and a task from the network",
+    "tensorboard ": "serves until it is stopped; what it would show is read instead",
+    "polyad bench step --device cuda": "needs a GPU",
+}
+"""How commands begin that are parsed only, and why."""
+DRY = {"torchrun": "needs several hosts that meet", "slurm": "needs Slurm"}
+"""Ways of `polyad launch --via` that are run with --dry-run, and why."""
+TINY = (
+    *("model.hidden_size=32", "model.num_heads=2", "model.sequence_length=128"),
+    *("train.global_batch_size=4", "train.micro_batch_size=2", "evaluation.max_windows=8"),
+)
+TINY_EXPERTS = ("model.feed_forward.expert_hidden_size=32",)
+TINY_STUDY = {
+    "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 64, "train.steps": 12,
+    "checkpoint.every": 4, "schedule.warmup_steps": 2,
+}  # fmt: skip
+FEW_TURNS = ("--repeats", "1")
+SHORT = {
+    "bench data": (*FEW_TURNS, "--megabytes", "0.2", "--consumption", "1000"),
+    "bench checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
+    "bench step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
+    "bench flips": ("--steps", "5"),
+    "bench layer": (*FEW_TURNS, "--tokens", "64", "--width", "32", "--hidden", "64"),
+    "bench routing": (
+        *(*FEW_TURNS, "--tokens", "64", "--layers", "0", "--width", "32", "--heads", "2"),
+        *("--hidden", "32", "--experts", "4"),
+    ),
+}
+"""Later options replace earlier ones."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with the configurations, and studies of one seed and few steps."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for path in (tmp_path / "configs" / "studies").glob("*.yaml"):
+        tree = yaml.safe_load(path.read_text())
+        tree["seeds"] = [1]
+        tree["common"] |= TINY_STUDY
+        if tree["leak"] is not None:
+            tree["leak"] = {"steps": [4, 12], "tokens": 64}
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return tmp_path
+
+
+def cheaper(command: Written) -> list[str]:
+    """The words of a command with what makes it cheap behind them."""
+    words = command.words
+    given = polyad_words(words)
+    if given is None:  # python -m timeit
+        return [word.replace("2**29", "2**16") for word in words]
+    name, _, options = parsed(given)
+    if name == "launch" and options.via in DRY:
+        return words if options.dry_run else [*words, "--dry-run"]
+    if name in ("train", "launch"):
+        experts = TINY_EXPERTS if "smoe" in options.config.name else ()
+        return [*words, *TINY, *experts]
+    return [*words, *SHORT.get(name, ())]
+
+
+def in_its_place(command: Written) -> Iterator[Written]:
+    """`make quickstart` installs packages first: what it does by hand stands in the file's head."""
+    if command.words == ["make", "quickstart"]:
+        yield from commands_of_config(ROOT / QUICKSTART)[1:]
+    else:
+        yield command
+
+
+def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command as a shell in the clone would."""
+    programs = {
+        "polyad": ["-m", "launch"],
+        "torchrun": ["-m", "torch.distributed.run"],
+        "python": [],
+    }
+    environment = {
+        **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    target = None
+    if ">" in words:
+        words, target = words[: words.index(">")], words[words.index(">") + 1]
+    done = subprocess.run(
+        [sys.executable, *programs[words[0]], *words[1:]],
+        **{"cwd": folder, "env": environment, "capture_output": True, "text": True},
+        timeout=900,
+    )
+    if target is not None:
+        (folder / target).write_text(done.stdout)
+    return done
+
+
+def follow(commands: list[Written], folder: Path, say: Callable[[str], None]) -> None:
+    """Runs commands one after the other; each has to succeed and to make what is said of it."""
+    world = World(folder)
+    for command in (one for written in commands for one in in_its_place(written)):
+        world.follow(command)
+        reason = next((why for begin, why in NOT_RUN.items() if command.text.startswith(begin)), "")
+        if reason:
+            say(f"not run: {command}: {reason}")
+            if command.words[0] == "tensorboard":
+                board = EventAccumulator(str(folder / command.words[-1])).Reload()
+                assert "loss" in board.Tags()["scalars"]
+            continue
+        words = cheaper(command)
+        started = time.monotonic()
+        done = start(words, folder)
+        say(f"{time.monotonic() - started:6.1f} s  {' '.join(words)}")
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        for path in world.made():
+            assert (folder / path).exists(), f"{command}\ndid not make {path}"
+
+
+def sequence(name: str) -> list[Written]:
+    """Commands that follow each other."""
+    return documents() if name == "documents" else help_commands()[name]
+
+
+@pytest.mark.parametrize("name", ["documents", *help_commands()])
+def test_commands_run_in_the_order_in_which_they_stand(name: str, clone: Path) -> None:
+    follow(sequence(name), clone, print)
+
+
+def test_nothing_is_left_out_that_is_not_written_down() -> None:
+    everything = documents() + [one for commands in help_commands().values() for one in commands]
+    for begin in NOT_RUN:
+        assert any(command.text.startswith(begin) for command in everything), begin
