@@ -16,6 +16,8 @@ MAY_CHANGE_ON_RESUME = (
     "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
     "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
     "model.compile",
+    # How fresh weights start, which a run that goes on does not have.
+    "model.feed_forward.scale_residual_init",
 )  # fmt: skip
 
 

@@ -61,9 +61,9 @@ class MuMoEConfig(Config):
     """Standard deviation around one, or the identity, of the expert factors of levels after the
     first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
     gradients for ever and such a level learns nothing; 0.1 sets them apart."""
-    scale_residual_init: bool = True
+    scale_residual_init: bool = False
     """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
-    projections onto the residual stream do. Ours: the authors' do not."""
+    projections onto the residual stream do. The paper's start does not, and trains better."""
 
     @field_validator("num_experts", mode="before")
     @classmethod

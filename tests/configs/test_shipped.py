@@ -45,7 +45,12 @@ EXPECTED = {
 }
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
-    "mumoe.yaml": (9, {"dense": 2_615_424, "mumoe-cp": 2_612_688, "mumoe-tr": 2_627_104}),
+    "mumoe.yaml": (
+        15,
+        {"dense": 2_615_424}
+        | dict.fromkeys(("mumoe-cp", "mumoe-cp-scaled"), 2_612_688)
+        | dict.fromkeys(("mumoe-tr", "mumoe-tr-scaled"), 2_627_104),
+    ),
     "smoe-graphs.yaml": (
         21,
         dict.fromkeys(

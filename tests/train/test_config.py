@@ -328,6 +328,12 @@ def test_a_run_may_change_some_keys_and_no_others(tmp_path):
             refuse_changes(saved, parse(override), tmp_path)
 
 
+def test_a_run_goes_on_whatever_its_start_was_scaled_by(tmp_path):
+    # Files that do not name the key began runs when its default was another.
+    mumoe = "model.feed_forward={kind: mumoe, num_experts: [8], scale_residual_init: %s}"
+    refuse_changes(parse(mumoe % "true"), parse(mumoe % "false"), tmp_path)
+
+
 def test_every_key_has_a_description():
     assert {"seed", "model.feed_forward.kind", "parallel.zero_stage"} <= set(keys(RunConfig))
 

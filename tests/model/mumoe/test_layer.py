@@ -177,8 +177,8 @@ def test_the_first_step_of_a_gate_is_not_lost(norm):
 @every_factorization
 def test_only_the_second_layers_output_factor_is_scaled_as_a_residual_projection(name):
     scale = 1 / math.sqrt(2 * 12)
-    plain = make_block(factorization=name, scale_residual_init=False, residual_std=0.02 * scale)
-    scaled = make_block(factorization=name, residual_std=0.02 * scale)
+    plain = make_block(factorization=name, residual_std=0.02 * scale)
+    scaled = make_block(factorization=name, scale_residual_init=True, residual_std=0.02 * scale)
     weights = dict(plain.named_parameters())
     for parameter_name, weight in scaled.named_parameters():
         if parameter_name != "gate.weight":
