@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.cache import LayerCache, attend_cached
@@ -147,6 +148,7 @@ class _WithHead(torch.autograd.Function):
         return qkv_BT3AH.view_as(qkv_BT3AH), qkv_BT3AH.index_select(3, head).squeeze(3)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, for_qkv_BT3AH: Tensor, for_head_BT3H: Tensor) -> tuple[Tensor, None]:
         (head,) = ctx.saved_tensors
         whole_BT3AH = for_qkv_BT3AH.clone(memory_format=torch.contiguous_format)

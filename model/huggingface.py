@@ -154,9 +154,16 @@ def config_from_huggingface(tree: dict[str, Any], origin: str) -> GPT2Config:
         first = error.errors()[0]
         ours = str(first["loc"][0]) if first["loc"] else ""
         theirs = _THEIRS.get(ours, ours)
-        message = first["msg"].removeprefix("Value error, ")
+        message = _in_their_names(first["msg"].removeprefix("Value error, "))
         where = f"{theirs}: {first['input']!r}: " if theirs else ""
         raise HuggingFaceError(f"{origin}: {where}{message}") from None
+
+
+def _in_their_names(message: str) -> str:
+    """An error about keys of ours as one about keys of theirs."""
+    for ours, theirs in _THEIRS.items():
+        message = re.sub(rf"\b(model\.)?{ours}\b", theirs, message)
+    return message
 
 
 def config_to_huggingface(config: GPT2Config, end_of_text_id: int | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from model.attention import AttentionTrace
@@ -31,6 +32,23 @@ class FeedForwardContext:
     """Of the attention in the same block; None in a model without attention."""
     causal: bool = True
     """Whether a token must not know of later ones, as in a language model."""
+
+
+def refuse_autocast(x: Tensor, what: str) -> None:
+    """Raises an error where `torch.autocast` would change the precision of some products only.
+
+    Args:
+        x: What is computed with.
+        what: Who computes, for the error.
+
+    Raises:
+        RuntimeError: Autocast is on, on the tensor's device.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        raise RuntimeError(
+            f"{what} does not work under torch.autocast, which would mix precisions within its "
+            f"products: give the model bf16 weights instead, as train.precision: bf16 does"
+        )
 
 
 class FeedForward(nn.Module, ABC):

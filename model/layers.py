@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding, layer_norm
 
 
@@ -45,7 +44,6 @@ class _Embed(torch.autograd.Function):
         return embedding(ids, weight_VD)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         summed = gradient.to(torch.promote_types(gradient.dtype, torch.float32))

@@ -43,7 +43,10 @@ def _fault(fault: Any, known: set[str]) -> str:
     key = ".".join([*(candidates[0] if candidates else sections), last])
     if kind == "extra_forbidden" and key in known:  # of another member of the union
         section, chosen = ".".join(sections[:-1]), sections[-1]
-        return f"{key}: is not a key of {section}.kind: {chosen}, but of another kind"
+        return (
+            f"{key}: is not a key of {section}.kind: {chosen}, but of another kind; on the command "
+            f"line {section}={{kind: {chosen}, ...}} replaces the whole section"
+        )
     if kind == "extra_forbidden":
         return _unknown(key, known)
     key = shortened(key)

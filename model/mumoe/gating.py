@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer
@@ -44,6 +45,7 @@ class _Entmax15(torch.autograd.Function):
         return s_MN.square()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_MN: Tensor) -> Tensor:
         # dp/dscores = diag(s) - s s^T / sum(s).
         (s_MN,) = ctx.saved_tensors

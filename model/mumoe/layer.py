@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.initialization import Initializer
-from model.interface import FeedForward, FeedForwardContext
+from model.interface import FeedForward, FeedForwardContext, refuse_autocast
 from model.mumoe.config import MuMoEConfig
 from model.mumoe.gating import Gate
 from model.mumoe.statistics import gate_statistics
@@ -53,6 +53,7 @@ class MuMoE(FeedForward):
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Mixes the experts' outputs for the normalized input; see `FeedForward.forward`."""
+        refuse_autocast(normalized_BTD, "a muMoE")
         u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
         gated = self.gate(u_BTD.flatten(0, 1))
         z_MD = normalized_BTD.flatten(0, 1)

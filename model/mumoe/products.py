@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu
 
 from model.activation import gelu_again
@@ -69,6 +70,7 @@ class _Product(torch.autograd.Function):
         return mixed_MC @ factor.flatten(0, -2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_MO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         mixed_MC, factor = ctx.saved_tensors
         for_mixed_MC = for_factor = None
@@ -91,6 +93,7 @@ class _TokenProduct(torch.autograd.Function):
         return a_MPQ @ b_MQR
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_MPR: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a_MPQ, b_MQR = ctx.saved_tensors
         if all(ctx.needs_input_grad) and tokens.takes_product(a_MPQ, b_MQR, gradient_MPR):
@@ -115,6 +118,7 @@ class _Affine(torch.autograd.Function):
         return matmul(active_MI, flat[:inputs], row_N=flat[inputs] if bias else None)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient_MC: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         z_MI, factor = ctx.saved_tensors
         inputs = z_MI.shape[1]

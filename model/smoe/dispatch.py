@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from model.smoe.experts import Experts
@@ -202,6 +203,7 @@ class _TakeRows(torch.autograd.Function):
         return tokens_ND.index_select(0, assignment_M // max(1, ctx.top_k))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (row_A,) = ctx.saved_tensors
         return _sum_rows(gradients[0], row_A.view(ctx.num_tokens, ctx.top_k)), None, None
@@ -216,6 +218,7 @@ class _Combine(torch.autograd.Function):
         return _sum_rows(rows_MD, row_A.view_as(weights_NK), weights_NK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,) = gradients

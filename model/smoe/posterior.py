@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from model.attention import AttentionTrace
+from model.interface import refuse_autocast
 from model.smoe import mixing_tiles
 from model.smoe.features import Features
 from model.smoe.scores import wide
@@ -40,6 +42,7 @@ def posterior_features(
     Returns:
         Features.
     """
+    refuse_autocast(attention.of_head_BT3H, "a graph of attention")
     query_BTF, key_BTF = _PosteriorFeatures.apply(*attention[1:], head, num_heads, sigma)  # type: ignore[no-untyped-call]
     return Features(query_BTF, key_BTF, 1 / math.sqrt(attention.of_head_BT3H.shape[-1]))
 
@@ -95,6 +98,7 @@ class _PosteriorFeatures(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, for_query_BTF: Tensor, for_key_BTF: Tensor) -> tuple[Tensor | None, ...]:
         of_head_BT3H, output_BTD, weight_DH, bias_D, gram_HH, head = ctx.saved_tensors
         size, dtype = of_head_BT3H.shape[-1], gram_HH.dtype

@@ -89,5 +89,8 @@ class TopK(nn.Module):
         expert_ids_NK = ranked_NE.topk(self.top_k, dim=-1).indices
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
         if self.top_k > 1:
-            weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+            sum_N1 = weights_NK.sum(-1, keepdim=True)
+            weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
+            # The bias may choose experts whose scores are all too small for a number above 0.
+            weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
         return Selected(weights_NK, expert_ids_NK)

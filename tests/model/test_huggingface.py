@@ -94,7 +94,7 @@ def test_different_dropouts_are_none():
         ({"add_cross_attention": True}, ["add_cross_attention", "True", "False"]),
         ({"tie_word_embeddings": "loosely"}, ["tie_word_embeddings", "'loosely'"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"n_head": 5}, ["768", "5"]),
+        ({"n_head": 5}, ["n_embd: 768", "n_head: 5"]),
         ({"n_layer": "12"}, ["n_layer", "'12'"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
         ({"n_inner": -1}, ["n_inner", "-1"]),
@@ -109,6 +109,7 @@ def test_another_architecture_is_refused_by_name_and_value(change, words):
     assert text.startswith("somewhere/config.json: ")
     assert "\n" not in text
     assert all(word in text for word in words), text
+    assert not any(ours in text for ours in ("model.", "num_heads", "hidden_size")), text
     assert caught.value.exit_status == 2
 
 

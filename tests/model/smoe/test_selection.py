@@ -60,6 +60,21 @@ def test_balancing_bias_chooses_and_weighs_nothing():
     torch.testing.assert_close(selected.weights_NK, expected)
 
 
+def test_experts_whose_scores_are_zero_share_alike_when_the_bias_chooses_them():
+    # exp(-300) is 0 in fp32, and 0 / 0 is NaN. A row whose scores are not stays as it is.
+    module = selection(top_k=2, balancing_rate=0.1)
+    module.balancing_bias.copy_(torch.tensor([-1.0, -1.0, 1.0, 1.0]))
+    logits_NE = torch.tensor([[300.0, 0, 0, 0], [0, 0, 0, 1.0986123]], requires_grad=True)
+    selected = module(logits_NE.softmax(-1))
+    assert selected.expert_ids_NK.sort().values.tolist() == [[2, 3], [2, 3]]
+    torch.testing.assert_close(
+        selected.weights_NK.sort().values, torch.tensor([[0.5, 0.5], [0.25, 0.75]])
+    )
+    (selected.weights_NK * torch.tensor([1.0, 3.0])).sum().backward()
+    assert logits_NE.grad.isfinite().all()
+    assert logits_NE.grad[1].abs().max() > 0.1
+
+
 def test_balancing_bias_moves_by_the_rate_towards_even_load():
     module = selection(top_k=2, balancing_rate=0.1)
     assert module.balancing_bias.tolist() == [0, 0, 0, 0]
