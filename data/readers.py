@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from data.errors import DataError, listed, nearest
 
-PART_BYTES = 256 * 1024
+PART_BYTES = 64 * 1024
 """A text file is read in parts of this size, and a longer document comes in such."""
 JSON_LINE_BYTES = 256 * 1024 * 1024
 """A longer line in a `.jsonl` file is an error: the file is hardly one object a line."""

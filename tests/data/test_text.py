@@ -44,7 +44,9 @@ def test_a_text_file_is_one_document_in_parts(tmp_path, library_text, ending):
 def test_a_small_text_file_is_one_document_whatever_it_holds(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x\n\n" * 40_000)
-    assert read(path) == [path.read_text()]
+    parts = list(open_source(str(path)).documents())
+    assert "".join(part.text for part in parts) == path.read_text()
+    assert sum(part.is_last for part in parts) == 1
 
 
 @pytest.mark.parametrize("part_bytes", [PART_BYTES, 7])
