@@ -3,6 +3,7 @@
 B windows of a batch, T tokens of a window.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -154,8 +155,9 @@ def window_batches(
         world_size: Number of ranks that share the evaluation.
 
     Returns:
-        Iterator over ceil(len(windows) / (B * world_size)) batches, of tensors of shape (B, T);
-        each window comes to one rank, and unscored ones fill up the last batches.
+        Iterator over ceil(len(windows) / (B * world_size)) batches, of tensors of shape (B, T), or
+        fewer rows where one batch has room for all; each window comes to one rank, and unscored
+        ones fill up the last batches.
 
     Raises:
         DataError: A number is out of its range.
@@ -164,7 +166,9 @@ def window_batches(
         raise DataError(f"batch_size {batch_size}: at least 1")
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank}: at least 0 and below the world size, {world_size}")
-    return _window_batches(windows, batch_size, rank, world_size)
+    # No more than one batch takes: unscored windows are filled up in memory.
+    most = max(1, math.ceil(len(windows) / world_size))
+    return _window_batches(windows, min(batch_size, most), rank, world_size)
 
 
 def _window_batches(

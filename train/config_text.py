@@ -54,7 +54,10 @@ def parse_yaml(text: str, origin: str) -> Any:
     try:
         return load_written(text)
     except ConfigYamlError as error:
-        raise ConfigError(f"{origin}: {one_line(error)}") from None
+        reason = one_line(error)
+        if "\n" not in text:
+            reason = reason.removeprefix("line 1: ")
+        raise ConfigError(f"{origin}: {reason}") from None
 
 
 def settle(tree: Any, annotation: Any) -> Any:
