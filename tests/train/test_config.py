@@ -68,7 +68,7 @@ def test_a_resolved_config_reads_back_as_itself():
         (
             "model.feed_forward.num_experts=8",
             "model.feed_forward.num_experts: is not a key of model.feed_forward.kind: dense, "
-            "but of another kind; on the command line model.feed_forward={kind: dense, ...} replaces",
+            "but of another kind; on the command line model.feed_forward={kind: dense, ...} ",
         ),
         ("loss.load_balance=-1", "loss.load_balance: -1 is not allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
