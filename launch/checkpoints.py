@@ -15,7 +15,8 @@ from parallel.commit import (
     point_at_newest,
     step_folders,
 )
-from parallel.manifest import CheckpointError, Manifest
+from parallel.contents import read_contents, verify_contents
+from parallel.manifest import CheckpointError
 from parallel.storage import discard
 
 Status = Literal["complete", "verified", "damaged", "unfinished"]
@@ -120,7 +121,7 @@ def _refuse_the_last_good(folder: Path, going: Sequence[Path]) -> None:
 
 def _is_good(path: Path) -> bool:
     try:
-        Manifest(path).verify()
+        verify_contents(path)
     except CheckpointError:
         return False
     return True
@@ -147,19 +148,19 @@ def _about(path: Path) -> dict[str, Any]:
     if path.name.startswith("."):
         return about
     try:
-        manifest = Manifest(path)
-        state = manifest.json("state.json")
+        contents = read_contents(path)
     except CheckpointError as error:
         return about | {"status": "damaged", "reason": str(error)}
+    manifest, state = contents.manifest, contents.state
     return about | {
-        "step": manifest.step, "bytes": manifest.total_bytes, "saved_at": state.get("saved_at"),
-        "processes": state.get("world_size"), "status": "complete",
+        "step": manifest.step, "bytes": manifest.total_bytes, "saved_at": state.saved_at,
+        "processes": state.world_size, "status": "complete",
     }  # fmt: skip
 
 
 def _verify(about: dict[str, Any], place: Path, report: Callable[[int], None]) -> None:
     try:
-        Manifest(place / about["name"]).verify(report=report)
+        verify_contents(place / about["name"], report)
     except CheckpointError as error:
         about |= {"status": "damaged", "reason": str(error)}
     else:

@@ -6,26 +6,30 @@ it is used.
 """
 
 import math
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import nn
 
-from model.build import ModelConfig
+from model.build import ModelConfig, build_model
 from model.config_yaml import ConfigYamlError, load
 from parallel import comm
 from parallel.commit import complete_checkpoints
-from parallel.fragments import MASTER
+from parallel.contents import chunk_differs, read_contents
+from parallel.fragments import MASTER, persistent_buffers
 from parallel.huggingface import is_huggingface_folder
-from parallel.manifest import MANIFEST_FILE, CheckpointError, Manifest, damaged, digest
+from parallel.index import BUFFER, RANDOM, Chunk, Tensor
+from parallel.manifest import MANIFEST_FILE, CheckpointError, damaged, digest
 from parallel.plain_weights import is_plain_folder
 from parallel.tensor_file import DTYPE_NAMES
 from parallel.tensor_folder import differing_shapes
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_NEEDED_TO_RESUME = {"step", "samples", "tokens", "data_fingerprint", "tokenizer_fingerprint"}
+"""Of `state.json`; every version has written them."""
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
@@ -43,14 +47,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = Manifest(folder)
-        self.training_step = manifest.step
-        self.tensors: dict[str, dict[str, Any]] = manifest.json("index.json")["tensors"]
-        self.state: dict[str, Any] = manifest.json("state.json")
-        self.config_yaml = manifest.text("config.yaml")
-        self.manifest = manifest
-        _refuse_what_is_no_safetensors(manifest)
-        self._verified: set[tuple[str, int]] = set()
+        contents = read_contents(folder)
+        self.manifest, self.state = contents.manifest, contents.state
+        self.config_yaml = contents.config_yaml
+        self.training_step = self.manifest.step
+        self.tensors = contents.index.tensors
+        self._verified: set[Chunk] = set()
 
     def model_config(self) -> ModelConfig:
         """The configuration of its model, complete.
@@ -62,7 +64,7 @@ class Checkpoint:
         try:
             tree = load(self.config_yaml)
             return TypeAdapter[ModelConfig](ModelConfig).validate_python(tree["model"])
-        except (ConfigYamlError, TypeError, KeyError, ValidationError):
+        except (ConfigYamlError, TypeError, KeyError, ValueError):
             raise damaged(path, "it has no section `model` of a known model") from None
 
     def small_file(self, name: str) -> Path | None:
@@ -79,14 +81,12 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes of the weights by name."""
         return {
-            name: tuple(fields[MASTER]["shape"])
-            for name, fields in self.tensors.items()
-            if MASTER in fields
+            name: fields[MASTER].shape for name, fields in self.tensors.items() if MASTER in fields
         }
 
     def step(self, name: str) -> float:
         """Optimizer steps that a parameter has seen."""
-        return float(self.tensors[name][MASTER]["chunks"][0]["step"])
+        return self.tensors[name][MASTER].chunks[0].step
 
     def read(
         self,
@@ -105,23 +105,23 @@ class Checkpoint:
         about = self.tensors.get(name, {}).get(field)
         if about is None:
             raise CheckpointError(f"{self.folder}: has no {field} of {name}")
-        if tuple(about["shape"]) != tuple(global_shape):
+        if about.shape != tuple(global_shape):
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {about['shape']} there, "
+                f"{self.folder}: {name} has shape {list(about.shape)} there, "
                 f"{list(global_shape)} in this model"
             )
-        box = torch.empty(size, dtype=TORCH_DTYPES[about["dtype"]])
+        box = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
         missing = math.prod(size)
-        for chunk in about["chunks"]:
-            low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
+        for chunk in about.chunks:
+            low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
             high = [
                 min(a + n, b + m)
-                for a, n, b, m in zip(offset, size, chunk["offset"], chunk["size"], strict=True)
+                for a, n, b, m in zip(offset, size, chunk.offset, chunk.size, strict=True)
             ]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 here, there = (
                     tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-                    for origin in (offset, chunk["offset"])
+                    for origin in (offset, chunk.offset)
                 )
                 box[here] = torch.from_numpy(np.array(self._stored(about, chunk)[there]))
                 missing -= box[here].numel()
@@ -131,11 +131,11 @@ class Checkpoint:
 
     def whole(self, name: str, field: str = MASTER) -> torch.Tensor:
         """A whole tensor in its global shape."""
-        shape = tuple(self.tensors[name][field]["shape"])
+        shape = self.tensors[name][field].shape
         return self.read(name, field, shape, (0,) * len(shape), shape)
 
     def check_model(self, module: nn.Module) -> None:
-        """Compares names and shapes of weights with a model's.
+        """Compares names and shapes of weights and buffers with a model's.
 
         Raises:
             CheckpointError: they differ; the first few differences are named.
@@ -143,49 +143,96 @@ class Checkpoint:
         ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
         if differing := differing_shapes(self.shapes(), ours):
             raise CheckpointError(f"{self.folder}: is of another model: {differing}")
+        for name, buffer in persistent_buffers(module):
+            stored = self.tensors.get(name, {}).get(BUFFER)
+            if stored is None or stored.shape != tuple(buffer.shape):
+                there = "missing" if stored is None else list(stored.shape)
+                raise CheckpointError(
+                    f"{self.folder}: is of another model: buffer {name} {there} there, "
+                    f"{list(buffer.shape)} here"
+                )
+
+    def check_own_model(self) -> None:
+        """Compares its weights with the model that its own configuration describes.
+
+        Raises:
+            CheckpointError: they differ, or there is no such model.
+        """
+        config, path = self.model_config(), self.folder / "config.yaml"
+        last = f"blocks.{config.num_layers - 1}.attention_norm.weight"
+        if last not in self.shapes():  # before as many layers are built as a number may ask for
+            raise CheckpointError(
+                f"{self.folder}: is of another model: {last} missing there, though config.yaml "
+                f"says model.num_layers {config.num_layers}"
+            )
+        try:
+            model = build_model(config)
+        except ValueError as error:
+            raise damaged(path, f"section `model`: {error}") from None
+        self.check_model(model)
+
+    def check_resume(self, state_fields: Collection[str]) -> None:
+        """Whether a run can go on from it, which takes more than weights.
+
+        Args:
+            state_fields: what the run's optimizer keeps of every weight.
+
+        Raises:
+            DamagedCheckpoint: something is not there.
+        """
+        if lacking := _NEEDED_TO_RESUME - self.state.model_fields_set:
+            raise damaged(self.folder / "state.json", f"{min(lacking)}: is missing")
+        for name in self.shapes():
+            if self.step(name) > self.training_step:
+                raise damaged(
+                    self.folder / "index.json",
+                    f"{name} has seen {self.step(name)} steps of {self.training_step:,}",
+                )
+            for field in state_fields:
+                if field not in self.tensors[name]:
+                    raise damaged(self.folder / "index.json", f"it has no {field} of {name}")
+        size = torch.get_rng_state().numel()
+        for name, fields in self.tensors.items():
+            if name.endswith(".torch") and RANDOM in fields and fields[RANDOM].shape != (size,):
+                raise damaged(
+                    self.folder / "index.json",
+                    f"{name} has {fields[RANDOM].shape[0]:,} bytes, {size:,} are needed",
+                )
 
     def buffer(self, name: str) -> torch.Tensor:
         """A persistent buffer of the model, whole."""
-        if "buffer" not in self.tensors.get(name, {}):
+        if BUFFER not in self.tensors.get(name, {}):
             raise CheckpointError(f"{self.folder}: has no buffer {name}")
-        return self.whole(name, "buffer")
+        return self.whole(name, BUFFER)
 
     def restore_random_states(self, device: torch.device) -> bool:
         """Continues this rank's random numbers; False if the checkpoint has none for this rank."""
         prefix = f"rank-{comm.rank():05d}."
-        stored = {n: self.whole(n, "random") for n in self.tensors if n.startswith(prefix)}
+        stored = {
+            name: self.whole(name, RANDOM)
+            for name, fields in self.tensors.items()
+            if name.startswith(prefix) and RANDOM in fields
+        }
         if f"{prefix}torch" not in stored:
             return False
-        torch.set_rng_state(stored[f"{prefix}torch"])
-        if device.type == "cuda" and f"{prefix}cuda" in stored:
-            torch.cuda.set_rng_state(stored[f"{prefix}cuda"], device)
+        try:
+            torch.set_rng_state(stored[f"{prefix}torch"])
+            if device.type == "cuda" and f"{prefix}cuda" in stored:
+                torch.cuda.set_rng_state(stored[f"{prefix}cuda"], device)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise damaged(self.folder, f"the random state of {prefix[:-1]}: {reason}") from None
         return True
 
-    def _stored(self, about: dict[str, Any], chunk: dict[str, Any]) -> np.ndarray:
-        path, size = self.folder / chunk["file"], tuple(chunk["size"])
-        values = np.memmap(path, _NUMPY[about["dtype"]], "r", chunk["begin"], size)
-        place = chunk["file"], chunk["begin"]
-        if place not in self._verified:
+    def _stored(self, about: Tensor, chunk: Chunk) -> np.ndarray:
+        path = self.folder / chunk.file
+        values = np.memmap(path, _NUMPY[about.dtype], "r", chunk.begin, chunk.size)
+        if chunk not in self._verified:
             algorithm = self.manifest.algorithm
-            if digest(values.data, algorithm) != chunk[algorithm]:
-                raise damaged(
-                    path, f"the {algorithm} of the chunk at byte {chunk['begin']:,} differs"
-                )
-            self._verified.add(place)
+            if digest(values.data, algorithm) != chunk.digest(algorithm):
+                raise chunk_differs(self.manifest, chunk)
+            self._verified.add(chunk)
         return values
-
-
-def _refuse_what_is_no_safetensors(manifest: Manifest) -> None:
-    """Looks at the first bytes of tensor files: only their positions are used after that."""
-    for name, record in manifest.files.items():
-        if not name.endswith(".safetensors"):
-            continue
-        with (manifest.folder / name).open("rb") as file:
-            head = file.read(9)
-        if int.from_bytes(head[:8], "little") > record.bytes - 8 or head[8:] != b"{":
-            pickled = head.startswith((b"PK\x03\x04", b"\x80"))
-            what = "a pickle, which could run code" if pickled else "no safetensors file"
-            raise damaged(manifest.folder / name, f"it is {what}")
 
 
 class WeightsOnly:

@@ -1,7 +1,8 @@
 """`manifest.json` of a checkpoint: which files it has, and what tells that one is damaged.
 
 Every file is digested in blocks, so that any process can verify any part. The manifest ends in a
-digest of itself. Imports no torch: the process that writes snapshots starts with it.
+digest of itself. Imports no torch and, unless one is read, no pydantic: the process that writes
+snapshots starts with it.
 """
 
 import json
@@ -11,9 +12,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import xxhash
+
+if TYPE_CHECKING:
+    from parallel.manifest_file import ManifestFile
 
 FORMAT = "polyad-checkpoint"
 FORMAT_VERSION = 2
@@ -23,7 +27,10 @@ BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 2**20
 """Read, digested and written at once: a piece stays in a core's cache."""
 Digest: TypeAlias = str | int
-_ALGORITHMS = {1: "crc32", 2: "xxh3"}
+Watch: TypeAlias = Callable[[str, int, memoryview], None]
+"""Takes the name of a file, a position in it, and the bytes that were read there."""
+ALGORITHMS = {1: "crc32", 2: "xxh3"}
+"""Of the digests in each version of the format."""
 _SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -129,15 +136,22 @@ class Manifest:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        tree = self._read(folder / MANIFEST_FILE)
-        self.version: int = tree["version"]
-        self.algorithm = _ALGORITHMS[self.version]
-        self.step: int = tree["step"]
-        self._block_bytes: int = tree.get("block_bytes", 0)
-        self.files = {name: self._record(about) for name, about in tree["files"].items()}
+        manifest = self._read(folder / MANIFEST_FILE)
+        self.version: int = manifest.version
+        self.algorithm = ALGORITHMS[self.version]
+        self.step: int = manifest.step
+        self._block_bytes: int = manifest.block_bytes
+        self.files = {
+            name: FileRecord(about.bytes, about.digests) for name, about in manifest.files.items()
+        }
         self._check_names()
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path) -> "ManifestFile":
+        from parallel.manifest_file import read_manifest
+        from parallel.records import FormError, fault_of_file
+
+        if path.is_symlink() and (fault := fault_of_file(self.folder, path.name)):
+            raise damaged(path, fault)
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -150,35 +164,31 @@ class Manifest:
         if ending and digest(content[: ending.start()]) != ending[1].decode():
             raise damaged(path, "its digest of itself differs")
         try:
-            tree = json.loads(content)
-        except (ValueError, RecursionError):
-            tree = None
-        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            raise damaged(path, "it is no manifest of a Polyad checkpoint")
-        version = tree.get("version")
-        if type(version) is int and version > FORMAT_VERSION:
+            version, manifest = read_manifest(content, FORMAT, FORMAT_VERSION)
+        except FormError as error:
+            raise damaged(path, f"it is no manifest of a Polyad checkpoint: {error}") from None
+        if manifest is None:
             raise CheckpointError(
                 f"{self.folder}: format version {version} is newer than {FORMAT_VERSION}, "
                 f"which this Polyad reads"
             )
-        known = type(version) is int and version in _ALGORITHMS
-        if not known or (version == 2 and not ending) or not _is_whole(tree):
-            raise damaged(path, "it is no manifest of a Polyad checkpoint")
-        return tree
-
-    def _record(self, about: dict[str, Any]) -> FileRecord:
-        digests = about[self.algorithm]
-        return FileRecord(about["bytes"], tuple(digests if self.version > 1 else [digests]))
+        if version > 1 and not ending:
+            raise damaged(path, "it is no manifest of a Polyad checkpoint: no digest of itself")
+        return manifest
 
     def _check_names(self) -> None:
         for name in NEEDED_FILES:
             if name not in self.files:
                 raise damaged(self.folder / MANIFEST_FILE, f"it does not list {name}")
+        from parallel.records import fault_of_file
+
         with os.scandir(self.folder) as entries:
             found = {entry.name: entry for entry in entries}
         for name, about in self.files.items():
-            if name not in found or not found[name].is_file():
+            if name not in found:
                 raise damaged(self.folder / name, "missing, though the manifest lists it")
+            if fault := fault_of_file(self.folder, name):
+                raise damaged(self.folder / name, fault)
             size = found[name].stat().st_size
             if size != about.bytes:
                 raise damaged(
@@ -209,12 +219,14 @@ class Manifest:
         self,
         blocks: Iterable[Block] | None = None,
         report: Callable[[int], None] = lambda done: None,
+        watch: Watch = lambda name, begin, piece: None,
     ) -> None:
         """Reads blocks and compares their digests.
 
         Args:
-            blocks: some of `blocks()`; None: all of them.
+            blocks: some of `blocks()`; None: all of them, the bytes of each file in order.
             report: called with the bytes that are verified so far.
+            watch: called with each piece that was read, before its block's digest is compared.
 
         Raises:
             DamagedCheckpoint: the first that differs or cannot be read.
@@ -223,7 +235,7 @@ class Manifest:
         for block in self.blocks() if blocks is None else blocks:
             path = self.folder / block.name
             try:
-                actual = self._digest(path, block)
+                actual = self._digest(path, block, watch)
             except OSError as error:
                 raise damaged(path, f"cannot be read: {error.strerror}") from None
             if actual != block.digest:
@@ -255,19 +267,25 @@ class Manifest:
         except UnicodeDecodeError:
             raise damaged(self.folder / name, "it is no text") from None
 
-    def json(self, name: str) -> dict[str, Any]:
-        """As `text`, of a JSON object; the index has `tensors`."""
-        text = self.text(name)
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict) or (name == "index.json" and "tensors" not in value):
-            raise damaged(self.folder / name, "it is none of a Polyad checkpoint")
-        return value
+    def parsed(self, name: str, kind: Any) -> Any:
+        """As `content`, of JSON.
 
-    def _digest(self, path: Path, block: Block) -> Digest:
-        crc32, xxh3 = 0, xxhash.xxh3_64()
+        Args:
+            name: of the file.
+            kind: what it holds, as `parallel.records.parsed` knows it.
+
+        Raises:
+            DamagedCheckpoint: it is damaged, or of another form, whoever wrote the manifest.
+        """
+        from parallel.records import FormError, parsed
+
+        try:
+            return parsed(kind, self.content(name))
+        except FormError as error:
+            raise damaged(self.folder / name, str(error)) from None
+
+    def _digest(self, path: Path, block: Block, watch: Watch) -> Digest:
+        crc32, xxh3, at = 0, xxhash.xxh3_64(), block.begin
         with path.open("rb", buffering=0) as file:
             file.seek(block.begin)
             for piece in _pieces(file, block.size):
@@ -275,6 +293,8 @@ class Manifest:
                     crc32 = zlib.crc32(piece, crc32)
                 else:
                     xxh3.update(piece)
+                watch(block.name, at, piece)
+                at += len(piece)
         return crc32 if self.algorithm == "crc32" else xxh3.hexdigest()
 
 
@@ -286,25 +306,6 @@ def _pieces(file: Any, size: int) -> Iterator[memoryview]:
             return  # cut short since its size was looked at: the digest will differ
         size -= count
         yield buffer[:count]
-
-
-def _is_whole(tree: dict[str, Any]) -> bool:
-    """Whether keys are there and of their types; a name with a slash would lead elsewhere."""
-    key = _ALGORITHMS[tree["version"]]
-    value: type = int if key == "crc32" else list
-    files = tree.get("files")
-    return (
-        isinstance(tree.get("step"), int)
-        and isinstance(files, dict)
-        and (tree["version"] == 1 or tree.get("block_bytes", 0) > 0)
-        and all(
-            Path(name).name == name
-            and isinstance(about, dict)
-            and isinstance(about.get("bytes"), int)
-            and isinstance(about.get(key), value)
-            for name, about in files.items()
-        )
-    )
 
 
 def share_of(blocks: Sequence[Block], rank: int, size: int) -> list[Block]:

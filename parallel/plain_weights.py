@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from model.build import ModelConfig, ModelSizeError, build_model
-from model.config_yaml import ConfigYamlError, load
+from model.config_yaml import load
 from parallel.fragments import persistent_buffers
 from parallel.tensor_file import DTYPE_NAMES
 from parallel.tensor_folder import (
@@ -23,6 +23,7 @@ from parallel.tensor_folder import (
     FolderWeights,
     TensorFolder,
     Wanted,
+    check_file,
     differing_shapes,
 )
 
@@ -106,15 +107,16 @@ class PlainWeights(FolderWeights):
 
 
 def _read_config(path: Path) -> ModelConfig:
-    try:
-        tree = load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_symlink() and not path.exists():
         raise PlainWeightsError(
             f"{path}: there is no such file; beside {WEIGHTS_FILE} it says in its section `model` "
             f"which model the weights are of"
-        ) from None
-    except (OSError, UnicodeDecodeError, ConfigYamlError) as error:
-        raise PlainWeightsError(f"{path}: cannot be read: {error}") from None
+        )
+    check_file(path, PlainWeightsError)
+    try:
+        tree = load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlainWeightsError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     section = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(section, dict):
         raise PlainWeightsError(f"{path}: has no section `model`")

@@ -1,6 +1,5 @@
 """The tensors of a folder with model.safetensors, or with shards and an index: mapped, not read."""
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from parallel.fragments import MASTER
+from parallel.index import MASTER
+from parallel.records import FormError, WeightMap, fault_of_file, parsed
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
@@ -99,23 +99,19 @@ class TensorFolder:
     def _files(self) -> list[Path]:
         index, single = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
         if index.is_file():
-            listed = read_json(index, self._error).get("weight_map")
-            if not isinstance(listed, dict):
-                raise self._error(f"{index}: has no weight_map")
-            files = {str(file) for file in listed.values()}
-            if strange := sorted(f for f in files if Path(f).name != f or f in {"", ".."}):
-                raise self._error(f"{index}: {strange[0]!r} is not a file of this folder")
-            return [self.folder / file for file in sorted(files)]
+            listed: WeightMap = read_form(index, WeightMap, self._error)
+            return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
         if single.is_file():
             return [single]
         raise self._error(_no_weights(self.folder))
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
+            if not path.is_symlink() and not path.exists():
+                raise self._error(f"{path}: missing, though {INDEX_FILE} lists it")
+            check_file(path, self._error)
             try:
                 self._open[path] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise self._error(f"{path}: missing, though {INDEX_FILE} lists it") from None
             except (SafetensorError, OSError, UnicodeError) as error:
                 raise self._error(f"{path}: is damaged or no safetensors: {error}") from None
         return self._open[path]
@@ -185,18 +181,42 @@ class FolderWeights:
         return 0.0
 
 
+def check_file(path: Path, error_class: type[ValueError]) -> None:
+    """Refuses what is no file, or a symbolic link that leaves its folder.
+
+    Raises:
+        ValueError: of the given class.
+    """
+    if fault := fault_of_file(path.parent, path.name):
+        raise error_class(f"{path}: {fault}")
+
+
+def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
+    """The content of a JSON file of a known form.
+
+    Args:
+        path: the file.
+        kind: a `Record`, or another type that `parallel.records.parsed` knows.
+        error_class: of what is raised.
+
+    Raises:
+        ValueError: of the given class: it cannot be read, or has another form.
+    """
+    check_file(path, error_class)
+    try:
+        return parsed(kind, path.read_bytes())
+    except (OSError, FormError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise error_class(f"{path}: {reason}") from None
+
+
 def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
-    """An object of a JSON file.
+    """An object of a JSON file, whose keys somebody else knows.
 
     Raises:
         ValueError: of the given class: it cannot be read, or is none.
     """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise error_class(f"{path}: cannot be read: {error}") from None
-    if not isinstance(tree, dict):
-        raise error_class(f"{path}: holds {type(tree).__name__}, an object is needed")
+    tree: dict[str, Any] = read_form(path, dict[str, Any], error_class)
     return tree
 
 

@@ -28,7 +28,18 @@ def open_weights(path: Path) -> Weights:
         return HuggingFaceWeights(path)
     if is_plain_folder(path):
         return PlainWeights(path)
-    return Checkpoint(find_checkpoint(path))
+    return open_checkpoint(path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint, or a run's newest one, whose weights are those of its configuration.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: there is none, or it cannot be used.
+    """
+    checkpoint = Checkpoint(find_checkpoint(path))
+    checkpoint.check_own_model()
+    return checkpoint
 
 
 def load_model(
@@ -48,8 +59,6 @@ def load_model(
     """
     stored = open_weights(Path(path))
     model = build_model(stored.model_config())
-    if isinstance(stored, Checkpoint):  # the others compared names and shapes when they were opened
-        stored.check_model(model)
     weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
     buffers = [name for name, _ in persistent_buffers(model)]
     place(model, weights, device, DTYPES[precision])

@@ -15,8 +15,8 @@ from data.errors import DataError
 from data.manifest import SplitInfo, SplitName
 from data.windows import EvaluationWindows
 from parallel import comm
-from parallel.checkpoint import Checkpoint, find_checkpoint
-from parallel.weights import load_model
+from parallel.checkpoint import Checkpoint
+from parallel.weights import load_model, open_checkpoint
 from train.config import RunConfig, parse_config
 from train.config_text import flatten
 from train.device import allow_tf32
@@ -82,7 +82,7 @@ def open_evaluated(path: Path, data: str | None, overrides: tuple[str, ...]) -> 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    checkpoint = Checkpoint(find_checkpoint(path))
+    checkpoint = open_checkpoint(path)
     if data is not None:
         overrides = (*overrides, f"data.path={json.dumps(data)}", "data.mixture=null")
     saved = checkpoint.folder / "config.yaml"
@@ -94,7 +94,7 @@ def open_evaluated(path: Path, data: str | None, overrides: tuple[str, ...]) -> 
         raise ConfigError(f"data.mixture: evaluate one folder at a time, with --data, of {folders}")
     prepared = open_data(
         config.data.path,
-        checkpoint.state["tokenizer_fingerprint"],
+        checkpoint.state.tokenizer_fingerprint,
         "checkpoint",
         lambda: tokenizer_of(checkpoint),
     )

@@ -59,8 +59,16 @@ def build_optimizer(
     )
 
 
-def num_state_tensors(config: OptimizerConfig) -> int:
-    """Tensors of a weight's shape that the optimizer keeps beside the master weight."""
+def state_tensors(config: OptimizerConfig) -> tuple[str, ...]:
+    """Names of the tensors of a weight's shape that the optimizer keeps beside the master weight.
+
+    They are those of `Engine.state_fields`, which takes an engine.
+    """
     if config.kind == "adamw":
-        return 2
-    return 1 if config.momentum else 0
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.momentum else ()
+
+
+def num_state_tensors(config: OptimizerConfig) -> int:
+    """How many of them there are."""
+    return len(state_tensors(config))

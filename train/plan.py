@@ -15,6 +15,7 @@ from train.config import RunConfig, load_config, parse_config
 from train.config_rules import refuse_changes, validate
 from train.environment import check_compiler
 from train.errors import ConfigError
+from train.optimizer import state_tensors
 from train.resolve import check_tokenizer, data_named, resolve, tokenizer_of
 from train.room import check_room
 from train.run_folder import LOCK_FILE, check_place
@@ -93,11 +94,21 @@ def plan_of(inputs: Inputs) -> Plan:
     resume = find_resume(config, data)
     init = None
     if resume is not None:
-        resume.check_model(model)
+        check_resume(config, resume)
     elif config.checkpoint.init_from is not None:
         init = _open_init(config, data)
     check_room(config, model, resume)
     return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
+
+
+def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Whether a run finds in a checkpoint all that it needs to go on.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or lacks something.
+    """
+    checkpoint.check_model(build_model(config.model))
+    checkpoint.check_resume(state_tensors(config.optimizer))
 
 
 def _open_init(config: RunConfig, data: TrainingData) -> Weights:
@@ -108,7 +119,7 @@ def _open_init(config: RunConfig, data: TrainingData) -> Weights:
     else:
         weights.check_model(build_model(config.model))
     if isinstance(weights, Checkpoint):
-        fingerprint = weights.state["tokenizer_fingerprint"]
+        fingerprint = weights.state.tokenizer_fingerprint
     else:
         tokenizer = tokenizer_of(weights)
         fingerprint = tokenizer.fingerprint if tokenizer else None
@@ -140,7 +151,7 @@ def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
         return None
     origin = str(checkpoint.folder)
     refuse_changes(parse_config(checkpoint.config_yaml, origin=origin), config, folder)
-    if checkpoint.state["data_fingerprint"] != data.fingerprint:
+    if checkpoint.state.data_fingerprint != data.fingerprint:
         weights = " or mixes it by other weights" if config.data.mixture else ""
         raise ConfigError(
             f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "

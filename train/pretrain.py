@@ -34,7 +34,7 @@ from train.loss import token_losses
 from train.memory import explain_out_of_memory, to_build, to_train, to_validate
 from train.metrics import Metrics
 from train.optimizer import build_optimizer
-from train.plan import Plan, open_inputs, plan_of
+from train.plan import Plan, check_resume, open_inputs, plan_of
 from train.rewind import Rewind, add_batches_left_out, restore_random_numbers, start_state
 from train.run_folder import RunLock
 from train.scoring import score_windows
@@ -75,7 +75,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     allow_tf32(config.train.tf32, world.device)
     folder = Path(config.run.folder)
     lock = RunLock(folder, world)
-    plan = replace(plan, resume=newest_verified(plan.resume, folder / "checkpoints"))
+    plan = _with_verified(plan, folder / "checkpoints")
     state = start_state(plan, plan.resume)
     if world.is_main:
         say_first_line(plan, state)
@@ -131,6 +131,14 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
             metrics.close()
         lock.release()
     return state
+
+
+def _with_verified(plan: Plan, checkpoints: Path) -> Plan:
+    """With every byte of the checkpoint verified; an older one is looked at like the newest."""
+    resume = newest_verified(plan.resume, checkpoints)
+    if resume is not None and resume is not plan.resume:
+        check_resume(plan.config, resume)
+    return replace(plan, resume=resume)
 
 
 def _what_is_kept(config: RunConfig) -> str:

@@ -1,8 +1,9 @@
 """What a configuration leaves to the data: the vocabulary, and whether the two belong together."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+
+from pydantic import ConfigDict
 
 from data.config import DataConfig
 from data.dataset import PreparedData
@@ -10,6 +11,9 @@ from data.errors import DataError
 from data.manifest import TOKENIZER_FILES
 from data.tokenizer import Tokenizer
 from parallel.checkpoint import Checkpoint
+from parallel.records import Record
+from parallel.state_file import State
+from parallel.tensor_folder import check_file, read_form
 from parallel.weights import Weights
 from train.config import RunConfig, parse_config
 from train.errors import ConfigError
@@ -94,12 +98,12 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
     """
     if not isinstance(weights, Checkpoint):
         return _folder_tokenizer(weights.folder)
-    known = weights.state.get("tokenizer_fingerprint")
+    known = weights.state.tokenizer_fingerprint
     own = [weights.small_file(name) for name in TOKENIZER_FILES]
     beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
     for file in (*own, *beside):
         if file is not None and file.is_file():
-            tokenizer = Tokenizer.load(file, weights.state.get("end_of_text"))
+            tokenizer = Tokenizer.load(file, weights.state.end_of_text)
             if known in (None, tokenizer.fingerprint):
                 return tokenizer
     return None
@@ -125,11 +129,11 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
         DataError: it cannot be read.
     """
     own = tokenizer_of(weights)
-    state = weights.state if isinstance(weights, Checkpoint) else {}
+    state = weights.state if isinstance(weights, Checkpoint) else State()
     tokenizer = own
     if given is not None:
-        tokenizer = Tokenizer.load(given, state.get("end_of_text"))
-        known = state.get("tokenizer_fingerprint")
+        tokenizer = Tokenizer.load(given, state.end_of_text)
+        known = state.tokenizer_fingerprint
         right = same_ids(own, tokenizer) if own else known in (None, tokenizer.fingerprint)
         if not right:
             raise ConfigError(
@@ -149,20 +153,32 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
     return tokenizer
 
 
+class _Token(Record):
+    model_config = ConfigDict(extra="ignore")
+
+    content: str
+
+
+class _TokenizerConfig(Record):
+    """What is read of transformers' `tokenizer_config.json`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    eos_token: str | _Token | None = None
+
+
 def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     names = {path.name for path in folder.iterdir()}
     if not names & set(TOKENIZER_FILES) and not {"vocab.json", "merges.txt"} <= names:
         return None
+    for name in (*TOKENIZER_FILES, "vocab.json", "merges.txt"):
+        if name in names:
+            check_file(folder / name, ConfigError)
     end_of_text = None
-    about = folder / "tokenizer_config.json"
-    if about.exists():
-        try:
-            token = json.loads(about.read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, RecursionError, AttributeError) as error:
-            raise ConfigError(f"{about}: cannot be read: {error}") from None
-        end_of_text = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(end_of_text, str | None):
-            raise ConfigError(f"{about}: eos_token: {end_of_text!r:.60} is not a string")
+    if "tokenizer_config.json" in names:
+        about = read_form(folder / "tokenizer_config.json", _TokenizerConfig, ConfigError)
+        token = about.eos_token
+        end_of_text = token.content if isinstance(token, _Token) else token
     return Tokenizer.load(folder, end_of_text)
 
 

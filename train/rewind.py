@@ -24,7 +24,7 @@ def start_state(plan: Plan, checkpoint: Checkpoint | None) -> TrainState:
         plan: the run's.
         checkpoint: None at the beginning.
     """
-    state = TrainState.from_json(checkpoint.state) if checkpoint else TrainState()
+    state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
     tokenizer = plan.data.tokenizer
     state.data_fingerprint = plan.data.fingerprint
     state.tokenizer_fingerprint = tokenizer.fingerprint

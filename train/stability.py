@@ -10,8 +10,8 @@ import torch
 from data.manifest import SplitName
 from data.windows import EvaluationWindows, SpreadWindows
 from parallel import comm
-from parallel.checkpoint import Checkpoint, find_checkpoint
-from parallel.weights import load_model
+from parallel.checkpoint import Checkpoint
+from parallel.weights import load_model, open_checkpoint
 from train.config_text import flatten
 from train.device import allow_tf32
 from train.errors import ConfigError
@@ -54,7 +54,7 @@ def compare(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides)
-    before = Checkpoint(find_checkpoint(other))
+    before = open_checkpoint(other)
     _check_pair(opened, before, data_is_named=data is not None)
     windows = _probe_set(opened, split, tokens)
     config = opened.config
@@ -115,11 +115,11 @@ def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) ->
     check_tokenizer(
         f"data.path: {opened.config.data.path}",
         opened.data,
-        other.state["tokenizer_fingerprint"],
+        other.state.tokenizer_fingerprint,
         f"checkpoint of --compare {other.folder}",
         lambda: tokenizer_of(other),
     )
-    known = [c.state.get("data_fingerprint") for c in (opened.checkpoint, other)]
+    known = [c.state.data_fingerprint for c in (opened.checkpoint, other)]
     if known[0] != known[1] and not data_is_named:
         raise ConfigError(
             f"--compare: {other.folder}: was trained on other data than "

@@ -54,7 +54,11 @@ class TrainState:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":
         """What `to_json` gave; keys of other versions are left out."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        known: dict[str, Any] = {
+            name: list(values[name]) if isinstance(values[name], tuple) else values[name]
+            for name in cls.__dataclass_fields__
+            if name in values
+        }
         return cls(**known)
 
 

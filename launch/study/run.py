@@ -209,7 +209,7 @@ def _is_trained(run: Run) -> bool:
     newest = newest_that_opens(run.folder / "checkpoints")
     if newest is None or newest.training_step < run.variant.config.train.steps:
         return False
-    return newest.state.get("unfinished") is None
+    return newest.state.unfinished is None
 
 
 def _finish(run: Run) -> dict[str, Any]:

@@ -187,13 +187,13 @@ def test_every_byte_is_written_once_and_by_all(saved, layout):
     per_file: dict[str, int] = {}
     for fields in checkpoint.tensors.values():
         for field, about in fields.items():
-            covered = torch.zeros(about["shape"], dtype=torch.int8)
-            for chunk in about["chunks"]:
-                box = zip(chunk["offset"], chunk["size"], strict=True)
+            covered = torch.zeros(about.shape, dtype=torch.int8)
+            for chunk in about.chunks:
+                box = zip(chunk.offset, chunk.size, strict=True)
                 covered[tuple(slice(a, a + n) for a, n in box)] += 1
                 if field != "random":
-                    size = torch.Size(chunk["size"]).numel()
-                    per_file[chunk["file"]] = per_file.get(chunk["file"], 0) + size
+                    size = torch.Size(chunk.size).numel()
+                    per_file[chunk.file] = per_file.get(chunk.file, 0) + size
             assert covered.eq(1).all()
     assert len(per_file) == layout[0]
     assert max(per_file.values()) < 1.1 * min(per_file.values())
@@ -204,11 +204,11 @@ def test_files_are_safetensors_that_the_library_reads(saved):
     checkpoint = Checkpoint(path)
     about = checkpoint.tensors["blocks.0.attention.qkv.weight"]["exp_avg"]
     whole = checkpoint.whole("blocks.0.attention.qkv.weight", "exp_avg")
-    for chunk in about["chunks"]:
-        with safetensors.safe_open(path / chunk["file"], framework="pt") as file:
-            offset = ",".join(map(str, chunk["offset"]))
+    for chunk in about.chunks:
+        with safetensors.safe_open(path / chunk.file, framework="pt") as file:
+            offset = ",".join(map(str, chunk.offset))
             stored = file.get_tensor(f"blocks.0.attention.qkv.weight/exp_avg/{offset}")
-        box = zip(chunk["offset"], chunk["size"], strict=True)
+        box = zip(chunk.offset, chunk.size, strict=True)
         assert torch.equal(stored, whole[tuple(slice(a, a + n) for a, n in box)])
 
 
@@ -225,7 +225,7 @@ def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
     shape = (MODEL.vocab_size, MODEL.hidden_size)
     box = checkpoint.read("token_embedding.weight", "master", shape, (1, 2), (2, 3))
     assert len(opened) == 1  # of the several chunks of that tensor
-    assert len(checkpoint.tensors["token_embedding.weight"]["master"]["chunks"]) > 1
+    assert len(checkpoint.tensors["token_embedding.weight"]["master"].chunks) > 1
     assert torch.equal(box, checkpoint.whole("token_embedding.weight")[1:3, 2:5])
 
 
@@ -266,8 +266,8 @@ def test_a_flipped_byte_in_a_shard_is_refused_by_name(saved, tmp_path, layout):
     path = copy(saved(layout), tmp_path / "step-00000003")
     shard = path / "rank-00000.safetensors"
     data = bytearray(shard.read_bytes())
-    chunk = Checkpoint(path).tensors["token_embedding.weight"]["master"]["chunks"][0]
-    data[chunk["begin"] + 5] ^= 1
+    chunk = Checkpoint(path).tensors["token_embedding.weight"]["master"].chunks[0]
+    data[chunk.begin + 5] ^= 1
     shard.write_bytes(data)
     with pytest.raises(
         CheckpointError, match=r"rank-00000.safetensors: damaged: the xxh3 of the chunk"
@@ -343,9 +343,9 @@ def test_missing_folder_is_named():
 def steps(path):
     checkpoint = Checkpoint(path)
     return {
-        chunk["step"]
+        chunk.step
         for fields in checkpoint.tensors.values()
         for field, about in fields.items()
         if field != "random"
-        for chunk in about["chunks"]
+        for chunk in about.chunks
     }

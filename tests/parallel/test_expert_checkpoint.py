@@ -83,9 +83,9 @@ def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
         checkpoint = Checkpoint(saved(layout))
         for fields in checkpoint.tensors.values():
             for field, about in fields.items():
-                covered = torch.zeros(about["shape"], dtype=torch.int8)
-                for chunk in about["chunks"]:
-                    box = zip(chunk["offset"], chunk["size"], strict=True)
+                covered = torch.zeros(about.shape, dtype=torch.int8)
+                for chunk in about.chunks:
+                    box = zip(chunk.offset, chunk.size, strict=True)
                     covered[tuple(slice(a, a + n) for a, n in box)] += 1
                 assert covered.eq(1).all(), (layout, field)
         prefix = "blocks.0.feed_forward."

@@ -176,20 +176,20 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     refused(tmp_path, "model.safetensors: is damaged")
     index = {"weight_map": {"transformer.wte.weight": "../x.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(tmp_path, "'../x.safetensors' is not a file of this folder")
+    refused(tmp_path, "wte.weight: '../x.safetensors': the plain name of a file in")
     index["weight_map"]["transformer.wte.weight"] = "model-00001.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(tmp_path, "model-00001.safetensors: missing")
-    for name in ("", "..", "\ud800"):
+    for name in ("", "..", "/etc/passwd", "a\0b", "\ud800"):
         index["weight_map"]["transformer.wte.weight"] = name
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        refused(tmp_path, "not a file of this folder" if name in {"", ".."} else "is damaged")
+        refused(tmp_path, "is no JSON" if name == "\ud800" else "the plain name of a file in")
     (tmp_path / "config.json").write_text("[" * 100_000)
-    refused(tmp_path, "config.json: cannot be read")
+    refused(tmp_path, "config.json: is no JSON")
     (tmp_path / "config.json").write_text("{")
-    refused(tmp_path, "config.json: cannot be read")
+    refused(tmp_path, "config.json: is no JSON")
     (tmp_path / "config.json").write_text("[]")
-    refused(tmp_path, "config.json: holds list")
+    refused(tmp_path, "config.json: []: input should be an object")
 
 
 @pytest.mark.parametrize(

@@ -118,17 +118,17 @@ def test_reading_weights_refuses_every_chunk_that_is_damaged(copy):
     checkpoint = Checkpoint(copy)
     for name, fields in checkpoint.tensors.items():
         for field, about in fields.items():
-            for chunk in about["chunks"]:
-                path = copy / chunk["file"]
+            for chunk in about.chunks:
+                path = copy / chunk.file
                 with path.open("r+b") as file:
-                    file.seek(chunk["begin"])
+                    file.seek(chunk.begin)
                     byte = file.read(1)[0]
-                    file.seek(chunk["begin"])
+                    file.seek(chunk.begin)
                     file.write(bytes([byte ^ 128]))
                 with pytest.raises(CheckpointError, match=f"{path.name}: damaged: the xxh3 of the"):
                     Checkpoint(copy).whole(name, field)
                 with path.open("r+b") as file:
-                    file.seek(chunk["begin"])
+                    file.seek(chunk.begin)
                     file.write(bytes([byte]))
 
 

@@ -78,7 +78,7 @@ def reference(workers, tmp_path_factory):
 def counters(path):
     """Optimizer steps of every chunk by tensor and field."""
     return {
-        (name, field): {chunk["step"] for chunk in about["chunks"]}
+        (name, field): {chunk.step for chunk in about.chunks}
         for name, fields in Checkpoint(path).tensors.items()
         for field, about in fields.items()
         if field != "random"

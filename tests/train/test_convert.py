@@ -74,7 +74,7 @@ def test_polyad_to_huggingface_to_polyad_is_bitwise(finished, exported, tmp_path
     assert all(torch.equal(before[name], after[name]) for name in before)
     original, back = Checkpoint(newest(finished)), Checkpoint(tmp_path / "back")
     assert back.model_config() == original.model_config()
-    assert back.state["tokenizer_fingerprint"] == original.state["tokenizer_fingerprint"]
+    assert back.state.tokenizer_fingerprint == original.state.tokenizer_fingerprint
     assert back.training_step == 0
     assert {field for _, field in tensors(tmp_path / "back")} == {MASTER}
 
@@ -211,7 +211,7 @@ def test_the_tokenizer_of_an_older_checkpoint_is_that_of_its_data(finished, tmp_
     reseal(tmp_path / "old")
     old, new = Checkpoint(tmp_path / "old"), Checkpoint(newest(finished))
     assert tokenizer_of(old).fingerprint == tokenizer_of(new).fingerprint
-    old.state["tokenizer_fingerprint"] = "other"
+    old.state = old.state.model_copy(update={"tokenizer_fingerprint": "other"})
     assert tokenizer_of(old) is None
     with pytest.raises(ValueError, match="name one with --tokenizer"):
         need_tokenizer(old, None)

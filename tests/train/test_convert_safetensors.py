@@ -43,7 +43,7 @@ def test_polyad_to_safetensors_to_polyad_to_safetensors_is_bitwise(trained, plai
     assert all(torch.equal(after[key], before[key]) for key in after)
     back = Checkpoint(tmp_path / "back")
     assert back.model_config() == original.model_config()
-    assert back.state["tokenizer_fingerprint"] == original.state["tokenizer_fingerprint"]
+    assert back.state.tokenizer_fingerprint == original.state.tokenizer_fingerprint
     convert(tmp_path / "back", tmp_path / "again", "safetensors")
     for name in files:
         assert (tmp_path / "again" / name).read_bytes() == (plain(kind) / name).read_bytes()

@@ -159,8 +159,8 @@ def test_the_command_says_what_it_made_and_safetensors_are_possible(sources, tmp
     assert result["format"] == "polyad"
     assert captured.err.startswith(f"converting: {result['parameters'] * 4 / 1e6:,.1f} MB in 0:0")
     state = Checkpoint(tmp_path / "new").state
-    assert state["upcycled"] == text
-    assert state["converted_from"] == str(sources / "checkpoint")
+    assert state.upcycled == text
+    assert state.converted_from == str(sources / "checkpoint")
     command[1:3] = [str(sources / "plain"), str(tmp_path / "weights")]
     assert polyad([*command, "--to", "safetensors"]) == 0
     direct, plain = load_model(tmp_path / "new"), load_model(tmp_path / "weights")

@@ -12,7 +12,7 @@ from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
 from parallel.checkpoint import Checkpoint, find_checkpoint
 from parallel.commit import STEP_FOLDER, complete_checkpoints
-from parallel.weights import load_model
+from parallel.weights import load_model, open_checkpoint
 from train.config import RunConfig, load_config, parse_config
 from train.describe import active_expert_parameters, expert_parameters
 from train.errors import ConfigError
@@ -65,7 +65,7 @@ def report(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     config = _run_config(run)
-    weights = Checkpoint(_checkpoint(run, checkpoint))
+    weights = open_checkpoint(_checkpoint(run, checkpoint))
     target = run / OUTPUT_FILE if output is None else output
     _check_output(target)
     history = _history(run)
@@ -203,7 +203,7 @@ def _read(
     try:
         prepared = open_data(
             path,
-            weights.state["tokenizer_fingerprint"],
+            weights.state.tokenizer_fingerprint,
             "checkpoint",
             lambda: tokenizer_of(weights),
         )

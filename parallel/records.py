@@ -1,0 +1,133 @@
+"""What is read of a JSON file that came from outside: typed, strict, frozen, and one line if not.
+
+Every JSON file of a checkpoint or of a folder of weights is read through `parsed`. Nothing is
+converted: a string is no number, and an unknown key is an error where the format is ours. Imports
+no torch.
+"""
+
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+ITEM_BYTES = {"F32": 4, "U8": 1, "I64": 8, "BOOL": 1}
+"""Of the types that a checkpoint's tensors have, as safetensors names them."""
+_SHOWN = 60
+_MESSAGES = {"missing": "is missing", "extra_forbidden": "is not known here"}
+_QUOTE = reprlib.Repr()
+_QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SHOWN
+
+
+class Record(BaseModel):
+    """The base of what is read; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def plain_name(name: str) -> str:
+    """A file's name that cannot lead to another folder.
+
+    Raises:
+        ValueError: it is a path, hidden, or cannot be printed.
+    """
+    bad = not name.isprintable() or name.startswith(".") or set(name) & set("/\\")
+    if bad or not 0 < len(name.encode()) <= 255:
+        raise ValueError("the plain name of a file in this folder is needed")
+    return name
+
+
+PlainName = Annotated[str, AfterValidator(plain_name)]
+
+
+class WeightMap(Record):
+    """`model.safetensors.index.json` of a folder of weights, as transformers writes it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    weight_map: Annotated[dict[str, PlainName], Field(min_length=1)]
+    """The file of each tensor."""
+
+
+def parsed(kind: Any, content: bytes) -> Any:
+    """Reads JSON of a known form.
+
+    Args:
+        kind: a `Record`, or another type that pydantic knows.
+        content: of the file.
+
+    Returns:
+        One of that kind.
+
+    Raises:
+        FormError: it is no JSON, or of another form.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        raise FormError(fault_of(error)) from None
+    except RecursionError:
+        raise FormError("is nested too deeply") from None
+
+
+class FormError(ValueError):
+    """JSON that is not what it should be: where, what is there, and what is needed."""
+
+
+def fault_of(error: ValidationError) -> str:
+    """The first fault that pydantic found, in one line without anything that is long."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(_part(part) for part in first["loc"] if part != "[key]")
+    message = _MESSAGES.get(first["type"])
+    if first["type"] == "json_invalid":
+        return "is no JSON: " + first["msg"].removeprefix("Invalid JSON: ")
+    if message is None:
+        text = first["msg"].removeprefix("Value error, ").replace("dictionary", "object")
+        message = f"{quoted(first['input'])}: {text[:1].lower()}{text[1:]}"
+        if isinstance(first["input"], dict | BaseModel):
+            message = f"{text[:1].lower()}{text[1:]}"
+    return f"{where}: {message}" if where else message
+
+
+def quoted(value: Any) -> str:
+    """A value for an error: short, and without characters that a terminal obeys."""
+    text = _QUOTE.repr(value)
+    return text if len(text) <= 2 * _SHOWN else f"{text[: 2 * _SHOWN]}..."
+
+
+def _part(part: str | int) -> str:
+    text = str(part)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def fault_of_file(folder: Path, name: str) -> str | None:
+    """Why a file of a folder that came from outside is not to be opened; None if it is.
+
+    A symbolic link may lead to another place of the folder. Of a snapshot in Hugging Face's cache
+    (`models--OWNER--NAME/snapshots/REVISION`), where every file is one, it may lead to the `blobs`
+    of the same repository.
+
+    Args:
+        folder: the user's choice: links on the way to it are followed.
+        name: a plain name.
+    """
+    path = folder / name
+    try:
+        target, inside = path.resolve(strict=True), [folder.resolve(strict=True)]
+    except FileNotFoundError:
+        if path.is_symlink():
+            return "is a symbolic link to nothing"
+        return "is missing"
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in inside):
+        return (
+            f"is a symbolic link that leaves the folder, to {quoted(str(target))}; put the file "
+            f"itself here"
+        )
+    return None if target.is_file() else "is not a file"
