@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import train.pretrain
 from launch.cli import run
 from launch.commands import COMMANDS
-from train.errors import RunError
+from train.errors import RunError, stopped
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -249,6 +250,7 @@ def test_evaluate_without_a_checkpoint_is_one_line(
         (RunError("step 3: too many\nsteps"), 1, "step 3: too many steps"),
         (OSError(28, "No space left on device", "run/x"), 1, "run/x: No space left on device"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (stopped(signal.SIGUSR1, "kept"), 138, "stopped by SIGUSR1; kept"),
     ],
 )
 def test_a_failed_run_has_one_line_and_its_status(
@@ -259,7 +261,7 @@ def test_a_failed_run_has_one_line_and_its_status(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         os.write(1, b"noise of a library\n")
         raise error
 
@@ -273,7 +275,7 @@ def test_a_failed_run_has_one_line_and_its_status(
 def test_a_fault_of_the_program_keeps_its_traceback(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train.pretrain, "main", lambda *_: [][0])
+    monkeypatch.setattr(train.pretrain, "main", lambda *_, **__: [][0])
     assert run(["train", str(config)]) == 1
     assert "Traceback" in capfd.readouterr().err
 
