@@ -13,6 +13,7 @@ from data.errors import DataError, user_path
 from data.indexed import indexed_dataset
 from data.manifest import Manifest, SplitName
 from data.tokenizer import Tokenizer
+from data.tokenizer_files import load_tokenizer
 from data.verification import verify_files
 
 
@@ -171,7 +172,7 @@ class PreparedData:
         """
         if self._tokenizer is None:
             info = self.manifest.tokenizer
-            self._tokenizer = Tokenizer.load(self.path / info.file, info.end_of_text)
+            self._tokenizer = load_tokenizer(self.path / info.file, info.end_of_text)
         return self._tokenizer
 
     def split(self, name: SplitName) -> TokenStream:

@@ -25,6 +25,7 @@ from data.splits import Sources, documents_needed
 from data.staging import check_replaceable, staged_folder
 from data.text import DocumentKind, FileFormat, FileSource, open_source, open_splits
 from data.tokenizer import Tokenizer, all_cores
+from data.tokenizer_files import load_tokenizer
 from data.tokenizer_training import resolve_tokenizer, training_wanted
 from data.writer import DatasetWriter
 
@@ -155,7 +156,7 @@ def prepare(
         resume = read_resume(folder, request)
         if resume is not None:
             progress.say(f"{output}: goes on behind {resume.documents:,} documents or parts")
-            chosen = Tokenizer.load(folder / resume.tokenizer_file, resume.end_of_text)
+            chosen = load_tokenizer(folder / resume.tokenizer_file, resume.end_of_text)
         else:
             chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
             chosen.save(folder / chosen.file_name)

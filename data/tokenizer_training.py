@@ -8,6 +8,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from data.errors import DataError
 from data.tokenizer import END_OF_TEXT, Tokenizer, byte_level
+from data.tokenizer_files import load_tokenizer
 
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
@@ -115,7 +116,7 @@ def resolve_tokenizer(
 
     Args:
         spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or `characters`; or what
-            `Tokenizer.load` reads.
+            `load_tokenizer` reads.
         end_of_text: The token that ends each document; None takes a well-known one.
         training_texts: Gives the texts to train on; called only where there is something to train.
 
@@ -127,7 +128,7 @@ def resolve_tokenizer(
     """
     wanted = training_wanted(spec)
     if wanted is None:
-        return Tokenizer.load(spec, end_of_text)
+        return load_tokenizer(spec, end_of_text)
     if training_texts is None:
         raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
     if wanted.kind == "words":

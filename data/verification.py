@@ -27,7 +27,7 @@ from data.manifest import (
     Manifest,
     SplitName,
 )
-from data.tokenizer import Tokenizer
+from data.tokenizer_files import load_tokenizer
 
 T = TypeVar("T")
 Problem: TypeAlias = DataError | OSError
@@ -194,7 +194,7 @@ def _verify_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Loads the tokenizer and compares its entries with what the manifest says of them."""
     info = manifest.tokenizer
     path = check_tokenizer(folder, manifest)
-    tokenizer = Tokenizer.load(path, info.end_of_text)
+    tokenizer = load_tokenizer(path, info.end_of_text)
     for key in ("vocab_size", "end_of_text_id"):
         actual, said = getattr(tokenizer, key), getattr(info, key)
         if actual != said:

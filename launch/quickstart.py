@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.child import STOPPED, polyad
-from launch.cli import guard
 from launch.cli import run as run_command
+from launch.ending import guard
 from launch.records import last_loss, median_rate, peak_memory, read_records
 from launch.signals import stop_at_signals
 from train.errors import stopped

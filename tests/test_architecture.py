@@ -87,6 +87,59 @@ def test_imports_go_down_only() -> None:
     assert violations(ROOT) == []
 
 
+def imports_of_files(root: Path) -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, wherever the import stands."""
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for room in ROOMS
+        for path in (root / room).rglob("*.py")
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        package = ".".join(path.relative_to(root).parent.parts)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        # `from room.file import name` is given as room.file.name.
+        pairs = [(m, m.rpartition(".")[0]) for m, _ in imported(tree, package)]
+        found[name] = {m if m in files else above for m, above in pairs} & files.keys() - {name}
+    return found
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next, and the last the first; none: nothing."""
+    left = {name: set(others) for name, others in imports.items()}
+    while ends := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ends:
+            del left[name]
+    found: list[str] = []
+    name = next(iter(left), None)
+    while name is not None and name not in found:
+        found.append(name)
+        name = min(left[name] & left.keys())
+    return found[found.index(name) :] if name is not None else []
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert circle(imports_of_files(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"train/a.py": "import train.b", "train/b.py": "from train.a import x"}, ["a", "b"]),
+        ({"train/a.py": "from train import b", "train/b.py": "def f():\n    import train.c",
+          "train/c.py": "from .a import x", "train/d.py": "import train.a"}, ["a", "b", "c"]),
+        ({"train/a.py": "from train.b import train", "train/b.py": "import os"}, []),
+    ],
+)  # fmt: skip
+def test_a_circle_of_imports_is_found(
+    tmp_path: Path, files: dict[str, str], expected: list[str]
+) -> None:
+    (tmp_path / "train").mkdir()
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    assert sorted(circle(imports_of_files(tmp_path))) == [f"train.{name}" for name in expected]
+
+
 @pytest.mark.parametrize(
     ("file", "text", "reason"),
     [

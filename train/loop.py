@@ -13,11 +13,12 @@ from parallel.zero import Engine, StepResult
 from train.config import RunConfig
 from train.device import memory_statistics
 from train.errors import RunError
+from train.limits import NO_LIMITS, Limits
 from train.metrics import Metrics, peak_flops
 from train.routing import routing_record
 from train.schedule import learning_rate
 from train.scoring import perplexity
-from train.spikes import NO_LIMITS, Limits, SpikeGuard, remember
+from train.spikes import SpikeGuard, remember
 from train.state import TrainState
 from train.step import StepOutcome, train_step
 from train.stopping import StopAsked, StopSignals

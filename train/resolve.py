@@ -10,6 +10,7 @@ from data.dataset import PreparedData
 from data.errors import DataError
 from data.manifest import TOKENIZER_FILES
 from data.tokenizer import Tokenizer
+from data.tokenizer_files import load_tokenizer
 from parallel.checkpoint import Checkpoint
 from parallel.records import Record
 from parallel.state_file import State
@@ -103,7 +104,7 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
     beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
     for file in (*own, *beside):
         if file is not None and file.is_file():
-            tokenizer = Tokenizer.load(file, weights.state.end_of_text)
+            tokenizer = load_tokenizer(file, weights.state.end_of_text)
             if known in (None, tokenizer.fingerprint):
                 return tokenizer
     return None
@@ -132,7 +133,7 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
     state = weights.state if isinstance(weights, Checkpoint) else State()
     tokenizer = own
     if given is not None:
-        tokenizer = Tokenizer.load(given, state.end_of_text)
+        tokenizer = load_tokenizer(given, state.end_of_text)
         known = state.tokenizer_fingerprint
         right = same_ids(own, tokenizer) if own else known in (None, tokenizer.fingerprint)
         if not right:
@@ -179,7 +180,7 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
         about = read_form(folder / "tokenizer_config.json", _TokenizerConfig, ConfigError)
         token = about.eos_token
         end_of_text = token.content if isinstance(token, _Token) else token
-    return Tokenizer.load(folder, end_of_text)
+    return load_tokenizer(folder, end_of_text)
 
 
 def resolve(config: RunConfig, vocab_size: int) -> RunConfig:

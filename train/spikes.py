@@ -12,15 +12,14 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from train.errors import RunError
+from train.limits import NO_LIMITS, Limits
 from train.metrics import Metrics, json_number
 from train.monitor import MonitorConfig
 from train.state import TrainState
-
-if TYPE_CHECKING:
-    from train.step import StepOutcome
+from train.step import StepOutcome
 
 LOSS_FLOOR = 0.01
 """The spread of losses counts as at least this share of their median."""
@@ -28,26 +27,6 @@ LOG_NORM_FLOOR = 0.1
 """The spread of a norm's logarithm counts as at least this."""
 SPIKES_FILE = "spikes.jsonl"
 """In a run's folder: every spike, a JSON object a line. It is never cut when a run goes back."""
-
-
-class Limits(NamedTuple):
-    """What a step is held against: both finite, or both infinite."""
-
-    loss: float
-    grad_norm: float
-
-    def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike. One that is not finite is something else, and skipped anyway.
-
-        Args:
-            loss: of the global batch.
-            grad_norm: before clipping.
-        """
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        return finite and (loss > self.loss or grad_norm > self.grad_norm)
-
-
-NO_LIMITS = Limits(math.inf, math.inf)
 
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:

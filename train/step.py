@@ -10,9 +10,9 @@ from torch import Tensor
 from model.output import RoutingStats
 from parallel import comm
 from parallel.zero import Engine, StepResult
+from train.limits import NO_LIMITS, Limits
 from train.loss import LossConfig, routing_loss, split_samples
 from train.routing import RoutingMean, update_routers
-from train.spikes import NO_LIMITS, Limits
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0

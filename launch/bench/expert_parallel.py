@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.agent import STANDALONE
-from launch.cli import guard
+from launch.ending import guard
 from launch.machine import end_with_launcher, is_main, prepare_environment
 from train.errors import ConfigError, RunError
 

@@ -26,10 +26,11 @@ from parallel.fragments import fill
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine, Precision
 from train.evaluate import Progress
+from train.limits import Limits
 from train.loss import token_losses
 from train.monitor import MonitorConfig
 from train.optimizer import OptimizerConfig, build_optimizer
-from train.spikes import Limits, limits_of, remember
+from train.spikes import limits_of, remember
 from train.state import TrainState
 from train.step import StepOutcome, train_step
 

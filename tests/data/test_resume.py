@@ -15,7 +15,7 @@ from data.dataset import PreparedData
 from data.errors import DataError
 from data.prepare import prepare
 from data.resume import RESUME_FILE
-from data.tokenizer import Tokenizer
+from data.tokenizer_files import load_tokenizer
 from data.writer import DatasetWriter, SplitState, SplitWriter
 
 PREPARE_SLOWLY = """
@@ -159,4 +159,4 @@ def test_a_missing_file_of_an_empty_split_is_damage(tmp_path, prepared_path):
         documents=0, tokens=0, words=0, bytes=0, sha256=nothing, lengths_sha256=nothing
     )
     with pytest.raises(DataError, match=r"test\.bin: damaged .*begins from the start"):
-        SplitWriter(tmp_path / "test", Tokenizer.load(prepared_path), state)
+        SplitWriter(tmp_path / "test", load_tokenizer(prepared_path), state)

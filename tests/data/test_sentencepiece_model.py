@@ -7,7 +7,7 @@ from data.errors import DataError
 from data.prepare import prepare
 from data.sentencepiece_model import SentencePieceTokenizer
 from data.text import open_source
-from data.tokenizer import Tokenizer
+from data.tokenizer_files import load_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
@@ -62,8 +62,8 @@ def test_prepared_folder_keeps_the_model(model, texts, tmp_path):
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     data = PreparedData.open(tmp_path / "out")
     assert data.tokenizer().fingerprint == manifest.tokenizer.fingerprint
-    assert Tokenizer.load(tmp_path / "out").fingerprint == manifest.tokenizer.fingerprint
-    assert Tokenizer.load(file, "<s>").fingerprint != manifest.tokenizer.fingerprint
+    assert load_tokenizer(tmp_path / "out").fingerprint == manifest.tokenizer.fingerprint
+    assert load_tokenizer(file, "<s>").fingerprint != manifest.tokenizer.fingerprint
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
     first = next(iter(open_source(str(texts)).documents())).text
     assert data.split("train").read_document(0).tolist() == [*oracle.encode(first), 2]
@@ -78,9 +78,9 @@ def test_bad_model_is_one_line(model, tmp_path):
     for content in (b"", b"nonsense"):
         (tmp_path / "a.model").write_bytes(content)
         with pytest.raises(DataError, match=r"a\.model: not a SentencePiece model$"):
-            Tokenizer.load(tmp_path / "a.model")
+            load_tokenizer(tmp_path / "a.model")
     (tmp_path / "a.model").write_bytes(model)
     with pytest.raises(DataError, match=r"no token '<end>' to end a document.*--end-of-text"):
-        Tokenizer.load(tmp_path / "a.model", "<end>")
+        load_tokenizer(tmp_path / "a.model", "<end>")
     with pytest.raises(DataError, match=r"did you mean 'a\.model'"):
-        Tokenizer.load(tmp_path / "b.model")
+        load_tokenizer(tmp_path / "b.model")

@@ -11,6 +11,7 @@ from tokenizers import models, pre_tokenizers
 from data.errors import DataError
 from data.pieces import cut_between_words
 from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer_files import load_tokenizer
 from data.tokenizer_training import resolve_tokenizer, train_tokenizer
 
 TRAIN_ELSEWHERE = """
@@ -59,7 +60,7 @@ def test_text_cannot_forge_the_end_where_the_model_has_it_as_a_word(tmp_path):
     )
     backend.save(str(tmp_path / "tokenizer.json"))
     assert backend.encode("a</s>b").ids.count(1) == 1
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.end_of_text == "</s>"
     assert tokenizer.decode(tokenizer.encode("a</s></s>b")).replace(" ", "") == "a</s></s>b"
     assert 1 not in tokenizer.encode("a</s></s>b")
@@ -67,10 +68,10 @@ def test_text_cannot_forge_the_end_where_the_model_has_it_as_a_word(tmp_path):
 
 def test_saved_file_loads_to_the_same_fingerprint(trained, tmp_path):
     trained.save(tmp_path / "tokenizer.json")
-    loaded = Tokenizer.load(tmp_path)
+    loaded = load_tokenizer(tmp_path)
     assert loaded.fingerprint == trained.fingerprint
     assert loaded.encode("import os\n") == trained.encode("import os\n")
-    assert Tokenizer.load(tmp_path, end_of_text="a").fingerprint != trained.fingerprint
+    assert load_tokenizer(tmp_path, end_of_text="a").fingerprint != trained.fingerprint
 
 
 def test_truncation_padding_and_template_of_the_file_are_ignored(trained, tmp_path):
@@ -83,7 +84,7 @@ def test_truncation_padding_and_template_of_the_file_are_ignored(trained, tmp_pa
     )
     backend.save(str(tmp_path / "tokenizer.json"))
     texts = ["def main(argv):", "x"]
-    assert Tokenizer.load(tmp_path).encode_batch(texts) == trained.encode_batch(texts)
+    assert load_tokenizer(tmp_path).encode_batch(texts) == trained.encode_batch(texts)
 
 
 def test_added_tokens_count_in_the_vocabulary(trained, tmp_path):
@@ -91,7 +92,7 @@ def test_added_tokens_count_in_the_vocabulary(trained, tmp_path):
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "plain.json"))
     backend.add_tokens(["added"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.vocab_size == 1001
     assert tokenizer.encode("added") == [1000]
 
@@ -135,21 +136,21 @@ def test_bad_vocabulary_size_is_refused(spec):
 def test_bad_files_are_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"did you mean 'tokenizer\.json'"):
-        Tokenizer.load(tmp_path / "tokeniser.json")
+        load_tokenizer(tmp_path / "tokeniser.json")
     with pytest.raises(DataError, match="no key 'model'"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "none"}}')
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"vocab\.json and merges\.txt"):
-        Tokenizer.load(tmp_path / "empty")
+        load_tokenizer(tmp_path / "empty")
 
 
 def test_missing_end_of_text_asks_for_the_option(trained, tmp_path):
     trained.save(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"did you mean '<\|endoftext\|>'\?\).*--end-of-text"):
-        Tokenizer.load(tmp_path, end_of_text="<|endoftext>")
+        load_tokenizer(tmp_path, end_of_text="<|endoftext>")
     vocabulary = {"[UNK]": 0, "a": 1}
     content = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).to_str()
     with pytest.raises(DataError, match="--end-of-text TOKEN"):

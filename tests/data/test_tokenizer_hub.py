@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from data.errors import DataError
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_files import load_tokenizer
 from data.tokenizer_hub import is_hub_name
 from data.tokenizer_training import train_tokenizer
 
@@ -108,7 +109,7 @@ def test_a_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path, hub, tr
     assert "hf download gpt3" in unknown
     # The cache's own folder of it is a tokenizer too.
     cached = tmp_path / "home" / "hub" / "models--someone--small"
-    assert Tokenizer.load(cached).fingerprint == trained.fingerprint
+    assert load_tokenizer(cached).fingerprint == trained.fingerprint
 
 
 def test_gpt2_is_found_in_the_cache_and_in_a_snapshot_of_it(tmp_path, shared):
@@ -118,7 +119,7 @@ def test_gpt2_is_found_in_the_cache_and_in_a_snapshot_of_it(tmp_path, shared):
     (tmp_path / "hub" / "models--gpt2" / "refs" / "main").write_text(COMMIT)
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(shared / "gpt2_bpe" / name, snapshot)
-    known = Tokenizer.load(shared / "gpt2_bpe")
+    known = load_tokenizer(shared / "gpt2_bpe")
     expected = f"{known.fingerprint} 50257 {END_OF_TEXT}"
     names = ["gpt2", str(snapshot), str(snapshot.parents[1])]
     assert load(names, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == [expected] * 3
@@ -130,12 +131,12 @@ def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
     value["model"]["vocab"]["<stop>"] = value["model"]["vocab"].pop(END_OF_TEXT)
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     with pytest.raises(DataError, match="--end-of-text TOKEN"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
-    assert Tokenizer.load(tmp_path).end_of_text == "<stop>"
+    assert load_tokenizer(tmp_path).end_of_text == "<stop>"
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_misspelled_path_is_no_name_of_the_hub(tmp_path, monkeypatch):
@@ -146,4 +147,4 @@ def test_a_misspelled_path_is_no_name_of_the_hub(tmp_path, monkeypatch):
     for spec in ("gpt2", "openai-community/gpt2", "deepseek-ai/DeepSeek-V2.5"):
         assert is_hub_name(spec), spec
     with pytest.raises(DataError, match=r"runs/stdlb: no such tokenizer; it is train:VOCAB_SIZE"):
-        Tokenizer.load("runs/stdlb")
+        load_tokenizer("runs/stdlb")

@@ -11,7 +11,8 @@ from data.errors import DataError
 from data.manifest import SPLITS
 from data.prepare import prepare
 from data.text import open_source
-from data.tokenizer import END_OF_TEXT, Tokenizer
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_files import load_tokenizer
 from data.tokenizer_training import resolve_tokenizer
 from data.words import WordTokenizer, train_words
 
@@ -64,7 +65,7 @@ def test_end_of_a_document_cannot_be_forged():
 def test_saved_file_is_read_as_words(tmp_path):
     trained = train_words(iter(["one two two"]), None, END_OF_TEXT)
     trained.save(tmp_path / "tokenizer.json")
-    loaded = Tokenizer.load(tmp_path)
+    loaded = load_tokenizer(tmp_path)
     assert isinstance(loaded, WordTokenizer)
     assert loaded.fingerprint == trained.fingerprint
     assert loaded.encode("two one three") == [2, 3, 0]
@@ -137,8 +138,8 @@ def test_unk_cannot_end_documents(tmp_path):
     # An unknown word in a text would end its document.
     file = word_file(tmp_path / "words.json", {"<unk>": 0, "a": 1, "</s>": 2})
     with pytest.raises(DataError, match=r"words\.json: '<unk>' stands for unknown words"):
-        Tokenizer.load(file, "<unk>")
-    assert Tokenizer.load(file).encode("a b </s>") == [1, 0, 0]
+        load_tokenizer(file, "<unk>")
+    assert load_tokenizer(file).encode("a b </s>") == [1, 0, 0]
 
 
 def test_text_without_a_word_has_no_vocabulary():

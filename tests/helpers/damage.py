@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.helpers.training import Case, build_engine, local_batches
-from train.spikes import Limits
+from train.limits import Limits
 from train.step import train_step
 
 

@@ -285,7 +285,7 @@ def test_another_rank_leaves_the_error_to_rank_zero(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("launch.cli.time.sleep", waited.append)
+    monkeypatch.setattr("launch.ending.time.sleep", waited.append)
     assert run(["validate", str(config), "train.stps=3"]) == 2
     assert "rank 1: " in error_line(capfd.readouterr().err)
     assert waited == [2.0]

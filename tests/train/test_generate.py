@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from data.tokenizer import Tokenizer
+from data.tokenizer_files import load_tokenizer
 from launch.cli import run as polyad
 from model.build import build_model, materialize
 from model.gpt2 import GPT2Config
@@ -282,6 +282,6 @@ def test_bad_input_is_one_line(finished, tmp_path, prepared_path, capfd):
 
 
 def test_the_vocabulary_is_every_token(prepared_path):
-    tokenizer = Tokenizer.load(prepared_path / "tokenizer.json")
+    tokenizer = load_tokenizer(prepared_path / "tokenizer.json")
     assert sorted(tokenizer.vocabulary().values()) == list(range(400))
     assert tokenizer.vocabulary()[tokenizer.end_of_text] == tokenizer.end_of_text_id

@@ -17,8 +17,9 @@ from tests.helpers.spikes import (
     run_without,
 )
 from tests.helpers.training import tensors
+from train.limits import NO_LIMITS, Limits
 from train.monitor import MonitorConfig
-from train.spikes import NO_LIMITS, Limits, batches_left_out, limits_of, remember, spike_line
+from train.spikes import batches_left_out, limits_of, remember, spike_line
 from train.state import TrainState
 
 MONITOR = {"monitor__spike_warmup": 8, "monitor__spike_window": 16}
