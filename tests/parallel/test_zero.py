@@ -10,9 +10,9 @@ from parallel.config import ParallelConfig
 from parallel.zero import deepspeed_config
 
 
-def made(stage, precision="fp32"):
+def made(stage, precision="fp32", **keys):
     return deepspeed_config(
-        ParallelConfig(zero_stage=stage),
+        ParallelConfig(zero_stage=stage, **keys),
         precision=precision,
         micro_batch_size=3,
         accumulation_steps=5,
@@ -23,6 +23,11 @@ def made(stage, precision="fp32"):
 
 def test_buckets_are_no_larger_than_the_model():
     assert made(2)["zero_optimization"]["reduce_bucket_size"] == 1000
+
+
+def test_an_odd_bucket_is_one_that_deepspeed_takes():
+    assert made(1, bucket_size=7)["zero_optimization"]["allgather_bucket_size"] == 8
+    assert made(1, bucket_size=8)["zero_optimization"]["allgather_bucket_size"] == 8
 
 
 def test_stage_0_clips_in_our_hook_and_the_others_in_deepspeed():

@@ -17,7 +17,9 @@ ELSEWHERE = (
     # Sizes that only memory limits, and what leaves nothing to train.
     "model.num_layers", "model.hidden_size", "model.num_heads", "model.sequence_length",
     "model.vocab_size", "train.global_batch_size", "train.micro_batch_size", "train.steps",
-    "model.feed_forward.hidden_size", "data.num_workers", "data.mixture",
+    "model.feed_forward.hidden_size", "model.feed_forward.num_experts", "data.num_workers",
+    "model.feed_forward.expert_hidden_size", "model.feed_forward.dense_hidden_size",
+    "model.feed_forward.score_width", "data.mixture",
     # A time after which the process is ended.
     "monitor.grace_seconds", "monitor.stall_minutes", "parallel.timeout_minutes",
 )  # fmt: skip
