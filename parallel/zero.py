@@ -90,7 +90,7 @@ def deepspeed_config(
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket + bucket % 2,  # DeepSpeed takes even ones alone
+            "allgather_bucket_size": bucket,
             "round_robin_gradients": False,  # the checkpoint reads DeepSpeed's fragment map
         },
     }
