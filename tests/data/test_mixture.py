@@ -183,7 +183,7 @@ def test_nothing_to_train_on_is_refused(folders):
     [
         ({"path": "x", "mixture": [{"path": "a", "weight": 1}]}, "stands beside data.path: x"),
         ({"mixture": []}, "at least 1"),
-        ({"mixture": [{"path": "a", "weight": 0}]}, "greater than 0"),
+        ({"mixture": [{"path": "a", "weight": 0}]}, "greater than or equal to 0.000000001"),
         ({"mixture": [{"path": "a", "weight": float("inf")}]}, "finite"),
         (
             {"mixture": [{"path": "x/a", "weight": 1}, {"path": "y/a", "weight": 1}]},

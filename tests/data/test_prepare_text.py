@@ -114,9 +114,13 @@ def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
     manifest = json.loads((prepared_path / "manifest.json").read_text())
     for added in ("documents", "file_format"):
         del manifest["request"][added]
-    del manifest["split_by"]
+    del manifest["split_by"], manifest["sha256"]
+    manifest["format_version"] = 1
+    for split in manifest["splits"].values():
+        del split["index_sha256"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert Manifest.read(tmp_path) == Manifest.read(prepared_path)
+    before, now = Manifest.read(tmp_path), Manifest.read(prepared_path)
+    assert (before.request, before.split_by) == (now.request, now.split_by)
 
 
 @pytest.mark.parametrize(("tokenizer", "stops"), [("train:300", (1, 3)), ("characters", (2,))])
