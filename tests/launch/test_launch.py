@@ -69,7 +69,7 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(
     # A learning rate that makes the second step infinite: known only once it runs.
     done = polyad(
         *("launch", config, "--processes-per-node", 2, "optimizer.kind=sgd"),
-        *("optimizer.learning_rate=1e30", "optimizer.clip_grad_norm=0", "train.steps=9"),
+        *("optimizer.learning_rate=1e6", "optimizer.clip_grad_norm=0", "train.steps=9"),
         *("train.max_skipped_steps=2", "checkpoint.every=0"),
     )
     assert done.returncode == 1

@@ -33,8 +33,11 @@ def parse(*overrides):
         (["score=liner"], "score: 'liner' is not allowed: input should be 'linear', 'cosine' or"),
         (["graph=atention"], "graph: 'atention' is not allowed: input should be 'none', 'simil"),
         (["similarity=l2"], "similarity: 'l2' is not allowed: input should be 'dot' or 'cosine'"),
-        (["tau=0"], "tau: 0 is not allowed: input should be greater than 0"),
-        (["sigma=-1"], "sigma: -1 is not allowed: input should be greater than 0"),
+        (["tau=0"], "tau: 0 is not allowed: input should be greater than or equal to 0.000001"),
+        (
+            ["sigma=-1"],
+            "sigma: -1 is not allowed: input should be greater than or equal to 0.000001",
+        ),
         (["balancing_rate=-1"], "balancing_rate: -1 is not allowed: input should be greater than"),
         (["lower_entropy_only=true"], "lower_entropy_only: true needs a graph, there is none"),
         (["causal_graph=false"], "causal_graph: false needs a graph, there is none"),
