@@ -44,7 +44,8 @@ def refuse_autocast(x: Tensor, what: str) -> None:
     Raises:
         RuntimeError: Autocast is on, on the tensor's device.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         raise RuntimeError(
             f"{what} does not work under torch.autocast, which would mix precisions within its "
             f"products: give the model bf16 weights instead, as train.precision: bf16 does"
