@@ -120,11 +120,13 @@ def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(
     words = ["train", str(config), "train.steps=100000", "checkpoint.every=0", *every]
     run = forks.start(tmp_path, words)
     assert run.wait(60) == [2, 2]
-    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    # Found before the first step is done, or after a few: whoever is quicker.
+    kept = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    there = f"the same command goes on from {kept[0]}" if kept else "no checkpoint was written yet"
     said = [line for line in run.text().splitlines() if line.startswith("polyad: error: data")]
     assert len(said) == 1
     assert said[0].startswith(f"polyad: error: data.verify: {copy / 'train.bin'}: damaged: ")
-    assert said[0].endswith(f"; once that is mended, the same command goes on from {newest}")
+    assert f"; once that is mended, {there}" in said[0]
     done = len(records(tmp_path / "run"))
     flip_in_the_middle(copy)  # mended
     words = ["train", str(config), f"train.steps={done + 2}", "checkpoint.every=0"]
@@ -140,6 +142,6 @@ def test_a_run_that_is_over_first_still_says_so(forks, copy, tmp_path):
     run = forks.start(tmp_path, ["train", str(config), "train.steps=1"])
     assert run.wait(60) == [2, 2]
     assert f"data.verify: {copy / 'train.bin'}: damaged: " in run.text()
-    assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 1
+    assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) <= 1  # 0: before the step
     again = forks.start(tmp_path, ["train", str(config), "train.steps=2", "data.verify=false"])
     assert again.wait(60) == [0, 0]
