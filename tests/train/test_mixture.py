@@ -98,8 +98,8 @@ def test_bad_weights_and_both_keys_are_one_line_that_names_them(workers, config,
         text = refused(workers, config, f"data.mixture=[{{path: a, weight: {weight}}}]")
         assert "data.mixture.0.weight: " in text
         assert f"{weight.strip('.')} is not allowed" in text
-    text = refused(workers, config, "data.mixture=[{path: a, wait: 1}]")
-    assert "unknown key data.mixture.0.wait; the nearest is data.mixture.weight" in text
+    text = refused(workers, config, "data.mixture=[{path: a, weigth: 1}]")
+    assert "unknown key data.mixture.0.weigth; the nearest is data.mixture.weight" in text
     text = refused(workers, config, f"data.path={prepared_path}")
     assert "data.mixture: stands beside data.path" in text
     assert "data.path: is missing" in refused(workers, config, "data.mixture=null")
