@@ -54,8 +54,8 @@ SHORT = {
     "bench data": (*FEW_TURNS, "--megabytes", "0.2", "--consumption", "1000"),
     "bench checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
     "bench step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
-    "bench flips": ("--steps", "5"),
-    "bench layer": (*FEW_TURNS, "--tokens", "64", "--width", "32", "--hidden", "64"),
+    "bench flips": ("--steps", "8"),
+    "bench layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),
     "bench routing": (
         *(*FEW_TURNS, "--tokens", "64", "--layers", "0", "--width", "32", "--heads", "2"),
         *("--hidden", "32", "--experts", "4"),
