@@ -1,7 +1,7 @@
 """Gradients of a bf16 model at stage 0, added up and summed over processes in fp32.
 
 DeepSpeed has no such mode there: it adds micro-batches in bf16, and rounds to bf16 what it has
-summed over processes. At stages 1 to 3 its own way is fp32 throughout (`zero.py` asks for it).
+summed over processes. At stages 1 to 3 it sums in fp32 where it is asked to, as `zero.py` does.
 """
 
 from typing import Any
