@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -62,17 +62,27 @@ class MixtureSource(Config):
         return self.name or user_path(self.path).resolve().name
 
 
-class DataConfig(Config):
+class DataSettings(Config):
+    """The keys that every kind of data has."""
+
+    kind: str
+    """What the data is, and so what is learned from it."""
+
+    num_workers: int = Field(default=0, ge=0, le=1024)
+    """Loader processes beside each training process; 0 reads in the training process itself."""
+
+
+class DataConfig(DataSettings):
     """Which prepared text a run reads, and how."""
+
+    kind: Literal["text"] = "text"
+    """Text, of which the next token is predicted."""
 
     path: str | None = None
     """Folder made by `polyad prepare`: tokens of train, validation and test, and the tokenizer."""
 
     mixture: list[MixtureSource] | None = Field(default=None, min_length=1)
     """Several such folders instead of one, made with the same tokenizer."""
-
-    num_workers: int = Field(default=0, ge=0, le=1024)
-    """Loader processes beside each training process; 0 reads in the training process itself."""
 
     verify: bool = True
     """Whether training also reads all of the data in the background of its first minutes, once on

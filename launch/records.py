@@ -20,14 +20,14 @@ def read_records(run: Path) -> list[dict[str, Any]]:
 
 
 def last_loss(records: Records) -> float:
-    """The mean training loss of the last steps, in nats a token."""
+    """The mean training loss of the last steps."""
     losses = [record["loss"] for record in records[-LAST:] if record["loss"] is not None]
     return statistics.fmean(losses) if losses else float("nan")
 
 
-def median_rate(records: Records) -> float:
-    """Tokens a second of the median step."""
-    return float(statistics.median(record["tokens_per_second"] for record in records))
+def median_rate(records: Records, unit: str = "token") -> float:
+    """What the median step did in a second, of what the task counts."""
+    return float(statistics.median(record[f"{unit}s_per_second"] for record in records))
 
 
 def peak_memory(records: Records) -> int:

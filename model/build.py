@@ -9,22 +9,42 @@ parameters, the order, the number of processes or the state of the global random
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from model.gpt2 import GPT2, GPT2Config
 from model.initialization import Initializer
+from model.settings import ModelSettings
 
-# With a second member: Annotated[GPT2Config | ..., Field(discriminator="kind")], as for
-# feed-forwards.
-ModelConfig: TypeAlias = GPT2Config
 
-# A kind's builder takes that kind's own config, which no one signature can say: hence Any.
-MODELS: dict[str, Callable[[Any], nn.Module]] = {
-    "gpt2": GPT2,
+class ModelKind(NamedTuple):
+    """A model as the registry knows it."""
+
+    config: type[ModelSettings]
+    build: Callable[[Any], nn.Module]
+    """Takes that kind's own config, which no one signature can say: hence Any."""
+
+
+MODELS: dict[str, ModelKind] = {
+    "gpt2": ModelKind(GPT2Config, GPT2),
 }
+
+
+def read_model_config(section: object) -> ModelSettings:
+    """Reads the section `model` of a configuration.
+
+    Args:
+        section: As YAML has it; without a `kind` it is a GPT-2's.
+
+    Raises:
+        ValueError: It is no such section; pydantic's error, with the key.
+    """
+    kind = section.get("kind", "gpt2") if isinstance(section, dict) else "gpt2"
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise ValueError(f"model.kind: {kind!r} is unknown; known: {', '.join(MODELS)}")
+    return MODELS[kind].config.model_validate(section)
 
 
 class ModelSizeError(ValueError):
@@ -33,7 +53,7 @@ class ModelSizeError(ValueError):
     exit_status = 2
 
 
-def build_model(config: ModelConfig) -> nn.Module:
+def build_model(config: ModelSettings) -> nn.Module:
     """Builds a model on the meta device.
 
     Args:
@@ -50,7 +70,7 @@ def build_model(config: ModelConfig) -> nn.Module:
         raise ValueError(f"model.kind: {config.kind!r} is unknown; known: {', '.join(MODELS)}")
     try:
         with torch.device("meta"):
-            return MODELS[config.kind](config)
+            return MODELS[config.kind].build(config)
     except (
         OverflowError,
         RuntimeError,
@@ -72,7 +92,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def num_parameters(config: ModelConfig) -> int:
+def num_parameters(config: ModelSettings) -> int:
     """Counts the parameters that a configuration stands for, without memory for them.
 
     Args:
@@ -248,3 +268,18 @@ def _find_initializer(model: nn.Module, name: str) -> Initializer:
         if entry is not None:
             return entry
     raise AssertionError(f"no module says how {name} starts: add it to `initializers()`")
+
+
+def compile_model(model: nn.Module) -> None:
+    """Runs every block of a model through torch.compile from now on, in place.
+
+    Call it after the weights exist and after parallel layers have taken their places. Names of
+    modules and parameters do not change. Equal blocks share one compiled program. A model without
+    `blocks` is compiled whole.
+
+    Args:
+        model: Any.
+    """
+    blocks = getattr(model, "blocks", None)
+    for part in [model] if blocks is None else blocks.children():
+        part.compile()

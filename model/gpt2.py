@@ -7,7 +7,7 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, L blocks.
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -18,19 +18,19 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import CausalSelfAttention
 from model.block import Block
 from model.cache import BlockCache, KeyValueCache
-from model.config import Config
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers, normal
 from model.interface import FeedForwardContext
 from model.layers import Embedding, LayerNorm
 from model.output import ModelOutput, RoutingStats
+from model.settings import Count, CutSizes, ModelSettings
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-
-class GPT2Config(Config):
+class GPT2Config(ModelSettings):
     """The defaults are the 124M model's."""
+
+    embeddings: ClassVar[tuple[str, ...]] = ("token_embedding", "position_embedding", "head")
 
     kind: Literal["gpt2"] = "gpt2"
     """Which model this is."""
@@ -56,11 +56,6 @@ class GPT2Config(Config):
     """Whether the output head is the token embedding; false: a matrix of its own, as large."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
     """The feed-forward of every block."""
-    recompute: Literal["none", "block"] = "none"
-    """block: keep a block's input alone and run it again for the backward pass. Less memory, about
-    a third more computation."""
-    compile: bool = False
-    """Whether every block runs through torch.compile."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -100,6 +95,73 @@ class GPT2Config(Config):
                 "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
             )
         return self.vocab_size
+
+    def filled(self) -> Self:
+        """With the rank that a number of parameters decides."""
+        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
+
+    def units_per_sample(self) -> int:
+        """Tokens that are predicted in a sample."""
+        return self.sequence_length
+
+    def left_to_data(self) -> str | None:
+        """The vocabulary, unless it was given."""
+        return "model.vocab_size" if self.vocab_size is None else None
+
+    def in_words(self) -> str:
+        """Depth and width."""
+        return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
+
+    def cut_sizes(self) -> CutSizes:
+        """Heads, width, and what the feed-forward has."""
+        sizes = [{"model.num_heads": self.num_heads}, {"model.hidden_size": self.hidden_size}]
+        return sizes + self.known_feed_forward().cut_sizes(self.hidden_size)
+
+    def last_parameter(self) -> str:
+        """Of the last block."""
+        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
+
+    def flops_per_unit(self) -> int:
+        """Counts the floating-point operations of training on one token, forward and backward.
+
+        6 N + 12 L D T: N the weights that multiply a token, with the output head and without the
+        lookups of tokens and positions; T the full sequence length, although causal attention needs
+        half of it; recomputation is not counted. Source: PaLM (Chowdhery et al. 2022), appendix B,
+        the convention of "model FLOPs utilization". Of experts those count that a token uses; a
+        graph of tokens counts as attention does.
+
+        Returns:
+            FLOPs per token, a multiply-add counted as two.
+
+        Raises:
+            ValueError: The vocabulary size is None.
+        """
+        width, length = self.hidden_size, self.sequence_length
+        head_size = width // self.num_heads
+        matmul_parameters, mixing = width * self.known_vocab_size(), 0
+        for feed_forward in self.block_feed_forwards():
+            matmul_parameters += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
+            mixing += 12 * width * length
+            mixing += feed_forward.mixing_flops_per_token(width, head_size, length)
+        return 6 * matmul_parameters + mixing
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        """A rough estimate of what the backward pass needs from the forward pass.
+
+        A token leaves 8 D + 2 F numbers in a dense block of width D and inner width F: the inputs
+        of both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the
+        feed-forward, and its inner values before and after the activation function (Korthikanti et
+        al. 2022, section 4, without the attention matrix, which fused attention never stores).
+        Recomputation keeps the block's input alone, and one block at a time is whole again. The
+        output adds logits, and their log-softmax and gradient in fp32.
+        """
+        width = self.hidden_size
+        each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
+        blocks = sum(each)
+        if self.recompute == "block":
+            blocks = self.num_layers * width + max(each)
+        output = self.known_vocab_size() * (number_bytes + 8)
+        return micro_batch_size * self.sequence_length * (blocks * number_bytes + output)
 
 
 class TiedHead(nn.Module):
@@ -269,44 +331,3 @@ def _build_block(config: GPT2Config, feed_forward: FeedForwardConfig) -> Block:
         layer_norm_epsilon=config.layer_norm_epsilon,
         bias=config.bias,
     )
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Runs every block of a model through torch.compile from now on, in place.
-
-    Call it after the weights exist and after parallel layers have taken their places. Names of
-    modules and parameters do not change. Equal blocks share one compiled program.
-
-    Args:
-        model: A GPT-2.
-    """
-    for block in model.get_submodule("blocks").children():
-        block.compile()
-
-
-def flops_per_token(config: GPT2Config) -> int:
-    """Counts the floating-point operations of training on one token, forward and backward.
-
-    6 N + 12 L D T: N the weights that multiply a token, with the output head and without the
-    lookups of tokens and positions; T the full sequence length, although causal attention needs
-    half of it; recomputation is not counted. Source: PaLM (Chowdhery et al. 2022), appendix B, the
-    convention of "model FLOPs utilization". Of experts those count that a token uses; a graph of
-    tokens counts as attention does.
-
-    Args:
-        config: A configuration with the vocabulary size filled in.
-
-    Returns:
-        FLOPs per token, a multiply-add counted as two.
-
-    Raises:
-        ValueError: The vocabulary size is None.
-    """
-    width, length = config.hidden_size, config.sequence_length
-    head_size = width // config.num_heads
-    matmul_parameters, mixing = width * config.known_vocab_size(), 0
-    for feed_forward in config.block_feed_forwards():
-        matmul_parameters += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
-        mixing += 12 * width * length
-        mixing += feed_forward.mixing_flops_per_token(width, head_size, length)
-    return 6 * matmul_parameters + mixing

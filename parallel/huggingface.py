@@ -16,6 +16,7 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
+from model.settings import ModelSettings
 from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
@@ -61,12 +62,16 @@ class HuggingFaceWeights(FolderWeights):
         """There is none in such a model."""
         raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
 
-    def check_config(self, config: GPT2Config) -> None:
+    def check_config(self, config: ModelSettings) -> None:
         """Compares the folder's model with the one that a configuration describes.
 
         Raises:
             HuggingFaceError: a key differs; each is named with both values.
         """
+        if not isinstance(config, GPT2Config):
+            raise HuggingFaceError(
+                f"{self.folder}: is of another model: model.kind 'gpt2' there, {config.kind!r} here"
+            )
         pairs = {
             f"model.{key}": (getattr(self.config, key), getattr(config, key))
             for key in _ARCHITECTURE

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from model.build import (
+    compile_model,
     count_parameters,
     has_experts,
     initial_value,
     matrix_dimensions,
     place,
 )
-from model.gpt2 import compile_blocks
 from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
 from parallel import comm, expert, tensor
@@ -23,9 +23,9 @@ from parallel.fragments import MASTER, Source, fill
 from parallel.tensor import Mpu, parallelize_tensors, placement_of
 from parallel.zero import (
     DTYPES,
+    CrossEntropy,
     Engine,
     Precision,
-    TokenLosses,
     deepspeed_config,
     import_deepspeed,
 )
@@ -90,8 +90,8 @@ def parallelize(
     micro_batch_size: int,
     clip_grad_norm: float,
     source: Source,
-    token_losses: TokenLosses,
-    compile_model: bool = False,
+    cross_entropy: CrossEntropy,
+    compiled: bool = False,
 ) -> Engine:
     """Spreads a model over the processes of `dims`.
 
@@ -106,8 +106,8 @@ def parallelize(
         micro_batch_size: samples in a forward pass of one process.
         clip_grad_norm: largest gradient norm, 0 for no clipping.
         source: what weights and optimizer state start from.
-        token_losses: of whole logits; a layout that cuts them has its own.
-        compile_model: compile every block.
+        cross_entropy: of whole logits; a layout that cuts them has its own.
+        compiled: whether blocks run through torch.compile.
 
     Returns:
         The engine, ready for its first step.
@@ -130,15 +130,15 @@ def parallelize(
         for module in model.modules():
             if isinstance(module, MuMoE):
                 parallelize_factors(module, world)
-        mpu, token_losses = Mpu(), tensor.token_losses
+        mpu, cross_entropy = Mpu(), tensor.token_losses
     routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
     if routed:
         expert.forget_groups(dims.tensor_parallel_size)
     for layer in routed:
         expert.parallelize_experts(layer, world)
     _allocate(model, world, DTYPES[precision], config, mpu)
-    if compile_model:
-        compile_blocks(model)
+    if compiled:
+        compile_model(model)
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
     if dims.expert_parallel_size > 1:
@@ -150,7 +150,7 @@ def parallelize(
         config,
         clip_grad_norm,
         world=world,
-        token_losses=token_losses,
+        cross_entropy=cross_entropy,
         copies=[_copies(p, world) for p in parameters],
         mpu=mpu,
     )

@@ -10,11 +10,12 @@ No moments, no steps, no paths of the machine that trained it.
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from torch import nn
 
-from model.build import ModelConfig, ModelSizeError, build_model
+from model.build import ModelSizeError, build_model, read_model_config
 from model.config_yaml import load
+from model.settings import ModelSettings
 from parallel.checkpoint.tensor_file import DTYPE_NAMES
 from parallel.checkpoint.tensor_folder import (
     INDEX_FILE,
@@ -67,7 +68,7 @@ class PlainWeights(FolderWeights):
         faults += [f"unknown tensor {n}" for n in sorted(self._tensors.names() - wanted.keys())]
         self._tensors.refuse(faults)
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ModelSettings:
         """The configuration of its model, complete."""
         return self._config
 
@@ -90,11 +91,10 @@ class PlainWeights(FolderWeights):
 
     def _built(self) -> nn.Module:
         """The model that config.yaml describes: sizes without bounds, so the files come first."""
-        last = f"blocks.{self._config.num_layers - 1}.attention_norm.weight"
-        if last not in self._tensors.names():
+        last = self._config.last_parameter()
+        if last is not None and last not in self._tensors.names():
             raise PlainWeightsError(
-                f"{self.folder}: no tensor {last}, though {CONFIG_FILE} says model.num_layers "
-                f"{self._config.num_layers}"
+                f"{self.folder}: no tensor {last}, though {CONFIG_FILE} asks for it"
             )
         try:
             return build_model(self._config)
@@ -106,7 +106,7 @@ class PlainWeights(FolderWeights):
             raise PlainWeightsError(f"{self.folder / CONFIG_FILE}: {error}") from None
 
 
-def _read_config(path: Path) -> ModelConfig:
+def _read_config(path: Path) -> ModelSettings:
     if not path.is_symlink() and not path.exists():
         raise PlainWeightsError(
             f"{path}: there is no such file; beside {WEIGHTS_FILE} it says in its section `model` "
@@ -121,12 +121,12 @@ def _read_config(path: Path) -> ModelConfig:
     if not isinstance(section, dict):
         raise PlainWeightsError(f"{path}: has no section `model`")
     try:
-        config = TypeAdapter[ModelConfig](ModelConfig).validate_python(section)
+        config = read_model_config(section)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(("model", *map(str, first["loc"])))
         message = first["msg"].removeprefix("Value error, ")
         raise PlainWeightsError(f"{path}: {key}: {message}") from None
-    if config.vocab_size is None:
-        raise PlainWeightsError(f"{path}: model.vocab_size: is missing")
+    if missing := config.left_to_data():
+        raise PlainWeightsError(f"{path}: {missing}: is missing")
     return config

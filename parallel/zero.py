@@ -22,8 +22,8 @@ from parallel.gradients import Fp32Gradients
 from parallel.step_hooks import StageZeroHook, ZeroHook
 
 Precision = Literal["fp32", "bf16"]
-TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logits [B, T, V], target ids [B, T]) -> nats [B, T] in fp32."""
+CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [..., V], target ids [...]) -> nats [...] in fp32."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -110,7 +110,7 @@ class Engine:
         config: what `deepspeed_config` made.
         clip_grad_norm: largest gradient norm, 0 for no clipping; used at stage 0.
         world: this process.
-        token_losses: of logits as the module gives them, which may be cut by vocabulary.
+        cross_entropy: of logits as the module gives them, which may be cut by vocabulary.
         copies: for each parameter, in the optimizer's order, how many processes hold the same part
             of it.
         mpu: tells DeepSpeed of tensor parallelism; None without it.
@@ -124,13 +124,13 @@ class Engine:
         clip_grad_norm: float,
         *,
         world: comm.World,
-        token_losses: TokenLosses,
+        cross_entropy: CrossEntropy,
         copies: list[int],
         mpu: Any = None,
     ) -> None:
         deepspeed = import_deepspeed()
         self.world, self.device = world, world.device
-        self.token_losses = token_losses
+        self.cross_entropy = cross_entropy
         self.stage: int = config["zero_optimization"]["stage"]
         self._before_change: list[Callable[[], None]] = []
         if self.stage == 0:
@@ -168,9 +168,9 @@ class Engine:
         """The model that was handed in."""
         return self.deepspeed.module
 
-    def __call__(self, input_ids_BT: torch.Tensor) -> ModelOutput:
+    def __call__(self, *inputs: torch.Tensor) -> ModelOutput:
         """The model's forward pass on this process's micro-batch."""
-        return self.deepspeed(input_ids_BT)
+        return self.deepspeed(*inputs)
 
     def train(self, mode: bool = True) -> None:
         """Switches dropout on or off."""

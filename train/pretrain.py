@@ -6,19 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from data.sampler import micro_batches
-from data.text.dataset import TokenStream
-from data.text.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
-from model.gpt2 import flops_per_token
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
 from parallel.checkpoint.saver import Saver
 from parallel.checkpoint.verification import newest_verified
-from parallel.checkpoint.writer import TokenizerCopy
 from parallel.fragments import Source
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
@@ -27,21 +21,23 @@ from train.config.beginning import nothing_is_left, say_first_line
 from train.config.environment import write_environment
 from train.config.plan import Plan, check_resume, open_inputs, plan_of
 from train.config.run import RunConfig
+from train.config.smaller import memory_of
 from train.experts.fluctuation import FluctuationLog
 from train.guard.data_check import DataCheck
-from train.guard.memory import explain_out_of_memory, to_build, to_train, to_validate
-from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers, start_state
+from train.guard.memory import RunMemory
+from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers
 from train.guard.run_folder import RunLock
 from train.guard.stopping import StopSignals
 from train.guard.watchdog import Watchdog
 from train.loop.device import Prefetch, allow_tf32
-from train.loop.loop import Hooks, TrainLoop
+from train.loop.hooks import Checkpoints, Hooks, Validation, sources_of
+from train.loop.loop import LoopConfig, TrainLoop
 from train.loop.metrics import Metrics
 from train.loop.optimizer import build_optimizer
 from train.loop.startup import Startup
 from train.state import TrainState
-from train.tasks.loss import token_losses
-from train.tasks.scoring import score_windows
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.task import Kept
 
 
 def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -> TrainState:
@@ -68,58 +64,51 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     import_libraries()
     startup.lap("imports")
     plan = plan_of(inputs)
-    config, dims = plan.config, plan.dims
+    config, dims, kept = plan.config, plan.dims, plan.task.kept()
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     allow_tf32(config.train.tf32, world.device)
-    folder = Path(config.run.folder)
-    lock = RunLock(folder, world)
-    plan = _with_verified(plan, folder / "checkpoints")
-    state = start_state(plan, plan.resume)
+    lock = RunLock(plan.folder, world)
+    plan = _with_verified(plan)
+    state = plan.start_state(plan.resume, kept)
     if world.is_main:
         say_first_line(plan, state)
     if nothing_is_left(plan, state):
         lock.release()
         return state
-    add_batches_left_out(state, folder, world)
+    add_batches_left_out(state, plan.folder, world)
     batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
-    with explain_out_of_memory(
-        lambda: "building the engine", world, to_build(config, dims), folder / "checkpoints"
-    ):
+    memory = memory_of(config, dims, world)
+    with memory.building("building the engine"):
         engine = _build_engine(plan, world)
         saver = _saver(engine, config)
     restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
-    metrics = _open_run_folder(config, state, world, startup)
-    watchdog = Watchdog(folder, world, config.monitor.stall_minutes)
-    hooks = _hooks(engine, saver, plan, world, stop, watchdog)
+    metrics = _open_run_folder(plan, state, world, startup)
+    watchdog = Watchdog(plan.folder, world, config.monitor.stall_minutes)
+    hooks = _hooks(engine, saver, plan, kept, memory, stop, watchdog)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
         hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
     startup.lap("run_folder")
-    explained = explain_out_of_memory(
-        lambda: f"in step {state.step + 1}", world, to_train(config, dims), folder / "checkpoints"
-    )
     stop.wait_for_steps()
-    data_check = DataCheck(plan.data, config.data, world, stop.fail)
+    data_check = DataCheck(plan.task.stored(), world, stop.fail)
     try:
-        with watchdog, data_check, explained:
+        with watchdog, data_check, memory.training(lambda: f"in step {state.step + 1}"):
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
             startup.lap("data")
-            loop = TrainLoop(
+            signal = TrainLoop(
                 engine,
+                plan.task,
                 Prefetch(watchdog.over(batches), world.device),
                 state,
-                config,
+                _loop_config(config),
                 accumulation_steps=dims.accumulation_steps(
                     config.train.global_batch_size, config.train.micro_batch_size
                 ),
-                flops_per_token=flops_per_token(config.model),
-                world=world,
                 hooks=hooks,
                 metrics=metrics,
-            )
-            signal = loop.run()
+            ).run()
             if signal:
                 comm.barrier()  # everybody has saved
                 stop.stop(signal)
@@ -133,9 +122,9 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     return state
 
 
-def _with_verified(plan: Plan, checkpoints: Path) -> Plan:
+def _with_verified(plan: Plan) -> Plan:
     """With every byte of the checkpoint verified; an older one is looked at like the newest."""
-    resume = newest_verified(plan.resume, checkpoints)
+    resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and resume is not plan.resume:
         check_resume(plan.config, resume)
     return replace(plan, resume=resume)
@@ -149,11 +138,11 @@ def _what_is_kept(config: RunConfig) -> str:
     return f"the same command goes on from {found[-1]}"
 
 
-def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Tensor]:
+def _batches(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
     """This process's micro-batches from where the run stands to its end."""
     config = plan.config
     return micro_batches(
-        plan.data.samples(config.model.sequence_length, config.seed),
+        plan.task.samples,
         start_step=state.step,
         num_steps=config.train.steps - state.step,
         global_batch_size=config.train.global_batch_size,
@@ -188,8 +177,8 @@ def _build_engine(plan: Plan, world: comm.World) -> Engine:
         micro_batch_size=config.train.micro_batch_size,
         clip_grad_norm=config.optimizer.clip_grad_norm,
         source=source,
-        token_losses=token_losses,
-        compile_model=config.model.compile,
+        cross_entropy=cross_entropy,
+        compiled=config.model.compile,
     )
 
 
@@ -204,116 +193,69 @@ def _saver(engine: Engine, config: RunConfig) -> Saver:
 
 
 def _open_run_folder(
-    config: RunConfig, state: TrainState, world: comm.World, startup: Startup
+    plan: Plan, state: TrainState, world: comm.World, startup: Startup
 ) -> Metrics | None:
-    folder = Path(config.run.folder)
     if not world.is_main:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder / "checkpoints")
-    (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    write_environment(folder, world.size)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(plan.checkpoints)
+    (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")
+    write_environment(plan.folder, world.size)
     done = state.step - (state.unfinished is not None)  # that step's record is written anew
-    return Metrics(folder, config.log, done, config.train.steps, startup)
+    return Metrics(
+        plan.folder,
+        plan.config.log,
+        done,
+        plan.config.train.steps,
+        startup,
+        unit=plan.task.unit,
+        validation_score=plan.task.validation_score,
+    )
+
+
+def _loop_config(config: RunConfig) -> LoopConfig:
+    return LoopConfig(
+        folder=Path(config.run.folder),
+        train=config.train,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        loss=config.loss,
+        monitor=config.monitor,
+        log=config.log,
+        validate_every=config.evaluation.every,
+        save_every=config.checkpoint.every,
+    )
 
 
 def _hooks(
     engine: Engine,
     saver: Saver,
     plan: Plan,
-    world: comm.World,
+    kept: Kept,
+    memory: RunMemory,
     stop: StopSignals,
     watchdog: Watchdog,
 ) -> Hooks:
-    config = plan.config
-    checkpoints = Path(config.run.folder) / "checkpoints"
-    parts = plan.data.validation()
-    windows = {part.name: _windows(plan, part.stream) for part in parts}
-    # Read at the start: the data may be gone from where it is when the run ends.
-    file = plan.data.tokenizer.file
-    content = plan.data.tokenizer_path.read_bytes() if world.is_main else None
-    tokenizer = TokenizerCopy(file, content) if content is not None else None
+    config, task, world = plan.config, plan.task, engine.world
+    batch_size = config.evaluation.batch_size or config.train.micro_batch_size
 
-    def go_on(share: float) -> None:
-        watchdog.at(f"validation, {share:.0%} done")
-        stop.check()
-
-    def validate_now() -> dict[str, float]:
-        engine.train(False)
-        batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-        with explain_out_of_memory(
-            lambda: "in validation", world, to_validate(config, plan.dims), checkpoints
-        ):
-            losses = {
-                name: score_windows(
-                    engine,
-                    split,
-                    batch_size=batch_size,
-                    world=world,
-                    losses=engine.token_losses,
-                    report=go_on,
-                ).loss
-                for name, split in windows.items()
-            }
-        mean = sum(part.share * losses[part.name] for part in parts)
-        each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
-        return {"validation_loss": mean} | (each if len(plan.data.parts) > 1 else {})
-
-    def save_now(state: TrainState) -> None:
-        values: dict[str, Any] = state.to_json()
-        with explain_out_of_memory(
-            lambda: f"saving step {state.step}", world, to_build(config, plan.dims), checkpoints
-        ):
-            saver.save(state.step, values, config.to_yaml(), tokenizer)
-
-    samples = plan.data.samples(config.model.sequence_length, config.seed)
-
-    def documents(batch: int) -> dict[str, list[int]]:
-        size = config.train.global_batch_size
-        return plan.data.documents(samples, range(batch * size, (batch + 1) * size))
-
-    def following(state: TrainState) -> Iterator[Tensor]:
+    def following(state: TrainState) -> Iterator[Any]:
         return Prefetch(watchdog.over(_batches(plan, world, state)), world.device)
 
+    def start(checkpoint: Checkpoint) -> TrainState:
+        return plan.start_state(checkpoint, kept)
+
+    validation = Validation(task, engine, batch_size, memory, stop, watchdog)
+    fluctuation: Callable[[], dict[str, float]] | None = None
+    if config.log.fluctuation:
+        probe_set = task.probe(config.log.fluctuation_tokens)
+        fluctuation = FluctuationLog(engine, probe_set, batch_size, memory)
     return Hooks(
-        go_back=Rewind(engine, saver, plan, world, following),
-        documents=documents,
+        validate=validation if task.has_validation else None,
+        checkpoints=Checkpoints(saver, config.to_yaml(), kept.files, memory),
+        go_back=Rewind(engine, saver, plan.checkpoints, config.seed, start, following),
+        sources=sources_of(task, config.train.global_batch_size),
         stop=stop,
         at=watchdog.at,
-        validate=validate_now if parts else None,
-        save=save_now,
-        saving=saver.poll,
-        saved=saver.finish,
-        fluctuation=_fluctuation(engine, plan, world) if config.log.fluctuation else None,
-    )
-
-
-def _fluctuation(engine: Engine, plan: Plan, world: comm.World) -> Callable[[], dict[str, float]]:
-    config, length = plan.config, plan.config.model.sequence_length
-    end = plan.data.tokenizer.end_of_text_id
-    parts = [EvaluationWindows(part.stream, length, length, end) for part in plan.data.validation()]
-    log = FluctuationLog(
-        engine,
-        SpreadWindows(parts, config.log.fluctuation_tokens),
-        config.evaluation.batch_size or config.train.micro_batch_size,
-    )
-    checkpoints = Path(config.run.folder) / "checkpoints"
-
-    def measure() -> dict[str, float]:
-        with explain_out_of_memory(
-            lambda: "comparing routing", world, to_validate(config, plan.dims), checkpoints
-        ):
-            return log()
-
-    return measure
-
-
-def _windows(plan: Plan, split: TokenStream) -> EvaluationWindows:
-    config = plan.config
-    return EvaluationWindows(
-        split,
-        config.model.sequence_length,
-        config.evaluation.stride or config.model.sequence_length,
-        plan.data.tokenizer.end_of_text_id,
-        max_windows=config.evaluation.max_windows,
+        fluctuation=fluctuation,
     )

@@ -17,8 +17,6 @@ class TrainState:
     """Optimizer steps done, skipped ones among them: each has consumed its global batch."""
     samples: int = 0
     """Samples consumed."""
-    tokens: int = 0
-    """Tokens predicted."""
     skipped_steps: int = 0
     """Steps left out because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0

@@ -1,7 +1,7 @@
 """A prepared folder, opened and checked in a time that does not grow with it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from data.text.indexed import indexed_dataset
 from data.text.manifest import Manifest, SplitName
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.verification import verify_files
+from data.text.verification import bytes_to_verify, verify_files
 
 
 class TokenStream:
@@ -200,3 +200,20 @@ class PreparedData:
         for report in verify_files(self.path, read):
             if report.reason is not None:
                 raise DataError(report.reason)
+
+    def bytes_to_verify(self) -> int:
+        """Counts what `faults` reads of the files that grow with the data."""
+        return bytes_to_verify(self.path)
+
+    def faults(self, read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+        """Reads every file, whatever is wrong with those before it.
+
+        Args:
+            read: Called with the number of bytes, whenever some were read.
+
+        Yields:
+            The name of each damaged file, and in one line what is wrong with it.
+        """
+        for report in verify_files(self.path, read):
+            if report.reason is not None:
+                yield report.name, report.reason

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from data.config import DataConfig
 from data.errors import DataError
-from data.sampler import TrainingSamples
 from data.text.dataset import PreparedData, TokenStream
 from data.text.manifest import TokenizerInfo
+from data.text.samples import TrainingSamples
 
 BLOCK = 2**17
 """Samples after which the order of sources begins again; shares are exact to 1 / BLOCK."""

@@ -32,11 +32,12 @@ from parallel.dims import Dims
 from parallel.fragments import fill
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
+from train.console import Progress
 from train.errors import ConfigError
-from train.evaluation.evaluate import Progress
 from train.loop.optimizer import OptimizerConfig, build_optimizer
 from train.loop.step import train_step
-from train.tasks.loss import token_losses
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.language import TextBatch, text_losses
 
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Of the synchronous save, and of the plain write."""
@@ -113,7 +114,8 @@ class _Trainer:
     def step(self) -> float:
         """Takes one; gives its seconds."""
         started = time.perf_counter()
-        train_step(self.engine, iter([self._tokens]), 1, LEARNING_RATE)
+        batches = iter([TextBatch.of(self._tokens)])
+        train_step(self.engine, text_losses, batches, 1, LEARNING_RATE)
         return time.perf_counter() - started
 
 
@@ -129,8 +131,8 @@ def _engine(config: GPT2Config, batch_size: int) -> Engine:
         micro_batch_size=batch_size,
         clip_grad_norm=1.0,
         source=InitialWeights(build_model(config), 0),
-        token_losses=token_losses,
-        compile_model=False,
+        cross_entropy=cross_entropy,
+        compiled=False,
     )
     engine.train()
     return engine
@@ -194,7 +196,7 @@ class _Writes:
     def synchronous(self, repeat: int) -> Times:
         """A save that is done when it returns."""
         started = time.perf_counter()
-        self._synchronous.save(repeat, {}, "", None)
+        self._synchronous.save(repeat, {}, "", {})
         seconds = time.perf_counter() - started
         path = self._place / "synchronous" / step_folder(repeat)
         self.nbytes = sum(file.stat().st_size for file in path.iterdir())
@@ -221,7 +223,7 @@ class _Writes:
         """
         saver, trainer = self._asynchronous, self._trainer
         waited, started = saver.seconds_waited, time.perf_counter()
-        saver.save(repeat, {}, "", None)
+        saver.save(repeat, {}, "", {})
         saved = time.perf_counter() - started
         copying = trainer.step()
         waited = saver.seconds_waited - waited

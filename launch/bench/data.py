@@ -22,10 +22,11 @@ from typing import Any
 import tokenizers
 import torch
 
-from data.sampler import TrainingSamples, micro_batches
+from data.sampler import micro_batches
 from data.text.dataset import PreparedData
 from data.text.documents import open_source
 from data.text.prepare import prepare
+from data.text.samples import TrainingSamples
 from data.text.tokenizers.tokenizer import Tokenizer, all_cores
 from data.text.writer import DatasetWriter
 from launch.bench.step_variants import make_step
@@ -33,6 +34,7 @@ from launch.bench.turns import clocked, summary, take_turns
 from model.gpt2 import GPT2Config
 from parallel.zero import Precision
 from train.config.run import load_config
+from train.errors import ConfigError
 
 ENCODING_GOAL, LOADER_GOAL = 0.9, 50.0
 GPT2_124M = GPT2Config(sequence_length=1024, vocab_size=50257)
@@ -132,13 +134,16 @@ def bench_data_of(path: Path, overrides: Sequence[str] = (), **options: Any) -> 
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     config = load_config(path, overrides)
-    vocab_size = config.model.vocab_size or GPT2_124M.vocab_size
+    model = config.model
+    if not isinstance(model, GPT2Config):
+        raise ConfigError(f"{path}: model.kind: {model.kind} does not read text; gpt2 does")
+    vocab_size = model.vocab_size or GPT2_124M.vocab_size
     training = Training(
-        model=config.model.model_copy(update={"vocab_size": vocab_size}),
+        model=model.model_copy(update={"vocab_size": vocab_size}),
         precision=config.train.precision,
         batch_size=config.train.micro_batch_size,
-        sequence_length=config.model.sequence_length,
-        compiled=config.model.compile,
+        sequence_length=model.sequence_length,
+        compiled=model.compile,
     )
     return bench_data(
         sequence_length=training.sequence_length,

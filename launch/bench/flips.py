@@ -7,7 +7,6 @@ middle of it, and the step is held against the limits as in a run with `monitor.
 
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,15 @@ from parallel.dims import Dims
 from parallel.fragments import fill
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine, Precision
-from train.evaluation.evaluate import Progress
-from train.guard.limits import Limits
+from train.console import Progress
+from train.guard.limits import Limits, StepOutcome
 from train.guard.monitor import MonitorConfig
 from train.guard.spikes import limits_of, remember
 from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.loop.step import StepOutcome, train_step
+from train.loop.step import train_step
 from train.state import TrainState
-from train.tasks.loss import token_losses
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.language import TextBatch, text_losses
 
 MODEL = GPT2Config(num_layers=2, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=256)
 STEPS, BATCH = 150, 8
@@ -110,7 +110,7 @@ class _Trial:
             remember(self._config, state, outcome.loss, outcome.result.grad_norm)
         self.limits = limits_of(self._config, state)
         self._steps = steps
-        saved = save(self._engine, folder, steps, state={}, config_yaml="", tokenizer=None)
+        saved = save(self._engine, folder, steps, state={}, config_yaml="")
         self._checkpoint = Checkpoint(saved)
         self._clean = self._after()
 
@@ -161,8 +161,8 @@ class _Trial:
         length = MODEL.sequence_length + 1
         starts = torch.randint(len(self._text) - length, (BATCH,), generator=generator)
         batch_BT = torch.stack([self._text[start : start + length] for start in starts])
-        batches: Iterator[Tensor] = iter([batch_BT.to(self._world.device)])
-        return train_step(self._engine, batches, 1, 3e-3, limits=limits)
+        batches = iter([TextBatch.of(batch_BT.to(self._world.device))])
+        return train_step(self._engine, text_losses, batches, 1, 3e-3, limits=limits)
 
 
 def _engine(precision: Precision, world: comm.World) -> Engine:
@@ -178,7 +178,7 @@ def _engine(precision: Precision, world: comm.World) -> Engine:
         micro_batch_size=BATCH,
         clip_grad_norm=1.0,
         source=InitialWeights(build_model(MODEL), 1),
-        token_losses=token_losses,
+        cross_entropy=cross_entropy,
     )
 
 

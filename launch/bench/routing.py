@@ -34,11 +34,11 @@ from launch.bench.routing_peers import (
 )
 from launch.bench.routing_table import add_ratios, model_config
 from launch.bench.turns import say, take_turns
-from model.build import num_parameters
-from model.gpt2 import GPT2, compile_blocks
+from model.build import compile_model, num_parameters
+from model.gpt2 import GPT2
 from parallel.zero import DTYPES
 from train.errors import ConfigError, RunError
-from train.tasks.loss import token_losses
+from train.tasks.cross_entropy import cross_entropy
 
 GOAL_SHAPE = {
     "width": 768,
@@ -177,7 +177,7 @@ class _Comparison:
         if self.compiled:
             torch.compiler.reset()  # programs of another length would be tried first
             for model in models.values():
-                compile_blocks(model)
+                compile_model(model)
         say(f"{self.precision}, {place}, {length} tokens")
         # All variants are instances of one class: dynamo counts them as recompilations.
         with torch._dynamo.config.patch(recompile_limit=8 * len(layers)):
@@ -243,7 +243,7 @@ def _block_of(model: GPT2) -> TimedLayer:
 
 
 def _with_loss(model: GPT2, labels_BT: Tensor) -> TimedLayer:
-    return TimedLayer(model, lambda ids_BT: token_losses(model(ids_BT).logits, labels_BT).mean())
+    return TimedLayer(model, lambda ids_BT: cross_entropy(model(ids_BT).logits, labels_BT).mean())
 
 
 def _check_memory(

@@ -24,7 +24,7 @@ import torch
 from launch.bench.device import prepare_device
 from launch.bench.step_variants import goal_of, make_step, model_of
 from launch.bench.turns import clocked, say, span, summary, take_turns
-from model.gpt2 import GPT2Config, flops_per_token
+from model.gpt2 import GPT2Config
 from model.matmul import has_native_matmul
 from train.errors import ConfigError, RunError
 from train.guard.memory import is_out_of_memory
@@ -131,7 +131,7 @@ def _rates(
     return {
         "seconds": seconds,
         "tokens_per_second": rate,
-        "mfu": rate * flops_per_token(at_length) / peak if peak else None,
+        "mfu": rate * at_length.flops_per_unit() / peak if peak else None,
     }
 
 

@@ -5,16 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from model.build import build_model, materialize
+from model.build import build_model, compile_model, materialize
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig
-from model.gpt2 import GPT2, GPT2Config, compile_blocks
+from model.gpt2 import GPT2, GPT2Config
 from model.mumoe.config import MuMoEConfig
 from model.output import RoutingStats
 from model.smoe.config import SparseMoEConfig
 from parallel.zero import DTYPES
+from train.loop.losses import LossConfig, routing_loss
 from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.tasks.loss import LossConfig, routing_loss, token_losses
+from train.tasks.cross_entropy import cross_entropy
 
 Step = Callable[[], None]
 Call = Callable[[Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]
@@ -87,7 +88,7 @@ def make_step(
 
     def step() -> None:
         logits_BTV, routing = call(tokens[:, :-1])
-        loss = token_losses(logits_BTV, tokens[:, 1:].contiguous()).mean()
+        loss = cross_entropy(logits_BTV, tokens[:, 1:].contiguous()).mean()
         of_routing = routing_loss(routing, LOSSES)
         loss = loss if of_routing is None else loss + of_routing
         loss.backward()  # type: ignore[no-untyped-call]
@@ -100,7 +101,7 @@ def make_step(
 def _compile(module: nn.Module) -> None:
     """Compiles every block: ours by the trainer's own function, theirs alike."""
     if isinstance(module, GPT2):
-        compile_blocks(module)
+        compile_model(module)
         return
     for block in module.get_submodule("transformer.h").children():
         block.compile()

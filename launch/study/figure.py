@@ -116,10 +116,13 @@ def _colours(result: Mapping[str, Any]) -> dict[str, str]:
 def _panels(result: Mapping[str, Any]) -> list[Panel]:
     """Differences of losses, and what routers did as it is: those that are known."""
     beside, share = result["baseline"], f"{100 * result['confidence']:.0f}%"
+    score = result["scores"][0]
+    unit = f", {score['unit']}" if score["unit"] else ""
+    head = f"{score['title'].capitalize()} less that of {beside}{unit}"
     interval = f"dots: seeds; bar: {share} interval of the mean"
     plain = "dots: seeds; line: their mean"
     panels = [
-        _differences(result, "loss", f"Loss less that of {beside}, nats a token", interval),
+        _differences(result, score["name"], head, interval),
         _differences(result, "attacked_loss", f"On attacked text, less that of {beside}", interval),
         _values(result, "changed_set", "Share of tokens that changed experts at the end", plain),
         _values(result, "effective_neighbours", "Effective neighbours in the graph", plain),
@@ -141,7 +144,11 @@ def _differences(result: Mapping[str, Any], measure: str, title: str, note: str)
 def _values(result: Mapping[str, Any], measure: str, title: str, note: str) -> Panel:
     rows = []
     for name, colour in _colours(result).items():
-        known = (measures(run) for run in result["runs"] if run["variant"] == name)
+        known = (
+            measures(run, result["scores"][0]["name"])
+            for run in result["runs"]
+            if run["variant"] == name
+        )
         values = [found[measure] for found in known if measure in found]
         if values:
             mean = statistics.fmean(values)

@@ -16,6 +16,7 @@ from typing import Any
 from launch.output import strict
 from train.errors import ConfigError
 from train.guard.run_folder import check_place
+from train.study.config import StudyData
 from train.study.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
@@ -30,7 +31,7 @@ def check_folder(study: Study) -> None:
     folder = study.folder
     check_place(folder, f"{study.file}: folder")
     if not (folder / RECORD).exists():
-        others = _others(folder, Path(study.config.data.path)) if folder.exists() else []
+        others = _others(folder, study.config.data) if folder.exists() else []
         if others:
             raise ConfigError(
                 f"{study.file}: folder: {folder} holds {others[0]}, and no study; take another"
@@ -65,13 +66,16 @@ def _record_of_runs(folder: Path) -> dict[str, Any]:
     return record | {"variants": begun}
 
 
-def _others(folder: Path, data: Path) -> list[str]:
+def _others(folder: Path, text: StudyData | None) -> list[str]:
     """What is in a folder beside prepared text, and files that begin with a dot, as our lock."""
-    data = data.absolute()
+    kept = set()
+    if text is not None:
+        data = Path(text.path).absolute()
+        kept = {data, *data.parents}
     return sorted(
         entry.name
         for entry in folder.absolute().iterdir()
-        if not entry.name.startswith(".") and entry != data and entry not in data.parents
+        if not entry.name.startswith(".") and entry not in kept
     )
 
 
@@ -89,9 +93,14 @@ def check_data(study: Study, fingerprint: str) -> None:
         before = _record_of_runs(study.folder)
         if before["variants"] and before["data"] != fingerprint:
             raise ConfigError(
-                f"{study.file}: data.path: {study.config.data.path} holds other text than the runs "
-                f"in {study.folder} were trained on; take another folder"
+                f"{study.file}: {_data_of(study)} than the runs in {study.folder} were trained on; "
+                f"take another folder"
             )
+
+
+def _data_of(study: Study) -> str:
+    data = study.config.data
+    return "base: its data is other" if data is None else f"data.path: {data.path} holds other text"
 
 
 def record_of(study: Study, fingerprint: str | None) -> dict[str, Any]:
@@ -128,7 +137,10 @@ def read_result(run: Run) -> dict[str, Any] | None:
     """
     if not run.result_file.exists():
         return None
-    return _read(run.result_file, ("loss", "perplexity", "tokens_scored", "tokens_per_second"))
+    task = run.study.task
+    units = f"{task.unit.name}s"
+    scores = (score.name for score in task.scores)
+    return _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second"))
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

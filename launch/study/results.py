@@ -28,9 +28,11 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]
     Raises:
         RunError: runs were scored on different tokens.
     """
-    scored = {result["tokens_scored"] for result in results}
+    units, scores = f"{plan['unit']}s", [score["name"] for score in plan["scores"]]
+    scored = {result[f"{units}_scored"] for result in results}
     if len(scored) > 1:
-        raise RunError(f"runs were scored on different numbers of tokens: {sorted(scored)}")
+        raise RunError(f"runs were scored on different numbers of {units}: {sorted(scored)}")
+    averaged = [*scores, "training_loss", f"{units}_per_second"]
     by_variant = {
         name: {result["seed"]: result for result in results if result["variant"] == name}
         for name in plan["variants"]
@@ -41,12 +43,14 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]
         "study": plan["study"],
         "folder": plan["folder"],
         "baseline": plan["baseline"],
+        "unit": plan["unit"],
+        "scores": plan["scores"],
         "seeds": plan["seeds"],
         "finished": len(results) == len(plan["runs"]),
-        "tokens_scored": min(scored, default=0),
+        f"{units}_scored": min(scored, default=0),
         "confidence": CONFIDENCE,
         "variants": {
-            name: plan["variants"][name] | _compared(runs, baseline)
+            name: plan["variants"][name] | _compared(runs, baseline, averaged)
             for name, runs in by_variant.items()
             if runs
         },
@@ -57,42 +61,46 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]
     }
 
 
-def _compared(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
-    beside = {} if runs is baseline else _differences(runs, baseline)
+def _compared(runs: BySeed, baseline: BySeed, averaged: Sequence[str]) -> dict[str, Any]:
+    """Of a variant; the first of what is averaged is the score to look at."""
+    score = averaged[0]
+    beside = {} if runs is baseline else _differences(runs, baseline, score)
     return {
-        **_means(list(runs.values())),
-        "difference": beside.get("loss"),
+        **_means(list(runs.values()), averaged),
+        "difference": beside.get(score),
         "differences": beside,
         "leak": _leaks(runs, baseline),
     }
 
 
-def _means(runs: Sequence[Run]) -> dict[str, Any]:
+def _means(runs: Sequence[Run], averaged: Sequence[str]) -> dict[str, Any]:
     means: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for key in ("loss", "perplexity", "bits_per_byte", "training_loss", "tokens_per_second"):
+    for key in averaged:
         means[key] = spread([run[key] for run in runs])._asdict()
     return means | {
         "routing": {
-            name: _spread_of(runs, name)
+            name: _spread_of(runs, name, averaged[0])
             for name in {name: None for run in runs for name in run["routing"]}
         },
         "measures": {
-            name: _spread_of(runs, name) for name in {n: None for r in runs for n in measures(r)}
+            name: _spread_of(runs, name, averaged[0])
+            for name in {n: None for r in runs for n in measures(r, averaged[0])}
         },
     }
 
 
-def measures(run: Run) -> dict[str, float]:
+def measures(run: Run, score: str = "loss") -> dict[str, float]:
     """All numbers of a run by which variants are compared.
 
     Args:
         run: a result, with what was measured of it.
+        score: the one to look at.
 
     Returns:
-        `loss`; `attacked_loss` and `attacked_perplexity`; what routers did, by name;
+        That score; `attacked_loss` and `attacked_perplexity`; what routers did, by name;
         `changed_first` and `changed_set`, the fluctuation. What is not known is left out.
     """
-    found = {"loss": run["loss"], **run["routing"]}
+    found = {score: run[score], **run["routing"]}
     if attack := run.get("attack"):
         found |= {"attacked_loss": attack["loss"], "attacked_perplexity": attack["perplexity"]}
     if fluctuation := run.get("fluctuation"):
@@ -100,18 +108,21 @@ def measures(run: Run) -> dict[str, float]:
     return found
 
 
-def _spread_of(runs: Sequence[Run], name: str) -> dict[str, Any]:
-    return spread([m[name] for run in runs if name in (m := measures(run))])._asdict()
+def _spread_of(runs: Sequence[Run], name: str, score: str) -> dict[str, Any]:
+    return spread([m[name] for run in runs if name in (m := measures(run, score))])._asdict()
 
 
-def _differences(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
+def _differences(runs: BySeed, baseline: BySeed, score: str) -> dict[str, Any]:
     """Of every measure, over the seeds for which both know it."""
-    names = {name: None for run in runs.values() for name in measures(run)}
+    of_runs, of_baseline = (
+        {seed: measures(run, score) for seed, run in of.items()} for of in (runs, baseline)
+    )
+    names = {name: None for each in of_runs.values() for name in each}
     found = {}
     for name in names:
         ours, theirs = (
-            {seed: known[name] for seed, run in of.items() if name in (known := measures(run))}
-            for of in (runs, baseline)
+            {seed: each[name] for seed, each in known.items() if name in each}
+            for known in (of_runs, of_baseline)
         )
         pairs = {seed: (ours[seed], theirs[seed]) for seed in ours if seed in theirs}
         if pairs:

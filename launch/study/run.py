@@ -14,11 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
 from launch.child import STOPPED, polyad
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+from launch.study.data import model_of, prepared
 from launch.study.folder import (
     RESULTS,
     check_data,
@@ -42,9 +40,8 @@ from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.verification import newest_that_opens
 from train.config.describe import describe
 from train.config.plan import plan_run
-from train.config.resolve import resolve
 from train.config.rules import validate
-from train.errors import ConfigError, RunError, stopped
+from train.errors import RunError, stopped
 from train.study.study import Run, Study, load_study
 
 Results = dict[tuple[str, int], dict[str, Any]]
@@ -65,7 +62,7 @@ def describe_study(file: Path) -> dict[str, Any]:
     """
     study = load_study(file)
     check_folder(study)
-    return _plan(study, _vocab_size(study))
+    return _plan(study)
 
 
 def study(file: Path) -> dict[str, Any]:
@@ -85,9 +82,9 @@ def study(file: Path) -> dict[str, Any]:
     study = load_study(file)
     check_folder(study)
     with locked(study):
-        data = _prepared(study)
-        check_data(study, data.manifest.fingerprint)
-        plan = _plan(study, data.manifest.tokenizer.vocab_size)
+        fingerprint = prepared(study)
+        check_data(study, fingerprint)
+        plan = _plan(study)
         results = {
             (run.variant.name, run.seed): result
             for run in study.runs
@@ -97,7 +94,7 @@ def study(file: Path) -> dict[str, Any]:
             if _key(run) not in results:
                 plan_run(Path(study.config.base), run.overrides, 1)
         _say("\n".join([plan_table(plan), *nothing_left(study, results)]))
-        write_record(study, data.manifest.fingerprint)
+        write_record(study, fingerprint)
         for number, run in enumerate(study.runs, start=1):
             if _key(run) in results:
                 continue
@@ -125,61 +122,22 @@ def _measure(study: Study, plan: Mapping[str, Any], results: Results) -> None:
         _write_results(study, plan, results)
 
 
-def _prepared(study: Study) -> PreparedData:
-    """The study's text, prepared if it is not there or not all of it."""
-    data, split = study.config.data, study.config.split
-    if data.source is not None and data.tokenizer is not None:
-        prepare(
-            data.source,
-            data.tokenizer,
-            data.path,
-            validation_fraction=data.validation_fraction,
-            test_fraction=data.test_fraction,
-        )
-    try:
-        prepared = PreparedData.open(Path(data.path))
-    except DataError as error:
-        raise ConfigError(f"{study.file}: data.path: {error}") from None
-    if not prepared.manifest.splits[split].tokens:
-        raise ConfigError(
-            f"{study.file}: split: {split} has no text in {data.path}; take another, or prepare "
-            f"the text with some"
-        )
-    return prepared
-
-
-def _vocab_size(study: Study) -> int:
-    """The vocabulary, before anything is prepared if need be."""
-    data = study.config.data
-    try:
-        return PreparedData.open(Path(data.path)).manifest.tokenizer.vocab_size
-    except DataError as error:
-        kind, _, size = (data.tokenizer or "").partition(":")
-        if kind == "train" and size.isdecimal():
-            return int(size)
-        raise ConfigError(
-            f"{study.file}: data.path: {error}; how large the vocabulary is, and so "
-            f"the model, is known then"
-        ) from None
-
-
-def _plan(study: Study, vocab_size: int) -> dict[str, Any]:
-    variants = {}
+def _plan(study: Study) -> dict[str, Any]:
+    variants, unit = {}, study.task.unit.name
     for name, variant in study.variants.items():
-        try:
-            config = resolve(variant.config, vocab_size)
-        except ValueError as error:
-            raise ConfigError(f"{study.file}: variants.{name}: {error}") from None
+        config = variant.config.model_copy(update={"model": model_of(study, variant)})
         described = describe(config, validate(config, 1))
         variants[name] = {
             key: described["model"][key]
-            for key in ("parameters", "active_parameters", "flops_per_token")
+            for key in ("parameters", "active_parameters", f"flops_per_{unit}")
         } | {"training": described["training"]}
     measures = all_measures(study)
     return {
         "study": str(study.file),
         "folder": str(study.folder),
         "baseline": study.config.baseline,
+        "unit": unit,
+        "scores": [score._asdict() for score in study.task.scores],
         "seeds": study.config.seeds,
         "variants": variants,
         "runs": [
@@ -223,19 +181,20 @@ def _finish(run: Run) -> dict[str, Any]:
     split = ("--split", run.study.config.split)
     _polyad(run, "evaluate", str(run.folder), *split, "--json", str(scores))
     evaluation = json.loads(scores.read_text(encoding="utf-8"))
-    if evaluation["loss"] is None:
-        raise RunError(f"{run}: its loss on the {run.study.config.split} split is not finite")
+    scores_of, unit = run.study.task.scores, run.study.task.unit.name
+    if evaluation[scores_of[0].name] is None:
+        raise RunError(
+            f"{run}: its {scores_of[0].title} on the {run.study.config.split} split is not finite"
+        )
     records = read_records(run.folder)
     result = {
         "variant": run.variant.name,
         "seed": run.seed,
-        "loss": evaluation["loss"],
-        "perplexity": evaluation["perplexity"],
-        "bits_per_byte": evaluation["bits_per_byte"],
-        "tokens_scored": evaluation["tokens_scored"],
+        **{score.name: evaluation[score.name] for score in scores_of},
+        f"{unit}s_scored": evaluation[f"{unit}s_scored"],
         "step": evaluation["step"],
         "training_loss": last_loss(records),
-        "tokens_per_second": median_rate(records),
+        f"{unit}s_per_second": median_rate(records, unit),
         "memory_bytes": peak_memory(records),
         "routing": last_routing(records),
         # Of the whole run, for the time that others will take.

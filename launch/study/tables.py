@@ -1,18 +1,18 @@
 """What a study shows to a person: its plan, its progress, its comparison."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from launch.output import align
 from launch.study.measures import Measure
-from train.loop.metrics import duration
+from train.console import duration
 from train.study.study import Run, Study
 
 Row = tuple[str, ...]
 
-LOSSES = ("loss", "attacked_loss", "attacked_perplexity")
-"""Of a run's measures those that are no routing."""
+ATTACKED = ("attacked_loss", "attacked_perplexity")
+"""Of a run's measures those of attacked text."""
 
 
 def plan_table(plan: Mapping[str, Any]) -> str:
@@ -22,10 +22,12 @@ def plan_table(plan: Mapping[str, Any]) -> str:
         plan: of the study.
     """
     variants = plan["variants"]
-    base = variants[plan["baseline"]]
-    rows: list[Row] = [("variant", "parameters", "of a token", "beside", "FLOPs/token", "beside")]
+    base, unit = variants[plan["baseline"]], plan["unit"]
+    rows: list[Row] = [
+        ("variant", "parameters", f"of a {unit}", "beside", f"FLOPs/{unit}", "beside")
+    ]
     for name, variant in variants.items():
-        size, flops = variant["parameters"], variant["flops_per_token"]
+        size, flops = variant["parameters"], variant[f"flops_per_{unit}"]
         rows.append(
             (
                 name,
@@ -33,7 +35,7 @@ def plan_table(plan: Mapping[str, Any]) -> str:
                 f"{variant['active_parameters']:,}",
                 _share(size, base["parameters"]),
                 f"{flops:.3g}",
-                _share(flops, base["flops_per_token"]),
+                _share(flops, base[f"flops_per_{unit}"]),
             )
         )
     runs = plan["runs"]
@@ -46,7 +48,7 @@ def plan_table(plan: Mapping[str, Any]) -> str:
         f"{align(rows)}\n"
         f"{len(runs)} runs ({len(variants)} variants, seeds "
         f"{', '.join(str(seed) for seed in plan['seeds'])}) of {training['steps']:,} steps of "
-        f"{training['tokens_per_step']:,} tokens: {finished} finished, {begun} to go on, "
+        f"{training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
         f"{len(runs) - finished - begun} to begin\n{also}"
         f"beside: {plan['baseline']}; in {plan['folder']}"
     )
@@ -98,11 +100,15 @@ def measure_line(measure: Measure, number: int, count: int, seconds_left: float)
 def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
     """What a run came to, beside the baseline's of the same seed where that is finished."""
     name, beside = run.study.config.baseline, ""
+    first, *others = run.study.task.scores[:2]
     if baseline is not None and run.variant.name != name:
-        beside = f" ({result['loss'] - baseline['loss']:+.4f} beside {name})"
+        difference = result[first.name] - baseline[first.name]
+        beside = f" ({difference:+.{first.digits}f} beside {name})"
+    more = "".join(f", {score.title} {result[score.name]:.2f}" for score in others)
+    units = f"{run.study.task.unit.name}s"
     return (
-        f"{run}: loss {result['loss']:.4f}{beside}, perplexity {result['perplexity']:.2f} on "
-        f"{result['tokens_scored']:,} tokens"
+        f"{run}: {first.title} {result[first.name]:.{first.digits}f}{beside}{more} on "
+        f"{result[f'{units}_scored']:,} {units}"
     )
 
 
@@ -114,24 +120,28 @@ def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
         markdown: for a page instead of a terminal.
     """
     table = _markdown if markdown else align
-    variants = result["variants"]
+    variants, score = result["variants"], result["scores"][0]["name"]
     found = [
-        _loss_rows(variants),
+        _score_rows(variants, result["scores"]),
         _attacked_rows(variants),
-        _cost_rows(variants),
-        _routing_rows(variants),
-        _routing_difference_rows(variants),
+        _cost_rows(variants, result["unit"]),
+        _routing_rows(variants, score),
+        _routing_difference_rows(variants, score),
         _leak_rows(variants),
         _honest_rows(variants),
     ]
     return "\n\n".join([*(table(rows) for rows in found if len(rows) > 1), _notes(result)])
 
 
-def _loss_rows(variants: Mapping[str, Any]) -> list[Row]:
-    rows: list[Row] = [("variant", "loss", "perplexity", "difference", "95% interval", "pairs")]
+def _score_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The first two scores, and the difference of the first."""
+    first, *others = scores[:2]
+    titles = (score["title"] for score in scores[:2])
+    rows: list[Row] = [("variant", *titles, "difference", "95% interval", "pairs")]
     for name, variant in variants.items():
-        cells = (_pm(variant["loss"], 4), _pm(variant["perplexity"], 2))
-        rows.append((name, *cells, *_difference_cells(variant["difference"])))
+        cells = [_pm(variant[first["name"]], first["digits"])]
+        cells += [_pm(variant[score["name"]], 2) for score in others]
+        rows.append((name, *cells, *_difference_cells(variant["difference"], first["digits"])))
     return rows
 
 
@@ -146,37 +156,38 @@ def _attacked_rows(variants: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _difference_cells(difference: Mapping[str, Any] | None) -> Row:
+def _difference_cells(difference: Mapping[str, Any] | None, digits: int = 4) -> Row:
     """The mean, its interval, and how many pairs."""
     if difference is None:
         return "", "", ""
     interval = "none of one pair"
     if difference["pairs"] > 1:
-        interval = f"{difference['low']:+.4f} to {difference['high']:+.4f}{_mark(difference)}"
-    return _pm(difference, 4, sign="+"), interval, f"{difference['pairs']}"
+        interval = f"{difference['low']:+.{digits}f} to {difference['high']:+.{digits}f}"
+        interval += _mark(difference)
+    return _pm(difference, digits, sign="+"), interval, f"{difference['pairs']}"
 
 
 def _mark(difference: Mapping[str, Any]) -> str:
     return " *" if difference["excludes_zero"] else ""
 
 
-def _cost_rows(variants: Mapping[str, Any]) -> list[Row]:
-    rows: list[Row] = [("variant", "parameters", "of a token", "FLOPs/token", "tokens/s")]
+def _cost_rows(variants: Mapping[str, Any], unit: str) -> list[Row]:
+    rows: list[Row] = [("variant", "parameters", f"of a {unit}", f"FLOPs/{unit}", f"{unit}s/s")]
     rows += [
         (
             name,
             f"{variant['parameters']:,}",
             f"{variant['active_parameters']:,}",
-            f"{variant['flops_per_token']:.3g}",
-            f"{variant['tokens_per_second']['mean']:,.0f}",
+            f"{variant[f'flops_per_{unit}']:.3g}",
+            f"{variant[f'{unit}s_per_second']['mean']:,.0f}",
         )
         for name, variant in variants.items()
     ]
     return rows
 
 
-def _routing_rows(variants: Mapping[str, Any]) -> list[Row]:
-    names = _routing_names(variants)
+def _routing_rows(variants: Mapping[str, Any], score: str) -> list[Row]:
+    names = _routing_names(variants, score)
     rows: list[Row] = [("routing", *names)]
     for variant_name, variant in variants.items():
         known = variant["measures"]
@@ -186,10 +197,10 @@ def _routing_rows(variants: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _routing_difference_rows(variants: Mapping[str, Any]) -> list[Row]:
+def _routing_difference_rows(variants: Mapping[str, Any], score: str) -> list[Row]:
     """What routers did, beside the baseline's; nothing if the baseline does not route."""
     beside_all = [variant["differences"] for variant in variants.values()]
-    names = [name for name in _routing_names(variants) if any(name in b for b in beside_all)]
+    names = [name for name in _routing_names(variants, score) if any(name in b for b in beside_all)]
     rows: list[Row] = [("routing beside", *names)]
     for variant_name, variant in variants.items():
         beside = variant["differences"]
@@ -202,10 +213,10 @@ def _routing_difference_rows(variants: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _routing_names(variants: Mapping[str, Any]) -> list[str]:
+def _routing_names(variants: Mapping[str, Any], score: str) -> list[str]:
     """What routers did; no line for what was 0 with all, as tokens dropped are mostly."""
     known = [variant["measures"] for variant in variants.values()]
-    names = {name: None for each in known for name in each if name not in LOSSES}
+    names = {name: None for each in known for name in each if name not in (score, *ATTACKED)}
     return [name for name in names if any(each[name]["mean"] for each in known if name in each)]
 
 
@@ -251,13 +262,15 @@ def _notes(result: Mapping[str, Any]) -> str:
     variants, name = result["variants"].values(), result["baseline"]
     counts = {len(variant["seeds"]) for variant in variants}
     seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+    score, units = result["scores"][0], f"{result['unit']}s"
+    in_unit = f" in {score['unit']}" if score["unit"] else ""
     notes = [
-        f"mean ± standard deviation over {seeds} seeds; loss in nats a token on the "
-        f"{result['tokens_scored']:,} tokens of the {result['split']} split",
-        f"difference: loss less {name}'s of the same seed, which saw the same batches; interval: "
-        f"of its mean, by the t distribution over pairs; * leaves 0 out",
-        "tokens/s: of the median step, and of what else the machine did; routing: over all layers "
-        "and the last 10 steps",
+        f"mean ± standard deviation over {seeds} seeds; {score['title']}{in_unit} on the "
+        f"{result[f'{units}_scored']:,} {units} of the {result['split']} split",
+        f"difference: {score['title']} less {name}'s of the same seed, which saw the same batches; "
+        f"interval: of its mean, by the t distribution over pairs; * leaves 0 out",
+        f"{units}/s: of the median step, and of what else the machine did; routing: over all "
+        f"layers and the last 10 steps",
     ]
     if any("changed_set" in variant["measures"] for variant in variants):
         apart = {run["fluctuation"]["steps"] for run in result["runs"] if "fluctuation" in run}

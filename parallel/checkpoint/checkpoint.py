@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
-from model.build import ModelConfig, build_model
+from model.build import build_model, read_model_config
 from model.config_yaml import ConfigYamlError, load
+from model.settings import ModelSettings
 from parallel import comm
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.contents import chunk_differs, read_contents
@@ -28,7 +28,7 @@ from parallel.huggingface import is_huggingface_folder
 from parallel.plain_weights import is_plain_folder
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_NEEDED_TO_RESUME = {"step", "samples", "tokens", "data_fingerprint", "tokenizer_fingerprint"}
+_NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}
 """Of `state.json`; every version has written them."""
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
@@ -54,7 +54,7 @@ class Checkpoint:
         self.tensors = contents.index.tensors
         self._verified: set[Chunk] = set()
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> ModelSettings:
         """The configuration of its model, complete.
 
         Raises:
@@ -62,10 +62,17 @@ class Checkpoint:
         """
         path = self.folder / "config.yaml"
         try:
-            tree = load(self.config_yaml)
-            return TypeAdapter[ModelConfig](ModelConfig).validate_python(tree["model"])
+            return read_model_config(load(self.config_yaml)["model"])
         except (ConfigYamlError, TypeError, KeyError, ValueError):
             raise damaged(path, "it has no section `model` of a known model") from None
+
+    def section(self, name: str) -> object:
+        """A section of its configuration, as YAML has it; None if there is none."""
+        try:
+            tree = load(self.config_yaml)
+        except ConfigYamlError:
+            return None
+        return tree.get(name) if isinstance(tree, dict) else None
 
     def small_file(self, name: str) -> Path | None:
         """A file beside the weights, verified; None if it is not there.
@@ -159,11 +166,11 @@ class Checkpoint:
             CheckpointError: they differ, or there is no such model.
         """
         config, path = self.model_config(), self.folder / "config.yaml"
-        last = f"blocks.{config.num_layers - 1}.attention_norm.weight"
-        if last not in self.shapes():  # before as many layers are built as a number may ask for
+        last = config.last_parameter()  # before as many layers are built as a number may ask for
+        if last is not None and last not in self.shapes():
             raise CheckpointError(
                 f"{self.folder}: is of another model: {last} missing there, though config.yaml "
-                f"says model.num_layers {config.num_layers}"
+                f"asks for it"
             )
         try:
             model = build_model(config)

@@ -2,6 +2,7 @@
 
 import base64
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from parallel.checkpoint.commit import Retention, Shard, staging_folder
 from parallel.checkpoint.snapshot import SnapshotWriter, memory_needed
 from parallel.checkpoint.writer import (
     SaveError,
-    TokenizerCopy,
     chunks_of,
     raise_together,
     remove_quietly,
@@ -62,7 +62,7 @@ class Saver:
             self._writer = SnapshotWriter(memory_needed(list(chunks_of(engine))))
 
     def save(
-        self, step: int, state: dict[str, Any], config_yaml: str, tokenizer: TokenizerCopy | None
+        self, step: int, state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
     ) -> None:
         """Begins to save, once the save before is done; without a writer it is done at the end.
 
@@ -73,7 +73,7 @@ class Saver:
             step: optimizer steps done.
             state: JSON values for `state.json`, the same on every process.
             config_yaml: the resolved configuration.
-            tokenizer: the one whose ids the model knows.
+            files: what else lies in it by name, as a tokenizer.
 
         Raises:
             SaveError: this save or the one before failed, on any process.
@@ -81,7 +81,7 @@ class Saver:
         if self._writer is None:
             save(
                 self._engine, self._folder, step, state=state, config_yaml=config_yaml,
-                tokenizer=tokenizer, keep=self._keep,
+                files=files, keep=self._keep,
             )  # fmt: skip
             return
         self.finish()
@@ -94,7 +94,7 @@ class Saver:
         order = {"do": "write", "staging": str(staging), "rank": comm.rank()}
         self._writer.take(chunks, order, self._engine.device)
         self._engine.before_change(self._settle)
-        self._pending = _Pending(step, staging, small_files(state, config_yaml, tokenizer))
+        self._pending = _Pending(step, staging, small_files(state, config_yaml, files))
 
     @property
     def writer_id(self) -> int | None:

@@ -25,9 +25,7 @@ class StepRecord(Record):
     loss: Measured
     grad_norm: Measured
     learning_rate: float
-    tokens_per_second: Seconds
     step_seconds: Seconds
-    tokens: Count
     mfu: float | None
     skipped: bool
     skipped_steps: Count
@@ -62,7 +60,6 @@ class State(Record):
 
     step: Count = 0
     samples: Count = 0
-    tokens: Count = 0
     skipped_steps: Count = 0
     skipped_in_a_row: Count = 0
     recent_losses: tuple[float, ...] = ()

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 
-from data.text.manifest import TokenizerFile
 from parallel import comm
 from parallel.checkpoint.commit import (
     Piece,
@@ -40,11 +40,7 @@ class SaveError(RuntimeError):
     exit_status = 1
 
 
-class TokenizerCopy(NamedTuple):
-    """A tokenizer's file, whatever its format."""
-
-    name: TokenizerFile
-    content: bytes
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def save(
     *,
     state: dict[str, Any],
     config_yaml: str,
-    tokenizer: TokenizerCopy | None = None,
+    files: Mapping[str, bytes] = NO_FILES,
     keep: Retention = KEEP_ALL,
 ) -> Path:
     """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
@@ -97,7 +93,7 @@ def save(
         step: optimizer steps done.
         state: JSON values for `state.json`, the same on every process.
         config_yaml: the resolved configuration.
-        tokenizer: the one whose ids the model knows.
+        files: what else lies in it by name, as the tokenizer whose ids the model knows.
         keep: which older checkpoints stay.
 
     Returns:
@@ -112,7 +108,7 @@ def save(
         chunks = list(chunks_of(engine))  # views, not copies
         shard = together(step, lambda: shard_of(staging, comm.rank(), chunks))
         shards = comm.gather_to_main(shard)
-        others = small_files(state, config_yaml, tokenizer)
+        others = small_files(state, config_yaml, files)
         together(step, lambda: commit(staging, step, shards, others, keep) if shards else None)
     except SaveError:
         if comm.rank() == 0:
@@ -129,7 +125,7 @@ def save_weights(
     buffers: Mapping[str, torch.Tensor],
     state: dict[str, Any],
     config_yaml: str,
-    tokenizer: TokenizerCopy | None = None,
+    files: Mapping[str, bytes] = NO_FILES,
 ) -> None:
     """Writes a checkpoint of weights alone, at step 0, from this process and without an engine.
 
@@ -140,7 +136,7 @@ def save_weights(
         buffers: of the model, by name.
         state: JSON values for `state.json`.
         config_yaml: the configuration.
-        tokenizer: the one whose ids the model knows.
+        files: what else lies in it by name, as the tokenizer whose ids the model knows.
     """
     chunks = [
         Chunk(
@@ -150,18 +146,18 @@ def save_weights(
         for name, shape in shapes.items()
     ]  # fmt: skip
     chunks += [_buffer_chunk(name, buffer) for name, buffer in buffers.items()]
-    write_rest(folder, 0, [shard_of(folder, 0, chunks)], small_files(state, config_yaml, tokenizer))
+    write_rest(folder, 0, [shard_of(folder, 0, chunks)], small_files(state, config_yaml, files))
 
 
 def small_files(
-    state: dict[str, Any], config_yaml: str, tokenizer: TokenizerCopy | None
+    state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
 ) -> dict[str, bytes]:
     """What lies beside the tensors, by name."""
-    files = {
+    return {
         "state.json": json.dumps(state, indent=1).encode(),
         "config.yaml": config_yaml.encode(),
+        **files,
     }
-    return files | ({tokenizer.name: tokenizer.content} if tokenizer is not None else {})
 
 
 def shard_of(staging: Path, rank: int, chunks: Sequence[Chunk]) -> Shard:

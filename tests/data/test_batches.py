@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from data.batches import batch_of_step, batches_from
-from data.sampler import TrainingSamples, micro_batches
+from data.sampler import micro_batches
 from data.text.mixture import Part, TrainingData
+from data.text.samples import TrainingSamples
 
 T, SEED, B = 16, 5, 8
 

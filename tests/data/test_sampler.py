@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.sampler import TrainingSamples, micro_batches
+from data.sampler import micro_batches
+from data.text.samples import TrainingSamples
 
 T, SEED, B = 64, 1234, 8
 

@@ -2,13 +2,14 @@
 
 import itertools
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.build import build_model, materialize
-from model.gpt2 import GPT2Config, compile_blocks
+from model.build import build_model, compile_model, materialize
+from model.gpt2 import GPT2Config
 from parallel.checkpoint.copying import Copying, Pair
 from parallel.comm import World
 from tests.helpers.gpu import NEEDS_CUDA
@@ -16,7 +17,7 @@ from train.errors import RunError
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import Prefetch, allow_tf32
 from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.tasks.loss import token_losses
+from train.tasks.cross_entropy import cross_entropy
 
 pytestmark = NEEDS_CUDA
 CUDA = torch.device("cuda")
@@ -39,7 +40,7 @@ def model(dtype: torch.dtype, device: torch.device = CUDA) -> torch.nn.Module:
 
 def step(network: torch.nn.Module, tokens: torch.Tensor) -> tuple[float, torch.Tensor]:
     """Loss, and the gradient of the first block's queries, keys and values."""
-    loss = token_losses(network(tokens[:, :-1]).logits, tokens[:, 1:].contiguous()).mean()
+    loss = cross_entropy(network(tokens[:, :-1]).logits, tokens[:, 1:].contiguous()).mean()
     loss.backward()
     return loss.item(), network.blocks[0].attention.qkv.weight.grad.float().cpu()
 
@@ -58,6 +59,10 @@ def product_error() -> float:
     return ((a.to(CUDA) @ b.to(CUDA)).cpu() - exact).abs().max().item() / exact.abs().max().item()
 
 
+class Batch(NamedTuple):
+    values: torch.Tensor
+
+
 def test_tf32_is_as_the_key_says() -> None:
     allow_tf32(False, CUDA)
     full = product_error()
@@ -74,7 +79,7 @@ def test_tf32_is_as_the_key_says() -> None:
 def test_compiled_blocks_compute_the_same(tokens, dtype, tf32) -> None:
     allow_tf32(tf32, CUDA)  # torch 2.10 could not compile after one of the ways to set it
     plain, compiled = model(dtype), model(dtype)
-    compile_blocks(compiled)
+    compile_model(compiled)
     expected, actual = (step(network, tokens.to(CUDA)) for network in (plain, compiled))
     assert actual[0] == pytest.approx(expected[0], rel=1e-2)
     tolerance = 0.05 * expected[1].abs().max().item()
@@ -125,10 +130,10 @@ def test_adamw_is_fused_and_does_what_it_does_on_the_cpu() -> None:
 def test_prefetch_copies_the_same_while_the_device_computes() -> None:
     generator = torch.Generator().manual_seed(4)
     batches = [torch.randint(1 << 40, (64, 4097), generator=generator) for _ in range(24)]
-    ahead = Prefetch((batch.pin_memory() for batch in batches), CUDA)
+    ahead = Prefetch((Batch(batch.pin_memory()) for batch in batches), CUDA)
     busy = torch.randn(4096, 4096, device=CUDA)
     sums = []
-    for batch in ahead:
+    for (batch,) in ahead:
         assert batch.is_cuda
         busy = torch.tanh(busy @ busy)  # the copy of the next one is done long before this is
         sums.append(batch.sum())
@@ -140,7 +145,7 @@ def test_prefetch_copies_the_same_while_the_device_computes() -> None:
 def test_the_copy_overlaps_with_computation() -> None:
     # Pinned beforehand, and the third copy finds the first one's memory: neither may wait.
     batches = [torch.zeros(16, 1 << 20, dtype=torch.int64).pin_memory() for _ in range(3)]
-    ahead = Prefetch(iter(batches), CUDA)
+    ahead = Prefetch(map(Batch, batches), CUDA)
     next(ahead)
     torch.cuda.synchronize()
     copy = torch.cuda.Event()

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from parallel import comm
-from train.loop import step as step_module
 from train.pretrain import main
+from train.tasks import language
 
 
 def digest(row_T: torch.Tensor) -> str:
@@ -19,14 +19,15 @@ def digest(row_T: torch.Tensor) -> str:
 
 def run_and_note(config: Path, notes: Path, *overrides: str) -> int:
     """`polyad train`; each data-parallel rank writes its micro-batches, in order, as digests."""
-    split = step_module.split_samples
+    losses = language.text_losses
     taken: list[list[str]] = []
 
-    def noting(batch_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        taken.append([digest(row) for row in batch_BT])
-        return split(batch_BT)
+    def noting(model, batch):
+        tokens_BT1 = torch.cat([batch.input_ids_BT[:, :1], batch.target_ids_BT], 1)
+        taken.append([digest(row) for row in tokens_BT1])
+        return losses(model, batch)
 
-    with mock.patch.object(step_module, "split_samples", noting):
+    with mock.patch.object(language, "text_losses", noting):
         steps = main(config, overrides).step
     notes.mkdir(exist_ok=True)
     (notes / f"{comm.rank():03d}").write_text(json.dumps(taken))

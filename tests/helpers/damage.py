@@ -4,21 +4,24 @@ from typing import Any
 
 import torch
 
-from tests.helpers.training import Case, build_engine, local_batches
+from tests.helpers.training import Case, build_engine, text_batches
 from train.guard.limits import Limits
 from train.loop.step import train_step
+from train.tasks.language import text_losses
 
 
 def step_with_a_damaged_weight(case: Case) -> dict[str, Any]:
     """One step after the last rank's copy, or part, of a weight got an absurd number."""
     engine, world = build_engine(case)
     high = Limits(1e30, 1e30)  # neither loss nor norm stands in the way
-    before = train_step(engine, iter(local_batches(0, world, case.model)), 2, 0.01, limits=high)
+    before = train_step(
+        engine, text_losses, text_batches(0, world, case.model), 2, 0.01, limits=high
+    )
     if world.rank == world.size - 1:
         weight = engine.module.blocks[0].attention.qkv.weight
         getattr(weight, "ds_tensor", weight).data.view(-1)[3] = 1e12
-    batches = iter(local_batches(1, world, case.model))
-    after = train_step(engine, batches, 2, 0.01, limits=high)
+    batches = text_batches(1, world, case.model)
+    after = train_step(engine, text_losses, batches, 2, 0.01, limits=high)
     return {
         "sane": [before.sane, after.sane],
         "applied": [before.result.applied, after.result.applied],

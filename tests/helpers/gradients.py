@@ -14,6 +14,7 @@ from parallel.zero import DTYPES, Engine, deepspeed_config
 from tests.helpers.training import Case, build_engine, local_batches
 from train.loop.device import Prefetch
 from train.loop.step import train_step
+from train.tasks.language import TextBatch, text_losses
 
 SIZE = 61
 
@@ -53,7 +54,7 @@ def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float]
         config,
         0.0,
         world=world,
-        token_losses=lambda logits, targets: logits,
+        cross_entropy=lambda logits, targets: logits,
         copies=[world.size],
     )
     for of_ranks in gradients:
@@ -90,7 +91,8 @@ def exchanges_of_a_step(case: Case) -> dict[tuple[str, str], int]:
     with Exchanges() as mode:
         train_step(
             engine,
-            Prefetch(iter(batches), world.device),
+            text_losses,
+            Prefetch(map(TextBatch.of, batches), world.device),
             len(batches),
             case.learning_rate,
             losses=case.losses,

@@ -25,6 +25,7 @@ from tests.helpers.saving import change, saving
 from tests.helpers.training import Case, build_engine, local_batches, model_yaml
 from train.loop.device import Prefetch
 from train.loop.step import train_step
+from train.tasks.language import TextBatch, text_losses
 
 
 def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = True) -> bool:
@@ -97,8 +98,8 @@ def _content(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
 def take_step(engine: Engine, world: comm.World, case: Case, step: int) -> None:
     """A real one, which has to be applied."""
     batches = local_batches(step, world, case.model)
-    ahead = Prefetch(iter(batches), world.device)
-    outcome = train_step(engine, ahead, len(batches), case.learning_rate)
+    ahead = Prefetch(map(TextBatch.of, batches), world.device)
+    outcome = train_step(engine, text_losses, ahead, len(batches), case.learning_rate)
     assert outcome.result.applied
 
 

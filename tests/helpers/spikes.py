@@ -12,7 +12,7 @@ import torch
 from data.batches import batches_from
 from train.config.plan import plan_run
 from train.pretrain import main
-from train.tasks.loss import token_losses
+from train.tasks.cross_entropy import cross_entropy
 
 
 def run_with_bad_batches(
@@ -26,7 +26,7 @@ def run_with_bad_batches(
         bad: the batches.
         overrides: `key=value`.
     """
-    with mock.patch("train.pretrain.token_losses", spoiling(config, what, bad)):
+    with mock.patch("train.pretrain.cross_entropy", spoiling(config, what, bad)):
         state = main(config, overrides)
     return state.step, state.left_out
 
@@ -64,12 +64,11 @@ def run_without(config: Path, left_out: tuple[int, ...], *overrides: str) -> int
 def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     """Losses of every token as ever, but for the samples of bad batches, known by their targets."""
     plan = plan_run(config, ["run.folder=" + str(config.parent / "no-such-run")], 1)
-    size, length = plan.config.train.global_batch_size, plan.config.model.sequence_length
-    samples = plan.data.samples(length, plan.config.seed)
-    rows = torch.stack([samples[b * size + i][1:] for b in bad for i in range(size)])
+    size, samples = plan.config.train.global_batch_size, plan.task.samples
+    rows = torch.stack([samples[b * size + i].target_ids_BT for b in bad for i in range(size)])
 
     def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        plain = token_losses(logits, targets)
+        plain = cross_entropy(logits, targets)
         if targets.shape[1] != rows.shape[1] or not torch.is_grad_enabled():
             return plain
         hit = (targets[:, None] == rows[None]).all(-1).any(-1)[:, None]

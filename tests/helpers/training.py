@@ -22,10 +22,12 @@ from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.loop.device import Prefetch
+from train.loop.losses import LossConfig
 from train.loop.optimizer import OptimizerConfig, build_optimizer
 from train.loop.routing import routing_record
 from train.loop.step import train_step
-from train.tasks.loss import LossConfig, token_losses
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.language import TextBatch, text_losses
 
 # Odd sizes, so that fragments and padding fall everywhere.
 MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)
@@ -109,8 +111,8 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         micro_batch_size=MICRO_BATCH,
         clip_grad_norm=case.clip,
         source=source or InitialWeights(build_model(config), 7),
-        token_losses=token_losses,
-        compile_model=config.compile,
+        cross_entropy=cross_entropy,
+        compiled=config.compile,
     )
     engine.train()
     return engine, world
@@ -120,6 +122,11 @@ def local_batches(step: int, world: comm.World, config: GPT2Config) -> list[torc
     """This rank's micro-batches of a step."""
     pieces = global_batch(step, config).split(MICRO_BATCH)
     return list(pieces[world.data_parallel_rank :: world.data_parallel_size])
+
+
+def text_batches(step: int, world: comm.World, config: GPT2Config) -> Iterator[TextBatch]:
+    """As `local_batches`, inputs and targets apart."""
+    return map(TextBatch.of, local_batches(step, world, config))
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -138,7 +145,8 @@ def train(case: Case) -> dict[str, Any]:
         with spoil:
             outcome = train_step(
                 engine,
-                Prefetch(iter(batches), world.device),
+                text_losses,
+                Prefetch(map(TextBatch.of, batches), world.device),
                 len(batches),
                 case.learning_rate,
                 losses=case.losses,
@@ -165,11 +173,11 @@ def poisoned(engine: Engine, case: Case, world: comm.World) -> Iterator[None]:
         if here and case.poison == "gradient":
             column = torch.tensor(3)
             logits.register_hook(lambda gradient: gradient.index_fill(-1, column, torch.nan))
-        losses = token_losses(logits, targets)
+        losses = cross_entropy(logits, targets)
         return losses + torch.nan if here and case.poison == "loss" else losses
 
-    token_losses = engine.token_losses
-    with mock.patch.object(engine, "token_losses", spoiled_loss):
+    cross_entropy = engine.cross_entropy
+    with mock.patch.object(engine, "cross_entropy", spoiled_loss):
         yield
 
 
@@ -249,5 +257,5 @@ def local_losses(case: Case, step: int) -> list[float]:
     engine.train(False)
     batch = local_batches(step, world, case.model)[0]
     with torch.no_grad():
-        losses = engine.token_losses(engine(batch[:, :-1]).logits, batch[:, 1:].contiguous())
+        losses = engine.cross_entropy(engine(batch[:, :-1]).logits, batch[:, 1:].contiguous())
     return losses.flatten().tolist()

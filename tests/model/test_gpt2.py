@@ -4,7 +4,7 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from model.build import num_parameters
-from model.gpt2 import GPT2, GPT2Config, flops_per_token
+from model.gpt2 import GPT2, GPT2Config
 from model.interface import FeedForward
 from model.output import RoutingStats
 from tests.helpers.reference import reference_of
@@ -75,7 +75,7 @@ def test_a_head_of_its_own_is_one_more_matrix_and_no_more_work(small_model):
     assert untied.head.weight.shape == untied.token_embedding.weight.shape
     assert not torch.equal(untied.head.weight, untied.token_embedding.weight)
     assert untied.head.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert flops_per_token(tied.config) == flops_per_token(untied.config)
+    assert tied.config.flops_per_unit() == untied.config.flops_per_unit()
 
 
 def test_no_bias_anywhere_when_switched_off(small_model, random_ids):
@@ -135,7 +135,7 @@ def test_flops_equal_a_count_by_hand():
     config = GPT2Config(
         num_layers=3, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=61
     )
-    assert flops_per_token(config) == 251_328
+    assert config.flops_per_unit() == 251_328
 
 
 def test_flops_follow_the_width_of_the_feedforward():
@@ -148,7 +148,7 @@ def test_flops_follow_the_width_of_the_feedforward():
         vocab_size=61,
         feed_forward={"hidden_size": 10},
     )
-    assert flops_per_token(config) == 115_392
+    assert config.flops_per_unit() == 115_392
 
 
 def test_width_that_heads_do_not_divide_is_refused_by_name_and_value():
@@ -187,7 +187,7 @@ def test_every_field_has_a_description():
     assert all(field.description for field in GPT2Config.model_fields.values())
 
 
-@pytest.mark.parametrize("use", [GPT2, flops_per_token, num_parameters])
+@pytest.mark.parametrize("use", [GPT2, GPT2Config.flops_per_unit, num_parameters])
 def test_missing_vocabulary_size_is_refused(use):
     with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
         use(GPT2Config(num_layers=1))

@@ -5,7 +5,7 @@ import torch
 from torch import _dynamo
 from torch.nn.functional import cross_entropy
 
-from model.gpt2 import compile_blocks
+from model.build import compile_model
 
 
 def step(model, ids):
@@ -78,7 +78,7 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
     names = list(model.state_dict())
     _dynamo.reset()
     _dynamo.utils.counters.clear()
-    compile_blocks(model)
+    compile_model(model)
     assert_same_step(step(model, ids), expected, tolerance=1e-5)
     assert list(model.state_dict()) == names
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1  # of three blocks: all share it
@@ -91,6 +91,6 @@ def test_compiled_recomputation_drops_the_same_units_twice(small_model, random_i
     steps = []
     for recompute in ("none", "block"):
         model = small_model(dropout=0.2, recompute=recompute)
-        compile_blocks(model)
+        compile_model(model)
         steps.append(step(model, ids))
     assert_same_step(*steps, tolerance=1e-5)

@@ -28,10 +28,9 @@ from parallel.weights import load_model, open_checkpoint, open_weights
 from parallel.zero import _state_fields
 from tests.helpers.runs import FEED_FORWARDS, newest, write_config
 from train.config.plan import plan_run
-from train.config.resolve import tokenizer_of
-from train.guard.rewind import start_state
 from train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
 from train.state import TrainState
+from train.tasks.tokenizers import tokenizer_of
 
 pytestmark = pytest.mark.distributed
 
@@ -369,7 +368,7 @@ def fuzz(resealed, count):
                 assert torch.equal(value, before[key]), (name, what, key)
             if planned is None and read is None:
                 state = plan_run(resealed.config, [], 1)
-                assert start_state(state, state.resume).step == 6, (name, what)
+                assert state.start_state(state.resume, state.task.kept()).step == 6, (name, what)
     return refused, passed
 
 

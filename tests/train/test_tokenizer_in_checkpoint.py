@@ -13,9 +13,9 @@ from launch.cli import run as polyad
 from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.checkpoint.manifest import CheckpointError, FileRecord, render
 from tests.helpers.runs import run, write_config
-from train.config.resolve import need_tokenizer, tokenizer_of
 from train.evaluation.generate import Sampling, generate
 from train.exchange.convert import convert
+from train.tasks.tokenizers import need_tokenizer, tokenizer_of
 
 pytestmark = pytest.mark.distributed
 KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}

@@ -8,12 +8,18 @@ from torch import nn
 from model.build import build_model, count_parameters
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig
-from model.gpt2 import GPT2Config, flops_per_token
+from model.gpt2 import GPT2Config
 from model.mumoe.config import MuMoEConfig
+from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 
 SPARSE_TOP_K = 2
 """Experts of a token in the sparse mixture that is compared with."""
+
+
+def experts_compared(model: ModelSettings) -> dict[str, Any] | None:
+    """As `factorized_experts`, of any model; None of one that is not built of such blocks."""
+    return factorized_experts(model) if isinstance(model, GPT2Config) else None
 
 
 def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
@@ -64,7 +70,7 @@ def _cost(
             count_parameters(block.get_submodule("feed_forward")) for block in _blocks(built)
         ),
         "parameters": count_parameters(built),
-        "flops_per_token": flops_per_token(config),
+        "flops_per_token": config.flops_per_unit(),
         "experts_per_block": experts,
         "expert_matrix_rank": matrix_rank,
     }

@@ -1,23 +1,23 @@
 """What a run will do and cost, from its configuration alone: `polyad validate`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from model.build import build_model, count_parameters
-from model.gpt2 import GPT2Config, flops_per_token
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from parallel.dims import Dims
-from train.config.comparison import comparison_rows, factorized_experts
+from train.config.comparison import comparison_rows, experts_compared
 from train.config.environment import check_compiler
 from train.config.plan import plan_run
 from train.config.rules import validate
 from train.config.run import RunConfig, load_config
 from train.errors import ConfigError
 from train.loop.optimizer import num_state_tensors
+from train.tasks.registry import task_class
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -43,15 +43,15 @@ def describe_run(
     if with_data:
         plan = plan_run(path, overrides, world_size)
         config, dims = plan.config, plan.dims
-        samples = plan.data.samples(config.model.sequence_length, config.seed)
-        epoch, step = samples.samples_per_epoch, plan.resume.training_step if plan.resume else 0
+        epoch = plan.task.samples_per_epoch
+        step = plan.resume.training_step if plan.resume else 0
     else:
         config, epoch, step = load_config(path, overrides), None, None
         dims = validate(config, world_size)
-        if config.model.vocab_size is None:
+        if missing := config.model.left_to_data():
             raise ConfigError(
-                "model.vocab_size: null takes it from the data; without the data a number is "
-                "needed, as in model.vocab_size=50257"
+                f"{missing}: null takes it from the data; without the data a number is needed, as "
+                f"in {missing}=50257"
             )
     check_compiler(config)
     return describe(config, dims, samples_per_epoch=epoch) | {"goes_on_from_step": step}
@@ -73,32 +73,32 @@ def describe(
     model = build_model(config.model)
     parameters = count_parameters(model)
     train = config.train
-    tokens_per_step = train.global_batch_size * config.model.sequence_length
+    unit = task_class(config.data.kind).unit.name
+    units_per_step = train.global_batch_size * config.model.units_per_sample()
     samples = train.steps * train.global_batch_size
-    flops = flops_per_token(config.model)
+    flops = config.model.flops_per_unit()
     state_tensors = num_state_tensors(config.optimizer)
     experts = expert_parameters(model)
     active = active_expert_parameters(config, experts)
     return {
         "run": config.run.folder,
+        "unit": unit,
         "model": {
             "kind": config.model.kind,
             "parameters": parameters,
             "active_parameters": parameters - experts + active,
             "experts": _experts(config),
-            "factorized_experts": factorized_experts(config.model),
-            "embedding_parameters": _count(model, "token_embedding", "position_embedding", "head"),
-            "block_parameters": [
-                count_parameters(block) for block in model.get_submodule("blocks").children()
-            ],
-            "flops_per_token": flops,
+            "factorized_experts": experts_compared(config.model),
+            "embedding_parameters": _count(model, *config.model.embeddings),
+            "block_parameters": [count_parameters(block) for block in _blocks(model)],
+            f"flops_per_{unit}": flops,
         },
         "training": {
             "steps": train.steps,
-            "tokens_per_step": tokens_per_step,
-            "tokens": train.steps * tokens_per_step,
+            f"{unit}s_per_step": units_per_step,
+            f"{unit}s": train.steps * units_per_step,
             "epochs": samples / samples_per_epoch if samples_per_epoch else None,
-            "flops": flops * train.steps * tokens_per_step,
+            "flops": flops * train.steps * units_per_step,
             "precision": train.precision,
             "optimizer": config.optimizer.kind,
             "schedule": schedule_line(config),
@@ -133,17 +133,18 @@ def active_expert_parameters(config: RunConfig, parameters: int) -> int:
         config: the run's.
         parameters: of all experts.
     """
-    feed_forward = config.model.feed_forward
+    feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SparseMoEConfig):
         return parameters
     return parameters * feed_forward.top_k // feed_forward.num_experts
 
 
 def _experts(config: RunConfig) -> dict[str, Any] | None:
-    feed_forward = config.model.feed_forward
+    feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SparseMoEConfig):
         return None
-    routed = [block for block in range(config.model.num_layers) if feed_forward.routes(block)]
+    blocks = range(len(config.model.block_feed_forwards()))
+    routed = [block for block in blocks if feed_forward.routes(block)]
     return {
         "num_experts": feed_forward.num_experts,
         "top_k": feed_forward.top_k,
@@ -203,38 +204,11 @@ def memory_per_process(
         "gradients": 4 * held(stage >= 2),
         "optimizer": 4 * (masters + moments) * held(stage >= 1),
         "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
-        "activations": activation_bytes(config.model, config.train.micro_batch_size, size),
+        "activations": config.model.activation_bytes(config.train.micro_batch_size, size),
     }
     if config.checkpoint.asynchronous:
         parts["snapshot"] = 4 * (1 + moments) * parameters // dims.world_size
     return parts | {"total": sum(parts.values())}
-
-
-def activation_bytes(model: GPT2Config, micro_batch_size: int, size: int) -> int:
-    """A rough estimate of what the backward pass needs from the forward pass, in bytes.
-
-    A token leaves 8 D + 2 F numbers in a dense block of width D and inner width F: the inputs of
-    both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the
-    feed-forward, and its inner values before and after the activation function (Korthikanti et al.
-    2022, section 4, without the attention matrix, which fused attention never stores).
-    Recomputation keeps the block's input alone, and one block at a time is whole again. The output
-    adds logits, and their log-softmax and gradient in fp32.
-
-    Args:
-        model: its configuration, with the vocabulary size filled in.
-        micro_batch_size: samples in a forward pass.
-        size: bytes of a number.
-
-    Returns:
-        Bytes.
-    """
-    width = model.hidden_size
-    each = [8 * width + f.saved_numbers_per_token(width) for f in model.block_feed_forwards()]
-    blocks = sum(each)
-    if model.recompute == "block":
-        blocks = model.num_layers * width + max(each)
-    output = model.known_vocab_size() * (size + 8)
-    return micro_batch_size * model.sequence_length * (blocks * size + output)
 
 
 def schedule_line(config: RunConfig) -> str:
@@ -259,8 +233,8 @@ def description_table(description: dict[str, Any]) -> str:
     """
     rows = [
         ("run", _run_row(description)),
-        *_model_rows(description["model"]),
-        *_training_rows(description["training"]),
+        *_model_rows(description["model"], description["unit"]),
+        *_training_rows(description["training"], description["unit"]),
         ("layout", _layout_row(description["layout"])),
         ("memory", _memory_row(description["memory_bytes_per_process"])),
         ("checkpoint", _bytes(description["checkpoint_bytes"])),
@@ -277,24 +251,26 @@ def _run_row(description: dict[str, Any]) -> str:
     return f"{description['run']}  ({state})"
 
 
-def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
-    low, high = min(model["block_parameters"]), max(model["block_parameters"])
-    block = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
+    blocks = model["block_parameters"]
+    block = ""
+    if blocks:
+        low, high = min(blocks), max(blocks)
+        block = f", a block {low:,}" if low == high else f", a block {low:,} to {high:,}"
     factorized = model["factorized_experts"]
     return [
-        ("model", f"{model['kind']}, {len(model['block_parameters'])} blocks"),
+        ("model", model["kind"] + (f", {len(blocks)} blocks" if blocks else "")),
         (
             "parameters",
-            f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}, "
-            f"a block {block})",
+            f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}{block})",
         ),
-        *_expert_rows(model),
+        *_expert_rows(model, unit),
         *(comparison_rows(factorized) if factorized else []),
-        ("FLOPs a token", f"{model['flops_per_token']:.3g}  (forward and backward)"),
+        (f"FLOPs a {unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),
     ]
 
 
-def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     experts = model["experts"]
     if experts is None:
         return []
@@ -302,21 +278,21 @@ def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if not experts["causal_graph"]:
         graph += " over later tokens too, which leaks what is to be predicted"
     return [
-        ("active", f"{model['active_parameters']:,}  (of one token)"),
+        ("active", f"{model['active_parameters']:,}  (of one {unit})"),
         (
             "experts",
             f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "
-            f"{experts['top_k']} a token; {experts['score']} score, {graph}",
+            f"{experts['top_k']} a {unit}; {experts['score']} score, {graph}",
         ),
     ]
 
 
-def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
+def _training_rows(training: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     epochs = training["epochs"]
     seen = f", {epochs:.2f} epochs of the data" if epochs is not None else ""
     return [
-        ("steps", f"{training['steps']:,} of {training['tokens_per_step']:,} tokens"),
-        ("tokens", f"{training['tokens']:,}{seen}"),
+        ("steps", f"{training['steps']:,} of {training[f'{unit}s_per_step']:,} {unit}s"),
+        (f"{unit}s", f"{training[f'{unit}s']:,}{seen}"),
         ("FLOPs", f"{training['flops']:.3g}"),
         ("optimizer", f"{training['optimizer']}, {training['precision']}"),
         ("learning rate", training["schedule"]),
@@ -340,6 +316,11 @@ def _layout_row(layout: dict[str, Any]) -> str:
 def _memory_row(memory: dict[str, int]) -> str:
     parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items() if name != "total")
     return f"about {_bytes(memory['total'])} a process, beside the libraries' own  ({parts})"
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    blocks = getattr(model, "blocks", None)
+    return iter(()) if blocks is None else blocks.children()
 
 
 def _count(model: nn.Module, *prefixes: str) -> int:

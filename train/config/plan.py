@@ -3,22 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from data.text.mixture import TrainingData
-from model.build import build_model
+from torch import nn
+
+from model.build import build_model, count_parameters
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.verification import newest_that_opens
 from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
 from parallel.weights import Weights, open_weights
 from train.config.environment import check_compiler
-from train.config.resolve import check_tokenizer, data_named, resolve, tokenizer_of
 from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
 from train.errors import ConfigError
 from train.guard.room import check_room
 from train.guard.run_folder import LOCK_FILE, check_place
-from train.loop.optimizer import state_tensors
+from train.loop.optimizer import num_state_tensors, state_tensors
+from train.state import TrainState
+from train.tasks.registry import open_task
+from train.tasks.task import Kept, Task
 
 LAUNCH_FOLDER = "launch"
 """In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
@@ -31,11 +35,34 @@ class Plan:
     config: RunConfig
     """Resolved: nothing is left to the data."""
     dims: Dims
-    data: TrainingData
+    task: Task[Any]
     resume: Checkpoint | None
     """What the run goes on from."""
     init: Weights | None
     """What a new run takes its weights from."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's."""
+        return Path(self.config.run.folder)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints lie."""
+        return self.folder / "checkpoints"
+
+    def start_state(self, checkpoint: Checkpoint | None, kept: Kept) -> TrainState:
+        """Where a run stands that goes on from a checkpoint, or begins.
+
+        Args:
+            checkpoint: None at the beginning.
+            kept: what a checkpoint carries of the task.
+        """
+        state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
+        for name, value in kept.state.items():
+            setattr(state, name, value)
+        state.world_size = self.dims.world_size
+        return state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +72,7 @@ class Inputs:
     config: RunConfig
     """Resolved."""
     dims: Dims
-    data: TrainingData
+    task: Task[Any]
 
 
 def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
@@ -62,15 +89,11 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
     config = load_config(path, overrides)
     dims = validate(config, world_size)
     check_compiler(config)
-    data = TrainingData.open(config.data)
-    if config.log.fluctuation and not data.validation():
-        raise ConfigError(
-            f"log.fluctuation: true is not allowed with {data_named(config.data)}, which has no "
-            f"validation split to compare routing on"
-        )
-    config = resolve(config, data.tokenizer.vocab_size)
-    data.samples(config.model.sequence_length, config.seed)
-    return Inputs(config=config, dims=dims, data=data)
+    task = open_task(config.for_task())
+    if config.log.fluctuation:
+        task.probe(config.log.fluctuation_tokens)
+    config = config.model_copy(update={"model": task.model})
+    return Inputs(config=config, dims=dims, task=task)
 
 
 def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
@@ -89,16 +112,27 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
 
 def plan_of(inputs: Inputs) -> Plan:
     """As `plan_run`, of what `open_inputs` gave."""
-    config, data = inputs.config, inputs.data
+    config, task = inputs.config, inputs.task
     model = build_model(config.model)
-    resume = find_resume(config, data)
+    resume = find_resume(config, task)
     init = None
     if resume is not None:
         check_resume(config, resume)
     elif config.checkpoint.init_from is not None:
-        init = _open_init(config, data)
-    check_room(config, model, resume)
-    return Plan(config=config, dims=inputs.dims, data=data, resume=resume, init=init)
+        init = _open_init(config, task)
+    check_room(
+        Path(config.run.folder),
+        config.checkpoint,
+        step=resume.training_step if resume else 0,
+        steps=config.train.steps,
+        size=resume.manifest.total_bytes if resume else checkpoint_bytes(config, model),
+    )
+    return Plan(config=config, dims=inputs.dims, task=task, resume=resume, init=init)
+
+
+def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
+    """The size of a checkpoint: weights and what the optimizer keeps of them, in fp32."""
+    return 4 * count_parameters(model) * (1 + num_state_tensors(config.optimizer))
 
 
 def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -111,29 +145,18 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
     checkpoint.check_resume(state_tensors(config.optimizer))
 
 
-def _open_init(config: RunConfig, data: TrainingData) -> Weights:
-    """What a new run takes its weights from, if it is of this model and knows these token ids."""
+def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
+    """What a new run takes its weights from, if it is of this model and means the same."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
     if isinstance(weights, HuggingFaceWeights):
         weights.check_config(config.model)
     else:
         weights.check_model(build_model(config.model))
-    if isinstance(weights, Checkpoint):
-        fingerprint = weights.state.tokenizer_fingerprint
-    else:
-        tokenizer = tokenizer_of(weights)
-        fingerprint = tokenizer.fingerprint if tokenizer else None
-    check_tokenizer(
-        data_named(config.data),
-        data.parts[0].data,
-        fingerprint,
-        "checkpoint.init_from",
-        lambda: tokenizer_of(weights),
-    )
+    task.check_weights(weights, "checkpoint.init_from")
     return weights
 
 
-def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
+def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     """The newest complete checkpoint of the run's folder, if the folder is this run's.
 
     Raises:
@@ -151,11 +174,9 @@ def find_resume(config: RunConfig, data: TrainingData) -> Checkpoint | None:
         return None
     origin = str(checkpoint.folder)
     refuse_changes(parse_config(checkpoint.config_yaml, origin=origin), config, folder)
-    if checkpoint.state.data_fingerprint != data.fingerprint:
-        weights = " or mixes it by other weights" if config.data.mixture else ""
+    if not task.same_data(checkpoint.state):
         raise ConfigError(
-            f"{data_named(config.data)} holds other data{weights} than {folder} was trained on so "
-            "far"
+            f"{task.place} holds {task.other_data} than {folder} was trained on so far"
         )
     if checkpoint.training_step > config.train.steps:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from model.build import ModelConfig
+from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 from parallel.dims import Dims
 from train.config.run import RunConfig
@@ -51,12 +51,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
             f"schedule.warmup_steps: {schedule.warmup_steps} is more than the {decay} steps that "
             f"the schedule has"
         )
-    stride = config.evaluation.stride
-    if stride is not None and stride > config.model.sequence_length:
-        raise ConfigError(
-            f"evaluation.stride: {stride} is more than model.sequence_length: "
-            f"{config.model.sequence_length}, so tokens would be left out"
-        )
+    check_windows(config)
     if config.model.compile and config.parallel.zero_stage == 3:
         raise ConfigError(
             "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "
@@ -65,14 +60,35 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     return dims
 
 
-def check_tensor_parallel(model: ModelConfig, size: int) -> None:
+def check_windows(config: RunConfig) -> None:
+    """Checks that windows of validation leave no token out.
+
+    Raises:
+        ConfigError: they do.
+    """
+    stride, length = config.evaluation.stride, config.model.units_per_sample()
+    if stride is not None and stride > length:
+        raise ConfigError(
+            f"evaluation.stride: {stride} is more than model.sequence_length: {length}, so tokens "
+            f"would be left out"
+        )
+
+
+def check_tensor_parallel(model: ModelSettings, size: int) -> None:
     """Checks that what tensor parallelism cuts has equal parts.
 
     Raises:
-        ConfigError: it does not divide heads, width, inner width or the ranks of factors.
+        ConfigError: it does not divide heads, width, inner width or the ranks of factors, or the
+            model cannot be cut.
     """
-    cuts = [{"model.num_heads": model.num_heads}, {"model.hidden_size": model.hidden_size}]
-    cuts += model.known_feed_forward().cut_sizes(model.hidden_size)
+    cuts = model.cut_sizes()
+    if cuts is None:
+        if size > 1:
+            raise ConfigError(
+                f"parallel.tensor_parallel_size: {size} is not allowed with model.kind: "
+                f"{model.kind}, whose layers are not cut; 1 is"
+            )
+        return
     for choices in cuts:
         if all(value % size for value in choices.values()):
             sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
@@ -85,7 +101,7 @@ def check_experts(config: RunConfig, size: int) -> None:
     Raises:
         ConfigError: there are none, they have no equal parts, or ZeRO cannot hold them.
     """
-    feed_forward, stage = config.model.feed_forward, config.parallel.zero_stage
+    feed_forward, stage = config.model.known_feed_forward(), config.parallel.zero_stage
     if not isinstance(feed_forward, SparseMoEConfig):
         if size > 1:
             raise ConfigError(
@@ -114,7 +130,7 @@ def check_fluctuation(config: RunConfig) -> None:
     """
     if not config.log.fluctuation:
         return
-    kind = config.model.feed_forward.kind
+    kind = config.model.known_feed_forward().kind
     if kind == "dense":
         raise ConfigError(
             "log.fluctuation: true is not allowed with model.feed_forward.kind: dense, which has "

@@ -8,56 +8,52 @@ in `config_rules.py`.
 
 import copy
 import difflib
+import functools
+import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from data.config import DataConfig
-from data.errors import check_path
-from model.build import ModelConfig
+from data.config import DataSettings
+from model.build import MODELS
 from model.config import Config
 from model.config_yaml import dump
+from model.settings import ModelSettings
 from parallel.config import CheckpointConfig, ParallelConfig
-from parallel.zero import Precision
 from train.config.faults import describe
 from train.config.text import apply_override, parse_yaml, settle
 from train.errors import ConfigError
 from train.guard.monitor import MonitorConfig
+from train.guard.run_folder import RunFolderConfig
+from train.loop.config import TrainConfig
+from train.loop.losses import LossConfig
 from train.loop.metrics import LogConfig
 from train.loop.optimizer import OptimizerConfig
 from train.loop.schedule import ScheduleConfig
-from train.tasks.loss import LossConfig
-from train.tasks.scoring import EvaluationConfig
-
-Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
+from train.tasks.registry import TASKS
+from train.tasks.task import EvaluationConfig, Sections
 
 
-class RunFolderConfig(Config):
-    """Where a run lives."""
+def _of_kind(default: str, classes: Sequence[type[Config]]) -> Any:
+    """The type of a section whose `kind` chooses its class; without one it is the default's."""
 
-    folder: Annotated[str, AfterValidator(check_path)]
-    """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
+    def with_kind(value: object) -> object:
+        return {"kind": default} | value if isinstance(value, dict) else value
+
+    if len(classes) == 1:
+        return classes[0]
+    union = functools.reduce(operator.or_, classes)
+    return Annotated[union, Field(discriminator="kind"), BeforeValidator(with_kind)]
 
 
-class TrainConfig(Config):
-    """How much is trained on, and in which pieces."""
-
-    steps: Count
-    """Optimizer steps of the whole run."""
-    global_batch_size: Count
-    """Samples in an optimizer step, over all processes."""
-    micro_batch_size: Count
-    """Samples in one forward pass of one process; the rest is accumulated."""
-    precision: Precision = "fp32"
-    """Of weights and activations in forward and backward; master weights are always fp32."""
-    tf32: bool = False
-    """Whether a GPU may round the factors of fp32 matrix products to TF32 (10 bits of mantissa
-    instead of 23), which is several times as fast. No by default: fp32 is for comparing with other
-    layouts and machines, bf16 for speed. Nothing changes in bf16, or on a CPU."""
-    max_skipped_steps: Count = 10
-    """Steps in a row that may be skipped for a loss or gradient that is not finite."""
+if TYPE_CHECKING:
+    ModelSection: TypeAlias = ModelSettings
+    DataSection: TypeAlias = DataSettings
+else:
+    ModelSection = _of_kind("gpt2", [kind.config for kind in MODELS.values()])
+    DataSection = _of_kind("text", [task.data_settings for task in TASKS.values()])
 
 
 class RunConfig(Config):
@@ -66,8 +62,8 @@ class RunConfig(Config):
     seed: Annotated[int, Field(ge=0)] = 1234
     """Of initial weights, the order of the data, and dropout."""
     run: RunFolderConfig
-    model: ModelConfig
-    data: DataConfig
+    model: ModelSection
+    data: DataSection
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -77,6 +73,12 @@ class RunConfig(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()
     log: LogConfig = LogConfig()
+
+    def for_task(self) -> Sections:
+        """What the task is opened with."""
+        return Sections(
+            data=self.data, model=self.model, evaluation=self.evaluation, seed=self.seed
+        )
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""

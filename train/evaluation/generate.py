@@ -21,9 +21,9 @@ from model.cache import KeyValueCache
 from model.gpt2 import GPT2Config
 from parallel.weights import load_model, open_weights
 from parallel.zero import Precision
-from train.config.resolve import need_tokenizer
 from train.errors import ConfigError
 from train.experts.steering import Steering, effect, steered
+from train.tasks.tokenizers import need_tokenizer
 
 _UNFINISHED = "\ufffd"
 """What the bytes of half a character decode to."""

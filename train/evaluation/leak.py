@@ -27,7 +27,7 @@ from model.smoe.graph import Graph
 from parallel import comm
 from train.config.run import RunConfig
 from train.errors import ConfigError
-from train.tasks.loss import token_losses
+from train.tasks.cross_entropy import cross_entropy
 from train.tasks.scoring import score_windows
 
 GROUP = 8
@@ -66,7 +66,7 @@ def check_leaks(config: RunConfig, name: object) -> None:
     Raises:
         ConfigError: no graph of the model sees later tokens.
     """
-    feed_forward = config.model.feed_forward
+    feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SparseMoEConfig):
         raise ConfigError(
             f"--leak: {name} has model.feed_forward.kind: {feed_forward.kind}, and no graph of "
@@ -175,7 +175,7 @@ def score_prefixes(
         first = int(apart * (((number * size + rank) * GOLDEN) % 1))
         places = [t for t in range(first, input_BT.shape[1], apart) if scored_BT[:, t].any()]
         if places:
-            whole_BP = token_losses(model(input_BT).logits, target_BT)[:, places]
+            whole_BP = cross_entropy(model(input_BT).logits, target_BT)[:, places]
             cut_BP = torch.cat([_cut_losses(model, input_BT, target_BT, t) for t in places], 1)
             total += _sums(whole_BP, cut_BP, scored_BT[:, places])
         if report is not None:
@@ -187,7 +187,7 @@ def _cut_losses(model: nn.Module, input_BT: Tensor, target_BT: Tensor, place: in
     """[B, 1]: the loss of what follows position `place`, with nothing after it there."""
     with _last_position_alone(model):
         logits_B1V = model(input_BT[:, : place + 1]).logits
-    return token_losses(logits_B1V, target_BT[:, place : place + 1])
+    return cross_entropy(logits_B1V, target_BT[:, place : place + 1])
 
 
 class _Sums(NamedTuple):

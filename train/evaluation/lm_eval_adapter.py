@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from parallel.weights import load_model, open_weights
 from parallel.zero import DTYPES, Precision
-from train.config.resolve import need_tokenizer
 from train.errors import ConfigError
 from train.evaluation.generate import Sampling, TextStream, generate_ids
+from train.tasks.tokenizers import need_tokenizer
 
 Scored = tuple[list[int], int]
 """Token ids, and how many of the last ones are scored."""

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from data.text.manifest import SplitName
-from data.text.windows import EvaluationWindows, SpreadWindows
+from data.text.windows import SpreadWindows
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model, open_checkpoint
-from train.config.resolve import check_tokenizer, tokenizer_of
+from train.config.smaller import to_evaluate
 from train.config.text import flatten
+from train.console import Progress
 from train.errors import ConfigError
-from train.evaluation.evaluate import Evaluated, Progress, open_evaluated
-from train.experts.fluctuation import Fluctuation, Probe, differences, mean, probe_batches, shares
-from train.guard.memory import explain_out_of_memory, to_evaluate
+from train.evaluation.evaluate import Evaluated, open_evaluated
+from train.experts.fluctuation import Fluctuation, Probe, differences, mean, shares
+from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
+from train.tasks.language import TextProbe
 
 PROBE_TOKENS = 65_536
 """About how many tokens are compared, unless the user says it."""
@@ -54,9 +56,10 @@ def compare(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides)
+    task = opened.text("--compare")
     before = open_checkpoint(other)
     _check_pair(opened, before, data_is_named=data is not None)
-    windows = _probe_set(opened, split, tokens)
+    windows = task.spread([task.split(split)[0]], tokens)
     config = opened.config
     world = comm.initialize(config.parallel.timeout_minutes)
     allow_tf32(config.train.tf32, world.device)
@@ -69,11 +72,11 @@ def compare(
         "step": opened.checkpoint.training_step,
         "compared_with": str(before.folder),
         "compared_step": before.training_step,
-        "data": str(config.data.path),
+        "data": task.name,
         "split": split,
         "probe_tokens": count,
         "probe_windows": len(windows),
-        "sequence_length": config.model.sequence_length,
+        "sequence_length": task.model.sequence_length,
         "layers": {
             name: {
                 "top1": layer.top1,
@@ -107,30 +110,18 @@ def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) ->
         raise ConfigError(
             f"--compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
         )
-    if opened.config.model.feed_forward.kind == "dense":
+    if opened.config.model.known_feed_forward().kind == "dense":
         raise ConfigError(
             f"--compare: {opened.checkpoint.folder} has model.feed_forward.kind: dense, and no "
             f"experts whose choice could be compared"
         )
-    check_tokenizer(
-        f"data.path: {opened.config.data.path}",
-        opened.data,
-        other.state.tokenizer_fingerprint,
-        f"checkpoint of --compare {other.folder}",
-        lambda: tokenizer_of(other),
-    )
+    opened.task.check_weights(other, f"checkpoint of --compare {other.folder}")
     known = [c.state.data_fingerprint for c in (opened.checkpoint, other)]
     if known[0] != known[1] and not data_is_named:
         raise ConfigError(
             f"--compare: {other.folder}: was trained on other data than "
             f"{opened.checkpoint.folder}; --data names the text that both are to read"
         )
-
-
-def _probe_set(opened: Evaluated, split: SplitName, tokens: int) -> SpreadWindows:
-    length = opened.config.model.sequence_length
-    end = opened.data.manifest.tokenizer.end_of_text_id
-    return SpreadWindows([EvaluationWindows(opened.data.split(split), length, length, end)], tokens)
 
 
 def _compare(
@@ -145,11 +136,11 @@ def _compare(
     now, before = probes
     size = opened.batch_size * world.data_parallel_size
     total = math.ceil(len(windows) / size)
-    length = opened.config.model.sequence_length
+    length = opened.text("--compare").model.sequence_length
     report = Progress("compare", len(windows) * length) if world.is_main else None
     sums_LC = torch.zeros(len(now.layers), 4, dtype=torch.float64, device=device)
     tokens = torch.zeros(1, dtype=torch.float64, device=device)
-    for done, batch in enumerate(probe_batches(windows, opened.batch_size, world), start=1):
+    for done, batch in enumerate(TextProbe(windows).batches(opened.batch_size, world), start=1):
         pairs = zip(now.read(*batch), before.read(*batch), strict=True)
         sums_LC += torch.stack([differences(*pair) for pair in pairs])
         tokens += batch[1].sum()

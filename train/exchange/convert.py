@@ -29,17 +29,20 @@ from model.huggingface import (
 from parallel.checkpoint.checkpoint import find_checkpoint
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
 from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, differing_shapes
-from parallel.checkpoint.writer import TokenizerCopy, save_weights
+from parallel.checkpoint.writer import save_weights
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import is_huggingface_folder
 from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from parallel.plain_weights import is_plain_folder
 from parallel.weights import Weights, open_weights
-from train.config.resolve import tokenizer_of
-from train.config.run import RunConfig, RunFolderConfig, TrainConfig
+from train.config.run import RunConfig
 from train.errors import ConfigError
 from train.exchange.upcycle import Upcycled, Upcycling
+from train.guard.run_folder import RunFolderConfig
+from train.loop.config import TrainConfig
 from train.state import TrainState
+from train.tasks.language import language_model
+from train.tasks.tokenizers import tokenizer_of
 
 Format = Literal["huggingface", "polyad", "safetensors"]
 FORMATS: dict[Format, str] = {
@@ -126,7 +129,8 @@ class _Checked:
         if upcycling:
             self._weights = Upcycled(weights, upcycling)
             self.notes.append(self._weights.note())
-        self.folder, self.config = weights.folder, self._weights.model_config()
+        self.folder = weights.folder
+        self.config = language_model(self._weights)
         self.shapes = self._weights.shapes()
         self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
         self.progress = Progress()
@@ -269,7 +273,9 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
     origin = {"converted_from": str(weights.folder)}
     if weights.upcycling:
         origin["upcycled"] = weights.upcycling.text
-    copy = TokenizerCopy(tokenizer.file_name, tokenizer.file_bytes()) if tokenizer else None
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        files[tokenizer.file_name] = tokenizer.file_bytes()
     save_weights(
         staging,
         weights.shapes,
@@ -277,7 +283,7 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
         buffers=weights.buffers(),
         state=state.to_json() | origin,
         config_yaml=run.to_yaml(),
-        tokenizer=copy,
+        files=files,
     )
 
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
-from model.build import ModelConfig, ModelSizeError, build_model, initial_value
+from model.build import ModelSizeError, build_model, initial_value
 from model.config import Config
 from model.dense import DenseFeedForwardConfig
+from model.gpt2 import GPT2Config
 from model.smoe.config import SparseMoEConfig
 from model.smoe.upcycling import copies, dense_tensor
 from parallel.checkpoint.tensor_folder import differing_shapes
@@ -24,6 +25,7 @@ from train.config.faults import describe
 from train.config.run import RunConfig
 from train.config.text import apply_override, settle
 from train.errors import ConfigError
+from train.tasks.language import language_model
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
 
@@ -40,7 +42,7 @@ class _Start(Config):
 class _Tree(Config):
     """Where `model` stands in a configuration, for errors that name its keys."""
 
-    model: ModelConfig
+    model: GPT2Config
 
 
 class Upcycling:
@@ -85,7 +87,7 @@ class Upcycling:
         """What is wrong with it, to be raised."""
         return ConfigError(f"--upcycle {self.text}: {message}")
 
-    def model_config(self, dense: ModelConfig, folder: Path) -> ModelConfig:
+    def model_config(self, dense: GPT2Config, folder: Path) -> GPT2Config:
         """The configuration of the sparse model.
 
         Args:
@@ -135,7 +137,7 @@ class Upcycled:
     def __init__(self, weights: Weights, upcycling: Upcycling) -> None:
         self.folder = weights.folder
         self._weights, self._start = weights, upcycling.start
-        dense = weights.model_config()
+        dense = language_model(weights)
         self._config = upcycling.model_config(dense, self.folder)
         expected = {name: tuple(p.shape) for name, p in build_model(dense).named_parameters()}
         if differing := differing_shapes(weights.shapes(), expected):
@@ -146,7 +148,7 @@ class Upcycled:
             raise upcycling.error("asks for more numbers than a tensor can have") from None
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
-    def model_config(self) -> ModelConfig:
+    def model_config(self) -> GPT2Config:
         """The configuration of the sparse model, complete."""
         return self._config
 

@@ -8,18 +8,19 @@ layers, C measures.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from data.text.windows import SpreadWindows, window_batches
 from model.entropy import entropy
 from parallel import comm
 from parallel.zero import Engine
 from train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
+from train.guard.memory import RunMemory
+from train.tasks.task import ProbeSet
 
 SEED = 1_442_695_040_888_963_407
 """Of the codes of experts, which must be the same in every process."""
@@ -155,15 +156,6 @@ class Probe:
         return [Codes(*(values_M[scored_M] for values_M in codes)) for codes in found]
 
 
-def probe_batches(
-    windows: SpreadWindows, batch_size: int, world: comm.World
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's inputs [B, T] and which of them count; every process has as many batches."""
-    rank, size = world.data_parallel_rank, world.data_parallel_size
-    for batch in window_batches(windows, batch_size, rank, size):
-        yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
-
-
 class FluctuationLog:
     """What a run says of itself at every checkpoint: how routing differs from the one before.
 
@@ -172,12 +164,16 @@ class FluctuationLog:
 
     Args:
         engine: of the run.
-        windows: the probe set.
-        batch_size: windows in a forward pass.
+        probe_set: what is read.
+        batch_size: samples in a forward pass.
+        memory: explains where it runs out.
     """
 
-    def __init__(self, engine: Engine, windows: SpreadWindows, batch_size: int) -> None:
-        self._engine, self._windows, self._batch_size = engine, windows, batch_size
+    def __init__(
+        self, engine: Engine, probe_set: ProbeSet, batch_size: int, memory: RunMemory
+    ) -> None:
+        self._engine, self._probe_set, self._batch_size = engine, probe_set, batch_size
+        self._memory = memory
         self._probe = Probe(engine, engine.module, engine.device)
         self._before: list[list[Codes]] = []
 
@@ -188,12 +184,16 @@ class FluctuationLog:
             `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` of each
             layer and `fluctuation/MEASURE`, the mean: what a record says.
         """
+        with self._memory.validating("comparing routing"):
+            return self._compare()
+
+    def _compare(self) -> dict[str, float]:
         started = time.monotonic()
         self._engine.train(False)
         world, layers = self._engine.world, self._probe.layers
         sums_LC = torch.zeros(len(layers), 4, dtype=torch.float64)
         tokens, now = 0, []
-        for number, batch in enumerate(probe_batches(self._windows, self._batch_size, world)):
+        for number, batch in enumerate(self._probe_set.batches(self._batch_size, world)):
             codes = [Codes(*(v.cpu() for v in layer)) for layer in self._probe.read(*batch)]
             now.append(codes)
             if self._before:

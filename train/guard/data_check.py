@@ -8,12 +8,10 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from data.config import DataConfig
-from data.text.mixture import TrainingData
-from data.text.verification import bytes_to_verify, verify_files
 from parallel import comm
+from train.tasks.task import StoredData
 
 BYTES_PER_SECOND = 64e6
 """Much less than a disk gives: training reads a few megabytes a second beside it."""
@@ -33,8 +31,7 @@ class DataCheck:
     needs Python's lock, which one that is never run would keep from training.
 
     Args:
-        data: of the run.
-        config: of it; without `verify` nothing is read.
+        data: the folders of the run; of none nothing is read.
         world: this process.
         fail: is told, in one line, what is damaged; see `StopSignals.fail`.
         bytes_per_second: read at most.
@@ -42,17 +39,16 @@ class DataCheck:
 
     def __init__(
         self,
-        data: TrainingData,
-        config: DataConfig,
+        data: Sequence[StoredData],
         world: comm.World,
         fail: Callable[[str], None],
         bytes_per_second: float = BYTES_PER_SECOND,
     ) -> None:
-        self._folders = {part.data.path: None for part in data.parts}
+        self._folders = list({folder.path: folder for folder in data}.values())
         self._main, self._fail = world.is_main, fail
         self._rate, self._begun, self._read = bytes_per_second, 0.0, 0
         self._ended = threading.Event()
-        wanted = config.verify and world.local_rank == 0
+        wanted = len(data) > 0 and world.local_rank == 0
         self._thread = threading.Thread(
             target=self._run, name="polyad-data-check", daemon=True
         ) if wanted else None  # fmt: skip
@@ -75,7 +71,7 @@ class DataCheck:
         self._rate = float("inf")
         self._thread.join(timeout=LAST_SECONDS)
         if self._thread.is_alive() and self._main:
-            total = sum(map(bytes_to_verify, self._folders))
+            total = sum(folder.bytes_to_verify() for folder in self._folders)
             self._say(
                 f"data.verify: the run ended when {self._read / 1e6:,.0f} of {total / 1e6:,.0f} MB "
                 f"of its data were verified; `polyad data verify` reads all of it"
@@ -87,13 +83,11 @@ class DataCheck:
 
     def _verify(self) -> None:
         for folder in self._folders:
-            for report in verify_files(folder, self._pace):
-                if report.reason is None:
-                    continue
-                if (folder / report.name).exists():
-                    self._fail(f"data.verify: {report.reason}")
+            for name, reason in folder.faults(self._pace):
+                if (folder.path / name).exists():
+                    self._fail(f"data.verify: {reason}")
                 else:  # gone since the run began, which has its files open
-                    self._say(f"data.verify: {report.reason}; the data was not verified")
+                    self._say(f"data.verify: {reason}; the data was not verified")
                 return
 
     def _pace(self, count: int) -> None:

@@ -3,23 +3,47 @@
 import re
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from parallel import comm
 from parallel.checkpoint.commit import complete_checkpoints
-from parallel.dims import Dims, LayoutError
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.errors import ConfigError, RunError
+from train.errors import RunError
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)
 """In the words of torch's two allocators and of numpy: Tried to allocate 2.00 GiB."""
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
 """What a RuntimeError says that is really one of memory: of torch on a CPU, CUDA and cuBLAS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMemory:
+    """What a run says where memory runs out; see `explain_out_of_memory`."""
+
+    world: comm.World
+    checkpoints: Path
+    build: Sequence[str]
+    """Keys that make weights and optimizer smaller."""
+    train: Sequence[str]
+    """Keys that make a step smaller."""
+    validate: Sequence[str]
+    """Keys that make validation smaller."""
+
+    def building(self, doing: str) -> AbstractContextManager[None]:
+        """While the engine is built or saved."""
+        return explain_out_of_memory(lambda: doing, self.world, self.build, self.checkpoints)
+
+    def training(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
+        """While steps are done."""
+        return explain_out_of_memory(doing, self.world, self.train, self.checkpoints)
+
+    def validating(self, doing: str) -> AbstractContextManager[None]:
+        """While held-out data is read."""
+        return explain_out_of_memory(lambda: doing, self.world, self.validate, self.checkpoints)
 
 
 @contextmanager
@@ -36,7 +60,7 @@ def explain_out_of_memory(
     Args:
         doing: says when it happened, as in "in step 3".
         world: this process.
-        keys: what can be changed, the first one first: `to_train` and the like.
+        keys: what can be changed, the first one first: see `train/config/smaller.py`.
         checkpoints: the folder that a run saves to.
 
     Raises:
@@ -119,69 +143,3 @@ def _in_use(device: torch.device) -> str:
 
 def _size(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
-
-
-def to_train(config: RunConfig, dims: Dims) -> list[str]:
-    """Keys that make a training step smaller, what costs least speed first.
-
-    Each of them alone is a configuration that starts, and goes on with the same run.
-
-    Args:
-        config: the run's.
-        dims: its layout.
-
-    Returns:
-        `key=value (now value)`, as it is given on a command line.
-    """
-    micro = range(config.train.micro_batch_size - 1, 0, -1)
-    return [
-        *_first_valid(config, dims, "train.micro_batch_size", micro),
-        *_first_valid(config, dims, "model.recompute", ["block"]),
-        *to_build(config, dims),
-    ]
-
-
-def to_build(config: RunConfig, dims: Dims) -> list[str]:
-    """As `to_train`, of weights and optimizer alone: keys that spread them over processes."""
-    stages: range = range(0)
-    if dims.data_parallel_size > 1:
-        stages = range(config.parallel.zero_stage + 1, 4)
-    size = dims.tensor_parallel_size
-    degrees = range(2 * size, dims.world_size + 1, size)
-    spread = range(2 * dims.expert_parallel_size, dims.data_parallel_size + 1)
-    return [
-        *_first_valid(config, dims, "parallel.zero_stage", stages),
-        *_first_valid(config, dims, "parallel.expert_parallel_size", spread),
-        *_first_valid(config, dims, "parallel.tensor_parallel_size", degrees),
-    ]
-
-
-def to_validate(config: RunConfig, dims: Dims) -> list[str]:
-    """As `to_train`, of validation between steps."""
-    return [*_smaller_evaluation_batch(config), *to_build(config, dims)]
-
-
-def to_evaluate(config: RunConfig) -> list[str]:
-    """As `to_train`, of `polyad evaluate`, which holds the whole model in every process."""
-    half = ["train.precision=bf16 (now fp32)"] if config.train.precision == "fp32" else []
-    return [*_smaller_evaluation_batch(config), *half]
-
-
-def _smaller_evaluation_batch(config: RunConfig) -> list[str]:
-    now = config.evaluation.batch_size or config.train.micro_batch_size
-    return [f"evaluation.batch_size={now // 2} (now {now})"] if now > 1 else []
-
-
-def _first_valid(config: RunConfig, dims: Dims, key: str, values: Sequence[int | str]) -> list[str]:
-    """The first of the values that the run's own rules allow, if it is another than now."""
-    section, name = key.split(".")
-    part = getattr(config, section)
-    now = getattr(part, name)
-    for value in values:
-        changed = part.model_copy(update={name: value})
-        try:
-            validate(config.model_copy(update={section: changed}), dims.world_size)
-        except (ConfigError, LayoutError):
-            continue
-        return [f"{key}={value} (now {now})"] if value != now else []
-    return []

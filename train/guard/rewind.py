@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
@@ -12,26 +11,8 @@ from parallel.checkpoint.saver import Saver
 from parallel.checkpoint.verification import newest_that_opens, newest_verified
 from parallel.fragments import fill
 from parallel.zero import Engine
-from train.config.plan import Plan
 from train.guard.spikes import batches_left_out
 from train.state import TrainState
-
-
-def start_state(plan: Plan, checkpoint: Checkpoint | None) -> TrainState:
-    """Where a run stands that goes on from a checkpoint, or begins.
-
-    Args:
-        plan: the run's.
-        checkpoint: None at the beginning.
-    """
-    state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
-    tokenizer = plan.data.tokenizer
-    state.data_fingerprint = plan.data.fingerprint
-    state.tokenizer_fingerprint = tokenizer.fingerprint
-    state.end_of_text = tokenizer.end_of_text
-    state.vocab_size = tokenizer.vocab_size
-    state.world_size = plan.dims.world_size
-    return state
 
 
 def add_batches_left_out(state: TrainState, folder: Path, world: comm.World) -> None:
@@ -56,13 +37,14 @@ def restore_random_numbers(
 
 
 class Rewind:
-    """The loop's `go_back`.
+    """Back to the newest checkpoint, and on without a batch.
 
     Args:
         engine: whose weights and optimizer state go back.
         saver: of the run's checkpoints, one of which may still be written.
-        plan: the run's.
-        world: this process.
+        checkpoints: the folder of them.
+        seed: the run's.
+        start: gives the state of a run that goes on from a checkpoint.
         batches: gives the micro-batches that follow a state.
     """
 
@@ -70,30 +52,34 @@ class Rewind:
         self,
         engine: Engine,
         saver: Saver,
-        plan: Plan,
-        world: comm.World,
-        batches: Callable[[TrainState], Iterator[Tensor]],
+        checkpoints: Path,
+        seed: int,
+        start: Callable[[Checkpoint], TrainState],
+        batches: Callable[[TrainState], Iterator[Any]],
     ) -> None:
-        self._engine, self._saver, self._plan = engine, saver, plan
-        self._world, self._batches = world, batches
+        self._engine, self._saver, self._checkpoints = engine, saver, checkpoints
+        self._seed, self._start, self._batches = seed, start, batches
 
-    def __call__(self, state: TrainState, batch: int) -> Iterator[Tensor] | None:
+    def __call__(self, state: TrainState, batch: int) -> Iterator[Any] | None:
         """Takes everything back, the state in place.
 
         Args:
             state: of the run; afterwards that of the checkpoint, but for the batches left out.
             batch: the global batch that is left out.
+
+        Returns:
+            The micro-batches that follow; None, and nothing is changed, where there is no
+            checkpoint.
         """
         self._saver.finish()
-        folder = Path(self._plan.config.run.folder) / "checkpoints"
-        checkpoint = newest_verified(newest_that_opens(folder), folder)
+        checkpoint = newest_verified(newest_that_opens(self._checkpoints), self._checkpoints)
         if checkpoint is None:
             return None
         left_out = sorted({*state.left_out, batch})
         fill(self._engine, checkpoint)
-        then = start_state(self._plan, checkpoint)
+        then = self._start(checkpoint)
         for each in fields(TrainState):
             setattr(state, each.name, getattr(then, each.name))
         state.left_out = left_out
-        restore_random_numbers(self._plan.config.seed, state, checkpoint, self._world)
+        restore_random_numbers(self._seed, state, checkpoint, self._engine.world)
         return self._batches(state)

@@ -6,39 +6,35 @@ import shutil
 import sys
 from pathlib import Path
 
-from torch import nn
-
-from model.build import count_parameters
-from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.commit import complete_checkpoints
-from train.config.run import RunConfig
+from parallel.config import CheckpointConfig
 from train.errors import ConfigError
-from train.loop.optimizer import num_state_tensors
 
 
-def check_room(config: RunConfig, model: nn.Module, resume: Checkpoint | None) -> None:
+def check_room(
+    folder: Path, checkpoint: CheckpointConfig, *, step: int, steps: int, size: int
+) -> None:
     """Checks that the next checkpoints fit: as many as `checkpoint.keep_last` holds at once.
 
     Without that key the next one has to fit; if all that follow do not, rank 0 says so.
 
     Args:
-        config: the run's.
-        model: its model, on any device.
-        resume: what it goes on from, which tells how large a checkpoint is.
+        folder: the run's.
+        checkpoint: how often one is written, and how many stay.
+        step: that the run goes on from.
+        steps: of the whole run.
+        size: of a checkpoint, in bytes.
 
     Raises:
         ConfigError: they do not fit.
     """
-    size = resume.manifest.total_bytes if resume else _estimate(config, model)
-    step = resume.training_step if resume else 0
-    every = config.checkpoint.every or config.train.steps
-    coming = math.ceil(config.train.steps / every) - step // every
+    every = checkpoint.every or steps
+    coming = math.ceil(steps / every) - step // every
     if coming <= 0:
         return
-    folder = Path(config.run.folder)
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    keep, there = config.checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
+    keep, there = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
     # One more than stay: the new one is written before an old one goes.
     needed = 1 if keep is None else min(coming, max(keep + 1 - there, 1))
     if needed * size > free:
@@ -55,10 +51,6 @@ def check_room(config: RunConfig, model: nn.Module, resume: Checkpoint | None) -
             file=sys.stderr,
             flush=True,
         )
-
-
-def _estimate(config: RunConfig, model: nn.Module) -> int:
-    return 4 * count_parameters(model) * (1 + num_state_tensors(config.optimizer))
 
 
 def _gigabytes(size: float) -> str:

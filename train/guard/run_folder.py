@@ -1,13 +1,25 @@
-"""A run's folder belongs to one start of the run at a time."""
+"""A run's folder, which belongs to one start of the run at a time."""
 
 import fcntl
 import os
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import AfterValidator
+
+from data.errors import check_path
+from model.config import Config
 from parallel import comm
 from train.errors import ConfigError
 
 LOCK_FILE = ".lock"
+
+
+class RunFolderConfig(Config):
+    """Where a run lives."""
+
+    folder: Annotated[str, AfterValidator(check_path)]
+    """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
 
 
 def check_place(folder: Path, key: str) -> set[str]:

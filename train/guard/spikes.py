@@ -12,13 +12,12 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from train.console import json_number
 from train.errors import RunError
-from train.guard.limits import NO_LIMITS, Limits
+from train.guard.limits import NO_LIMITS, Limits, StepOutcome
 from train.guard.monitor import MonitorConfig
-from train.loop.metrics import Metrics, json_number
-from train.loop.step import StepOutcome
 from train.state import TrainState
 
 LOSS_FLOOR = 0.01
@@ -67,6 +66,16 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return median, 1.4826 * statistics.median([abs(value - median) for value in values])
 
 
+class StepLog(Protocol):
+    """What is told of spikes: where the records of steps are written."""
+
+    def go_back(self, done_steps: int) -> None:
+        """Drops the records of later steps."""
+
+    def say(self, line: str) -> None:
+        """Prints a line between those of steps."""
+
+
 class SpikeGuard:
     """What the loop asks about spikes, and what it tells of them.
 
@@ -82,7 +91,7 @@ class SpikeGuard:
         config: MonitorConfig,
         folder: Path,
         documents: Callable[[int], dict[str, list[int]]],
-        metrics: Metrics | None,
+        metrics: StepLog | None,
     ) -> None:
         self._config, self._folder = config, folder
         self._documents, self._metrics = documents, metrics
@@ -107,9 +116,7 @@ class SpikeGuard:
                 f"{self._config.max_rewinds}); the same command goes on from the last checkpoint"
             )
 
-    def stayed(
-        self, step: int, batch: int, limits: Limits, outcome: "StepOutcome"
-    ) -> dict[str, Any]:
+    def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:
         """Tells of a spike after which the run goes on.
 
         Args:
@@ -129,7 +136,7 @@ class SpikeGuard:
         return {"spike": event}
 
     def went_back(
-        self, step: int, batch: int, limits: Limits, outcome: "StepOutcome", to: int
+        self, step: int, batch: int, limits: Limits, outcome: StepOutcome, to: int
     ) -> None:
         """As `stayed`, after a return to the checkpoint of step `to`."""
         self._rewound = self._event("rewind", step, batch, limits, outcome)
@@ -144,7 +151,7 @@ class SpikeGuard:
         return {"rewind": event} if event else {}
 
     def _event(
-        self, action: str, step: int, batch: int, limits: Limits, outcome: "StepOutcome"
+        self, action: str, step: int, batch: int, limits: Limits, outcome: StepOutcome
     ) -> dict[str, Any]:
         event: dict[str, Any] = {
             "step": step, "batch": batch, "action": action,

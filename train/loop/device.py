@@ -1,12 +1,13 @@
 """What is set once of a device before a model runs there, and read of it afterwards."""
 
 from collections.abc import Iterator
+from typing import Generic
 
 import torch
-from torch import Tensor
 
 from parallel import comm
 from train.loop.metrics import peak_memory_bytes
+from train.tasks.task import Batch
 
 
 def allow_tf32(allowed: bool, device: torch.device) -> None:
@@ -23,7 +24,7 @@ def allow_tf32(allowed: bool, device: torch.device) -> None:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
-class Prefetch:
+class Prefetch(Generic[Batch]):
     """Hands out micro-batches on the device, with the next one on its way there.
 
     On a GPU the copy runs on a stream of its own, out of pinned memory, while the model computes.
@@ -31,23 +32,23 @@ class Prefetch:
     ahead moves no position in the data: where a run goes on follows from its step alone.
 
     Args:
-        batches: tensors in order; in pinned memory for a GPU.
+        batches: NamedTuples of tensors, in order; in pinned memory for a GPU.
         device: where they are wanted.
     """
 
-    def __init__(self, batches: Iterator[Tensor], device: torch.device) -> None:
+    def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._batches, self._device = batches, device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._begun = False
-        self._ahead: Tensor | None = None
+        self._ahead: Batch | None = None
         self._end: Exception | None = None
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Tensor:
+    def __next__(self) -> Batch:
         """The next micro-batch.
 
         Raises:
@@ -64,7 +65,8 @@ class Prefetch:
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            batch.record_stream(current)  # its memory is not free before the model has read it
+            for part in batch:
+                part.record_stream(current)  # its memory is not free before the model has read it
         self._fetch()
         return batch
 
@@ -75,7 +77,8 @@ class Prefetch:
             self._ahead, self._end = None, error
             return
         with torch.cuda.stream(self._stream):
-            self._ahead = batch.to(self._device, non_blocking=True)
+            moved = (part.to(self._device, non_blocking=True) for part in batch)
+            self._ahead = type(batch)(*moved)
 
 
 def memory_statistics(world: comm.World) -> dict[str, int | None]:

@@ -1,59 +1,48 @@
 """The training loop: batches in, steps done, everything said and saved on the way."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from data.batches import batch_of_step
-from parallel import comm
 from parallel.zero import Engine, StepResult
-from train.config.run import RunConfig
 from train.errors import RunError
-from train.guard.limits import NO_LIMITS, Limits
+from train.guard.limits import NO_LIMITS, Limits, StepOutcome
+from train.guard.monitor import MonitorConfig
 from train.guard.spikes import SpikeGuard, remember
-from train.guard.stopping import StopAsked, StopSignals
+from train.guard.stopping import StopAsked
+from train.loop.config import TrainConfig
 from train.loop.device import memory_statistics
-from train.loop.metrics import Metrics, peak_flops
+from train.loop.hooks import Hooks
+from train.loop.losses import LossConfig
+from train.loop.metrics import LogConfig, Metrics, peak_flops
+from train.loop.optimizer import OptimizerConfig
 from train.loop.routing import routing_record
-from train.loop.schedule import learning_rate
-from train.loop.step import StepOutcome, train_step
+from train.loop.schedule import ScheduleConfig, learning_rate
+from train.loop.step import train_step
 from train.loop.timing import StepTimer
 from train.loop.trace import profiler
 from train.state import TrainState
-from train.tasks.scoring import perplexity
+from train.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What the loop calls beside training steps. All processes call each of them together."""
+class LoopConfig:
+    """The sections of a configuration that the loop reads."""
 
-    validate: Callable[[], dict[str, float]] | None
-    """Gives `validation_loss`, in nats a token, and of a mixture that of each source. None where
-    the data has no validation split."""
-    save: Callable[[TrainState], None]
-    """Writes a checkpoint, or begins to."""
-    saving: Callable[[], None]
-    """Looks how far that is; called after every step."""
-    saved: Callable[[], None]
-    """Waits until it is done; called before the run ends."""
-    go_back: Callable[[TrainState, int], Iterator[Tensor] | None]
-    """Takes everything back to the newest checkpoint, the state too, but for a global batch that is
-    left out from now on; gives the micro-batches that follow. None, and nothing is changed, where
-    there is no checkpoint."""
-    documents: Callable[[int], dict[str, list[int]]]
-    """Numbers of the documents that a global batch has tokens of, by the name of their data; the
-    one hook that the main process calls alone."""
-    stop: StopSignals
-    """Whether a signal asks the run to stop. `validate` raises `StopAsked` if one comes meanwhile.
-    """
-    at: Callable[[str], None]
-    """Is told what is done from now on, which is progress."""
-    fluctuation: Callable[[], dict[str, float]] | None = None
-    """Compares routing with that of the checkpoint before, before a checkpoint is written. None
-    where `log.fluctuation` does not ask for it."""
+    folder: Path
+    """The run's."""
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    loss: LossConfig
+    monitor: MonitorConfig
+    log: LogConfig
+    validate_every: int
+    """Steps between validations; 0: at the end alone."""
+    save_every: int
+    """Steps between checkpoints; 0: at the end alone."""
 
 
 class TrainLoop:
@@ -61,13 +50,11 @@ class TrainLoop:
 
     Args:
         engine: model and optimizer.
-        micro_batches: this process's, [micro_batch_size, T + 1] token ids, in order, on the
-            engine's device.
+        task: what is learned.
+        micro_batches: this process's, in order, on the engine's device.
         state: progress so far; brought up to date after every step.
-        config: the run's.
+        config: the run's sections.
         accumulation_steps: micro-batches of this process in a step.
-        flops_per_token: of forward and backward, for MFU.
-        world: this process.
         hooks: validation, saving and the like.
         metrics: on the main process.
     """
@@ -75,25 +62,23 @@ class TrainLoop:
     def __init__(
         self,
         engine: Engine,
-        micro_batches: Iterator[Tensor],
+        task: Task[Any],
+        micro_batches: Iterator[Any],
         state: TrainState,
-        config: RunConfig,
+        config: LoopConfig,
         *,
         accumulation_steps: int,
-        flops_per_token: int,
-        world: comm.World,
         hooks: Hooks,
         metrics: Metrics | None,
     ) -> None:
-        self._engine, self._batches, self._state, self._config = (
-            engine, micro_batches, state, config
-        )  # fmt: skip
-        self._accumulation_steps, self._world = accumulation_steps, world
+        self._engine, self._task, self._batches = engine, task, micro_batches
+        self._state, self._config = state, config
+        self._accumulation_steps, self._world = accumulation_steps, engine.world
         self._hooks, self._metrics = hooks, metrics
-        self._flops_per_token = flops_per_token
+        self._flops_per_unit = task.model.flops_per_unit()
+        self._units_per_sample = task.model.units_per_sample()
         self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
-        self._folder = Path(config.run.folder)
-        self._guard = SpikeGuard(config.monitor, self._folder, hooks.documents, metrics)
+        self._guard = SpikeGuard(config.monitor, config.folder, hooks.sources, metrics)
         self._saved_at = state.step
         self._timer = StepTimer()
 
@@ -109,7 +94,7 @@ class TrainLoop:
         """
         signal = self._train()
         with self._hooks.stop.saving():
-            self._hooks.saved()
+            self._hooks.checkpoints.finish()
         return signal
 
     def _train(self) -> int:
@@ -119,7 +104,7 @@ class TrainLoop:
             unfinished, state.unfinished = state.unfinished, None
             self._finish(unfinished, saves=False)
         self._timer = StepTimer()  # the first step begins here
-        with profiler(self._config.log.profile, self._folder, self._world) as tick:
+        with profiler(self._config.log.profile, self._config.folder, self._world) as tick:
             while state.step < self._config.train.steps:
                 signal = hooks.stop.agreed()
                 if signal or state.unfinished is not None:
@@ -145,6 +130,7 @@ class TrainLoop:
         limits = self._guard.limits(state)
         outcome = train_step(
             self._engine,
+            self._task.losses,
             self._batches,
             self._accumulation_steps,
             rate,
@@ -154,25 +140,25 @@ class TrainLoop:
         )
         loss, result, routing, sane = outcome
         seconds = self._timer.step()
-        tokens = config.train.global_batch_size * config.model.sequence_length
         spike = limits.exceeded(loss, result.grad_norm) or not sane
-        _advance(state, config, tokens, seconds, loss, result, spike=spike)
+        _advance(state, config, seconds, loss, result, spike=spike)
         if (
             spike
             and config.monitor.spike_action == "rewind"
             and self._went_back(batch, limits, outcome)
         ):
             return None
-        rate_of_tokens = tokens / seconds
-        flops = self._flops_per_token * rate_of_tokens
+        units = f"{self._task.unit.name}s"
+        units_per_second = config.train.global_batch_size * self._units_per_sample / seconds
+        flops = self._flops_per_unit * units_per_second
         record: dict[str, Any] = {
             "step": state.step,
             "loss": loss,
             "grad_norm": result.grad_norm,
             "learning_rate": rate,
-            "tokens_per_second": rate_of_tokens,
+            f"{units}_per_second": units_per_second,
             "step_seconds": seconds,
-            "tokens": state.tokens,
+            units: state.samples * self._units_per_sample,
             "mfu": flops / (self._peak * self._world.size) if self._peak else None,
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,
@@ -199,18 +185,18 @@ class TrainLoop:
         state, config, hooks = self._state, self._config, self._hooks
         end = _why_to_end(state, config)
         done = state.step == config.train.steps
-        due = end is None and _due(state.step, config.evaluation.every, done)
+        due = end is None and _due(state.step, config.validate_every, done)
         if due and hooks.validate is not None:
             hooks.at(f"validation after step {state.step}")
             try:
                 with self._timer.aside():
-                    record = record | _with_perplexities(hooks.validate())
+                    record = record | hooks.validate()
             except StopAsked:  # the next start does it, with the same weights
                 state.unfinished = record
                 return
             finally:
                 self._engine.train()
-        saves = saves and end is None and _due(state.step, config.checkpoint.every, done)
+        saves = saves and end is None and _due(state.step, config.save_every, done)
         if saves and hooks.fluctuation is not None:
             with self._timer.aside():
                 record |= hooks.fluctuation()
@@ -218,9 +204,9 @@ class TrainLoop:
         record |= memory_statistics(self._world)
         if self._metrics is not None:
             self._metrics.write(record)
-        hooks.saving()
+        hooks.checkpoints.poll()
         if end is not None:
-            hooks.saved()
+            hooks.checkpoints.finish()
             raise RunError(
                 f"step {state.step}: {end}; the last checkpoint is of step {self._saved_at}"
             )
@@ -233,19 +219,11 @@ class TrainLoop:
             return
         self._hooks.at(f"saving step {self._state.step}")
         with self._hooks.stop.saving():
-            self._hooks.save(self._state)
+            self._hooks.checkpoints.save(self._state)
         self._saved_at = self._state.step
 
 
-def _with_perplexities(losses: dict[str, float]) -> dict[str, float]:
-    """`validation_perplexity` beside `validation_loss`, and of a mixture that of each source."""
-    return losses | {
-        name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
-        for name, loss in losses.items()
-    }
-
-
-def _why_to_end(state: TrainState, config: RunConfig) -> str | None:
+def _why_to_end(state: TrainState, config: LoopConfig) -> str | None:
     """What too many steps in a row were left out for."""
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         return (
@@ -262,8 +240,7 @@ def _why_to_end(state: TrainState, config: RunConfig) -> str | None:
 
 def _advance(
     state: TrainState,
-    config: RunConfig,
-    tokens: int,
+    config: LoopConfig,
     seconds: float,
     loss: float,
     result: StepResult,
@@ -272,7 +249,6 @@ def _advance(
 ) -> None:
     state.step += 1
     state.samples += config.train.global_batch_size
-    state.tokens += tokens
     state.seconds += seconds
     not_finite = not result.applied and not spike
     state.skipped_steps += not_finite

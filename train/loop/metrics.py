@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -14,8 +12,10 @@ import torch
 from pydantic import Field
 
 from model.config import Config
+from train.console import Clock, Console, bar, duration, json_number
 from train.loop.routing import console_summary
 from train.loop.startup import PREFIX, Startup, startup_line
+from train.tasks.task import Unit
 
 # Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32, TF32). A V100 has no TF32, and of
 # the 125 tensor-core TFLOP/s that are stated for it, fp16 has them.
@@ -100,6 +100,8 @@ class Metrics:
         done_steps: steps of the checkpoint that the run goes on from; later records are dropped.
         total_steps: of the run.
         startup: what the first record says of the start; None says nothing.
+        unit: that throughput counts.
+        validation_score: the key of what validation is judged by.
     """
 
     def __init__(
@@ -109,8 +111,12 @@ class Metrics:
         done_steps: int,
         total_steps: int,
         startup: Startup | None = None,
+        *,
+        unit: Unit,
+        validation_score: str,
     ) -> None:
         self._config, self._total = config, total_steps
+        self._unit, self._validation_score = unit, validation_score
         self._startup = startup
         self._clock = Clock(done_steps, total_steps)
         self._folder = folder
@@ -153,7 +159,11 @@ class Metrics:
                 written with the console's lines alone: they are most of a record.
         """
         step = record["step"]
-        due = step % self._config.every == 0 or step == self._total or "validation_loss" in record
+        due = (
+            step % self._config.every == 0
+            or step == self._total
+            or self._validation_score in record
+        )
         if not due:
             record = {name: value for name, value in record.items() if not isinstance(value, list)}
         if self._startup is not None:
@@ -177,7 +187,9 @@ class Metrics:
                 elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
                     self._writer.add_scalar(name, value, step)
         if due:
-            self._console.show(console_line(record, self._total, self._clock.left(step)))
+            left = self._clock.left(step)
+            line = console_line(record, self._total, left, self._unit, self._validation_score)
+            self._console.show(line)
 
     def close(self) -> None:
         """Flushes everything to its file."""
@@ -203,49 +215,9 @@ def drop_records_after(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-class Clock:
-    """Time left, from the steps that this process did."""
-
-    def __init__(self, done: int, total: int) -> None:
-        self._start, self._done, self._total = time.monotonic(), done, total
-
-    def left(self, done: int) -> float:
-        """Seconds until all steps are done, at the rate so far; NaN before the first one."""
-        if done <= self._done:
-            return float("nan")
-        rate = (time.monotonic() - self._start) / (done - self._done)
-        return rate * (self._total - done)
-
-
-class Console:
-    """One line that renews itself on a terminal, or a line each in a file."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._live = stream, stream.isatty()
-        self._shown = 0
-
-    def show(self, line: str) -> None:
-        """Prints a line, over the last one on a terminal."""
-        if not self._live:
-            print(line, file=self._stream, flush=True)
-            return
-        width = os.get_terminal_size(self._stream.fileno()).columns - 1
-        print(
-            "\r" + line[:width].ljust(min(self._shown, width)),
-            end="",
-            file=self._stream,
-            flush=True,
-        )
-        self._shown = len(line[:width])
-
-    def end(self) -> None:
-        """Leaves the last line standing."""
-        if self._live and self._shown:
-            print(file=self._stream, flush=True)
-        self._shown = 0
-
-
-def console_line(record: dict[str, Any], total: int, seconds_left: float) -> str:
+def console_line(
+    record: dict[str, Any], total: int, seconds_left: float, unit: Unit, validation_score: str
+) -> str:
     """A step's record for a person: progress first, then what it costs."""
     step = record["step"]
     width = len(str(total))
@@ -254,39 +226,15 @@ def console_line(record: dict[str, Any], total: int, seconds_left: float) -> str
         f"loss {record['loss']:.4f}",
         f"norm {record['grad_norm']:.2f}",
         f"lr {record['learning_rate']:.2e}",
-        f"{record['tokens_per_second']:,.0f} tok/s",
+        f"{record[f'{unit.name}s_per_second']:,.0f} {unit.short}/s",
     ]
     if record.get("mfu") is not None:
         parts.append(f"mfu {100 * record['mfu']:.1f}%")
     parts.append(f"{record['memory_bytes'] / 2**30:.2f} GiB")
-    if "validation_loss" in record:
-        parts.append(f"val {record['validation_loss']:.4f}")
+    if validation_score in record:
+        parts.append(f"val {record[validation_score]:.4f}")
     parts += console_summary(record)
     if record["skipped"]:
         parts.append(f"SKIPPED ({record['skipped_steps']} so far)")
     parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
-
-
-def bar(share: float, width: int = 16) -> str:
-    """A progress bar."""
-    full = min(width, int(share * width))
-    return "[" + "#" * full + "-" * (width - full) + "]"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    if not math.isfinite(seconds):
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def json_number(value: Any) -> Any:
-    """A JSON value with null for the numbers that JSON cannot write, however deep they are."""
-    if isinstance(value, dict):
-        return {name: json_number(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [json_number(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

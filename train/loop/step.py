@@ -1,43 +1,32 @@
 """One optimizer step over the global batch, and the last look at it before the weights change."""
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from model.output import RoutingStats
 from parallel import comm
-from parallel.zero import Engine, StepResult
-from train.guard.limits import NO_LIMITS, Limits
+from parallel.zero import Engine
+from train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
+from train.loop.losses import LossConfig, routing_loss
 from train.loop.routing import RoutingMean, update_routers
-from train.tasks.loss import LossConfig, routing_loss, split_samples
+from train.tasks.task import Batch, Predictor
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
 """A largest norm that no gradient has."""
-LARGEST_WEIGHT = 1e9
-"""Only a damaged weight is larger: a flip of its highest exponent bit multiplies it by 2^128, which
-attention, or a norm after it, may hide from the loss."""
 
 
-class StepOutcome(NamedTuple):
-    """An optimizer step over the global batch; the same on every process."""
-
-    loss: float
-    """Mean negative log-likelihood of a token, in nats."""
-    result: StepResult
-    routing: tuple[RoutingStats, ...]
-    """Averaged over the step; empty in a dense model."""
-    sane: bool
-    """False if a weight was larger than `LARGEST_WEIGHT`, on any process; looked at where steps are
-    held against limits."""
+TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
 
 
 def train_step(
     engine: Engine,
-    micro_batches: Iterator[Tensor],
+    task_losses: TaskLosses[Batch],
+    micro_batches: Iterator[Batch],
     accumulation_steps: int,
     learning_rate: float,
     *,
@@ -49,6 +38,7 @@ def train_step(
 
     Args:
         engine: model and optimizer.
+        task_losses: what the model loses on a micro-batch; see `Task.losses`.
         micro_batches: this process's, in order, on the engine's device.
         accumulation_steps: how many of them make a step.
         learning_rate: of this step.
@@ -64,9 +54,8 @@ def train_step(
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # inside the window: counts it
-        input_ids_BT, target_ids_BT = split_samples(next(micro_batches))
-        logits_BTV, routing = engine(input_ids_BT)
-        loss = engine.token_losses(logits_BTV, target_ids_BT).mean()
+        of_targets, routing = task_losses(engine, next(micro_batches))
+        loss = of_targets.mean()
         total += loss.detach() / accumulation_steps
         routing_mean.add(routing)
         added = routing_loss(routing, losses)

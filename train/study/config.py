@@ -71,7 +71,8 @@ class StudyConfig(Config):
     """A run's configuration file, relative to where the command is started."""
     folder: PathText
     """Holds a run folder for each variant and seed, study.json and results.json."""
-    data: StudyData
+    data: StudyData | None = None
+    """The text of all runs, prepared if need be; null: the data that the base file names."""
     split: Literal["validation", "test"] = "validation"
     """Whose tokens every run is scored on."""
     seeds: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]

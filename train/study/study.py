@@ -22,6 +22,8 @@ from train.config.run import RunConfig, config_of, read_tree
 from train.config.text import DOTTED_KEY, apply_override, flatten, settle
 from train.errors import ConfigError, shown
 from train.study.config import StudyConfig
+from train.tasks.registry import task_class
+from train.tasks.task import Task
 
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: they are a run's place, its batches, and its text."""
@@ -48,7 +50,7 @@ class Variant:
     @property
     def leaks(self) -> bool:
         """Whether its tokens choose experts by later ones."""
-        feed_forward = self.config.model.feed_forward
+        feed_forward = self.config.model.known_feed_forward()
         return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
 
     def defining_keys(self) -> dict[str, Any]:
@@ -89,6 +91,16 @@ class Study:
     def folder(self) -> Path:
         """The study's."""
         return Path(self.config.folder)
+
+    @property
+    def baseline(self) -> Variant:
+        """The variant that the others are compared with."""
+        return self.variants[self.config.baseline]
+
+    @property
+    def task(self) -> type[Task[Any]]:
+        """What all runs learn."""
+        return task_class(self.baseline.config.data.kind)
 
     @property
     def runs(self) -> Iterator["Run"]:
@@ -136,11 +148,10 @@ def _run_folder(study: StudyConfig, variant: str, seed: int) -> Path:
 
 def _place(study: StudyConfig, folder: str) -> list[str]:
     """`key=value` for the folder of a run and the text of all."""
-    return [
-        f"run.folder={json.dumps(folder)}",
-        f"data.path={json.dumps(study.data.path)}",
-        "data.mixture=null",
-    ]
+    place = [f"run.folder={json.dumps(folder)}"]
+    if study.data is not None:
+        place += [f"data.path={json.dumps(study.data.path)}", "data.mixture=null"]
+    return place
 
 
 def load_study(file: Path) -> Study:
@@ -171,6 +182,9 @@ def load_study(file: Path) -> Study:
         variants[name] = _variant(name, base_tree, overrides, config, where)
     _check_pairs(variants, config.baseline, file)
     _check_leak(config, variants, file)
+    kind = variants[config.baseline].config.data.kind
+    if config.attack is not None and kind != "text":
+        raise ConfigError(f"{file}: attack: is not allowed with data.kind: {kind}; text has it")
     return Study(file=file, config=config, variants=variants)
 
 
@@ -182,7 +196,7 @@ def _variant(
         config = config_of(base, [*overrides, *_place(study, longest)], origin=study.base)
         validate(config, 1)
         check_compiler(config)
-        config.model.known_feed_forward()
+        config.model.filled()
     return Variant(name=name, overrides=overrides, config=config)
 
 
@@ -222,11 +236,11 @@ def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> 
     for name, variant in variants.items():
         found = flatten(variant.config.model_dump(mode="json"))
         for key in SAME_IN_EVERY_VARIANT:
-            if found[key] != wanted[key]:
+            if found.get(key) != wanted.get(key):
                 raise ConfigError(
-                    f"{file}: variants.{name}: {key}: {found[key]} is not {baseline}'s "
-                    f"{wanted[key]}: runs of one seed would not see the same batches; set it under "
-                    f"common"
+                    f"{file}: variants.{name}: {key}: {found.get(key)} is not {baseline}'s "
+                    f"{wanted.get(key)}: runs of one seed would not see the same batches; set it "
+                    f"under common"
                 )
 
 

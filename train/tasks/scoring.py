@@ -7,34 +7,19 @@ before the first token, as context only.
 
 import math
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from data.text.windows import EvaluationWindows, window_batches
-from model.config import Config
 from model.output import ModelOutput
 from parallel import comm
-from parallel.zero import TokenLosses
-from train.tasks.loss import token_losses
+from parallel.zero import CrossEntropy
+from train.tasks.cross_entropy import cross_entropy
 
 
-class EvaluationConfig(Config):
-    """Validation while training, and `polyad evaluate`."""
-
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations; 0 validates at the end of the run only."""
-    max_windows: Annotated[int, Field(ge=1)] | None = None
-    """Windows of the split that are scored in training; null: all of them."""
-    stride: Annotated[int, Field(ge=1)] | None = None
-    """Tokens a window moves on; null: its whole length. Less gives more context, and costs more."""
-    batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Windows in a forward pass; null: `train.micro_batch_size`."""
-
-
-class Score(NamedTuple):
+class TokenScore(NamedTuple):
     """A sum over scored tokens."""
 
     negative_log_likelihood: float
@@ -54,9 +39,9 @@ def score_windows(
     *,
     batch_size: int,
     world: comm.World,
-    losses: TokenLosses = token_losses,
+    losses: CrossEntropy = cross_entropy,
     report: Callable[[float], None] | None = None,
-) -> Score:
+) -> TokenScore:
     """Scores a split over all processes, which run equally many forward passes.
 
     Args:
@@ -82,10 +67,10 @@ def score_windows(
         if report is not None:
             report(done / count)
     likelihood, tokens = comm.sum_over_samples(total, world).tolist()
-    return Score(likelihood, int(tokens))
+    return TokenScore(likelihood, int(tokens))
 
 
-def perplexities(score: Score, *, words: int, bytes_: int) -> dict[str, float]:
+def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, float]:
     """What a score means a token, a word and a byte.
 
     Args:

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from data.config import DataConfig
 from data.errors import DataError
-from data.sampler import TrainingSamples, micro_batches
+from data.sampler import micro_batches
 from data.text.dataset import PreparedData
 from data.text.mixture import BLOCK, MixedSamples, TrainingData, shares_of_a_block
 from data.text.prepare import prepare
+from data.text.samples import TrainingSamples
 
 LENGTH = 16
 

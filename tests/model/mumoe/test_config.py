@@ -4,10 +4,10 @@ import pytest
 
 from model.gpt2 import GPT2Config
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from train.config.resolve import resolve
 from train.config.rules import validate
 from train.config.run import parse_config
 from train.errors import ConfigError
+from train.tasks.language import with_vocabulary
 
 RUN = """
 run: {folder: runs/x}
@@ -177,6 +177,7 @@ def test_a_run_is_resolved_to_a_number():
     assert config.model.feed_forward.rank == "match-dense"
     # Dense 8,352, gate 8 x 32, and 2 x 8 + 33 + 128 + 129 + 32 for each rank: 23.95.
     assert {block.rank for block in config.model.block_feed_forwards()} == {24}
-    resolved = resolve(config, 61)
+    model = with_vocabulary(config.model, 61, "data.path: x")
+    resolved = config.model_copy(update={"model": model})
     assert resolved.model.feed_forward.rank == 24
     assert parse_config(resolved.to_yaml(), origin="again") == resolved

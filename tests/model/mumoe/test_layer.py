@@ -7,8 +7,8 @@ import torch
 from torch import _dynamo
 from torch.nn.functional import gelu, layer_norm
 
-from model.build import build_model, materialize, matrix_dimensions
-from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
+from model.build import build_model, compile_model, materialize, matrix_dimensions
+from model.gpt2 import GPT2Config
 from model.interface import FeedForwardContext
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from model.mumoe.gating import NORMS, Gated, entmax15
@@ -241,7 +241,7 @@ def test_flops_equal_numbers_worked_out_by_hand(section, feed_forward):
         feed_forward={"kind": "mumoe", **section},
     )
     weights = 1_952 + 2 * (4_096 + feed_forward)
-    assert flops_per_token(config) == 6 * weights + 2 * 6_144
+    assert config.flops_per_unit() == 6 * weights + 2 * 6_144
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
         _dynamo.reset()
         _dynamo.utils.counters.clear()
         if is_compiled:
-            compile_blocks(model)
+            compile_model(model)
         logits = model(ids).logits
         logits.logsumexp(-1).sum().backward()
         results.append((logits, [p.grad for p in model.parameters()]))

@@ -8,9 +8,9 @@ import torch
 from torch import _dynamo
 from torch.nn.functional import cross_entropy, gelu
 
-from model.build import build_model, num_parameters
+from model.build import build_model, compile_model, num_parameters
 from model.cache import KeyValueCache
-from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
+from model.gpt2 import GPT2Config
 from model.smoe.layer import SparseMoE
 from model.smoe.scores import SCORES
 from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
@@ -130,7 +130,7 @@ def assert_compiles(small_model, random_ids, options, recompute="none", backend=
     _dynamo.reset()
     _dynamo.utils.counters.clear()
     if backend == "inductor":
-        compile_blocks(model)
+        compile_model(model)
     else:
         for block in model.blocks:
             block.compile(backend=backend)
@@ -183,7 +183,7 @@ def test_a_growing_k_is_followed_by_compiled_blocks(small_model, random_ids):
     ids, options = random_ids(2, 16), {"top_k": 1, "final_top_k": 3}
     _dynamo.reset()
     compiled, plain = (routed(small_model, options) for _ in range(2))
-    compile_blocks(compiled)
+    compile_model(compiled)
     for progress in (0.0, 0.4, 0.7):
         for model in (compiled, plain):
             for block, stats in zip(model.blocks, model(ids).routing, strict=True):
@@ -344,16 +344,14 @@ def test_flops_equal_numbers_worked_out_by_hand():
     options = {"kind": "smoe", "placement": 2, "graph": "attention", "expert_hidden_size": 24}
 
     def flops(**more):
-        return flops_per_token(
-            GPT2Config(
-                num_layers=4,
-                hidden_size=32,
-                num_heads=4,
-                sequence_length=16,
-                vocab_size=61,
-                feed_forward=options | more,
-            )
-        )
+        return GPT2Config(
+            num_layers=4,
+            hidden_size=32,
+            num_heads=4,
+            sequence_length=16,
+            vocab_size=61,
+            feed_forward=options | more,
+        ).flops_per_unit()
 
     assert flops() == 251_328 + 24_576 + 6_336
     # Similarity: 32 features. None: nothing. Cosine score: (32 + 16) x 8 in place of 512 weights.

@@ -6,7 +6,7 @@ import pytest
 
 from parallel.dims import Dims
 from train.config.comparison import comparison_rows
-from train.config.describe import activation_bytes, describe, memory_per_process, schedule_line
+from train.config.describe import describe, memory_per_process, schedule_line
 from train.config.run import RunConfig
 
 
@@ -82,9 +82,9 @@ def test_asynchronous_checkpoints_take_memory_for_their_share_of_one() -> None:
 
 def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> None:
     # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes.
-    assert activation_bytes(small().model, 2, 4) == 2 * 3 * (2 * 128 * 4 + 60)
+    assert small().model.activation_bytes(2, 4) == 2 * 3 * (2 * 128 * 4 + 60)
     recomputing = small(model={"recompute": "block"}).model
-    assert activation_bytes(recomputing, 2, 4) == 2 * 3 * ((2 * 8 + 128) * 4 + 60)
+    assert recomputing.activation_bytes(2, 4) == 2 * 3 * ((2 * 8 + 128) * 4 + 60)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from tests.helpers.runs import (
     write_config,
 )
 from tests.helpers.training import tensors
-from train.config.resolve import need_tokenizer, tokenizer_of
 from train.errors import ConfigError
 from train.exchange.convert import conversion_table, convert
+from train.tasks.tokenizers import need_tokenizer, tokenizer_of
 
 pytestmark = pytest.mark.distributed
 

@@ -64,7 +64,8 @@ def test_a_manifest_with_a_wrong_value_is_one_line_in_each_command(
 def check_of(folder, fail, **options):
     config = DataConfig(path=str(folder), verify=options.pop("verify", True))
     world = SimpleNamespace(is_main=True, local_rank=options.pop("local_rank", 0))
-    return DataCheck(TrainingData.open(config), config, world, fail, **options)
+    folders = [part.data for part in TrainingData.open(config).parts] if config.verify else []
+    return DataCheck(folders, world, fail, **options)
 
 
 def test_a_flipped_bit_is_told_in_one_line_and_whole_data_is_not(copy, capfd):

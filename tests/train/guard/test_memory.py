@@ -13,7 +13,8 @@ import torch
 from parallel.dims import Dims
 from tests.helpers.runs import run, write_config
 from train.config.run import RunConfig, load_config
-from train.guard.memory import is_out_of_memory, to_build, to_evaluate, to_train, to_validate
+from train.config.smaller import to_build, to_evaluate, to_train, to_validate
+from train.guard.memory import is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = "1.5"  # GiB beside the libraries; a small run and the stacks of its threads take a third

@@ -1,5 +1,7 @@
 """Prefetch, TF32 and memory, as far as a CPU shows them; `tests/gpu` has the rest."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -9,10 +11,20 @@ from train.loop.device import Prefetch, allow_tf32
 CPU = torch.device("cpu")
 
 
+class Numbers(NamedTuple):
+    values: torch.Tensor
+    twice: torch.Tensor
+
+
+def numbers(value: int, *shape: int) -> Numbers:
+    return Numbers(torch.full(shape, value), torch.full(shape, 2 * value))
+
+
 def test_prefetch_hands_out_all_batches_in_order() -> None:
-    batches = [torch.full((2, 3), number) for number in range(5)]
+    batches = [numbers(number, 2, 3) for number in range(5)]
     handed_out = list(Prefetch(iter(batches), CPU))
-    assert [batch.unique().item() for batch in handed_out] == [0, 1, 2, 3, 4]
+    assert [batch.values.unique().item() for batch in handed_out] == [0, 1, 2, 3, 4]
+    assert [batch.twice.unique().item() for batch in handed_out] == [0, 2, 4, 6, 8]
     assert list(Prefetch(iter([]), CPU)) == []
 
 
@@ -22,24 +34,24 @@ def test_prefetch_reads_one_ahead_and_nothing_before_the_first_is_wanted() -> No
     def batches():
         for number in range(4):
             read.append(number)
-            yield torch.tensor(number)
+            yield numbers(number)
 
     ahead = Prefetch(batches(), CPU)
     assert read == []
-    assert next(ahead) == 0
+    assert next(ahead).values == 0
     assert read == [0, 1]
-    assert next(ahead) == 1
+    assert next(ahead).values == 1
     assert read == [0, 1, 2]
 
 
 def test_an_error_of_reading_comes_when_its_batch_is_due() -> None:
     def batches():
-        yield torch.tensor(0)
-        yield torch.tensor(1)
+        yield numbers(0)
+        yield numbers(1)
         raise ValueError("damaged")
 
     ahead = Prefetch(batches(), CPU)
-    assert [next(ahead).item(), next(ahead).item()] == [0, 1]
+    assert [next(ahead).values.item(), next(ahead).values.item()] == [0, 1]
     for _ in range(2):
         with pytest.raises(ValueError, match="damaged"):
             next(ahead)

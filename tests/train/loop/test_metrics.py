@@ -8,17 +8,17 @@ import sys
 import pytest
 import torch
 
+from train.console import Clock, bar, duration
 from train.loop.metrics import (
-    Clock,
     LogConfig,
-    bar,
     console_line,
     drop_records_after,
-    duration,
     peak_flops,
     peak_memory_bytes,
 )
+from train.tasks.task import Unit
 
+TOKEN = Unit("token", "tok")
 RECORD = {
     "step": 5, "loss": 3.25, "grad_norm": 0.5, "learning_rate": 6e-4, "tokens_per_second": 1234.5,
     "memory_bytes": 2**30, "mfu": 0.125, "skipped": False, "skipped_steps": 0,
@@ -26,11 +26,17 @@ RECORD = {
 
 
 def test_a_line_has_progress_rate_and_time_left():
-    line = console_line(RECORD, 20, 75)
+    line = console_line(RECORD, 20, 75, TOKEN, "validation_loss")
     assert line.startswith("step  5/20 [####------------]  loss 3.2500")
     for part in ("1,234 tok/s", "mfu 12.5%", "1.00 GiB", "1:15 left"):
         assert part in line
-    skipped = console_line(RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None}, 20, 75)
+    skipped = console_line(
+        RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None},
+        20,
+        75,
+        TOKEN,
+        "validation_loss",
+    )
     assert "SKIPPED (2 so far)" in skipped
     assert "mfu" not in skipped
 
@@ -47,7 +53,7 @@ def test_durations_and_bars():
 
 def test_time_left_counts_this_processs_steps_alone(monkeypatch):
     now = iter([100.0, 110.0])
-    monkeypatch.setattr("train.loop.metrics.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("train.console.time.monotonic", lambda: next(now))
     # 5 steps in 10 seconds after going on at 10: 2 seconds a step, 85 to go.
     assert Clock(10, 100).left(15) == 170.0
 

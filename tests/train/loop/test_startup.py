@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.runs import records, run, write_config
 from train.loop.metrics import LogConfig, Metrics
 from train.loop.startup import Startup, startup_line
+from train.tasks.task import Unit
 
 PARTS = ("imports", "data", "engine", "run_folder", "first_step")
 
@@ -54,7 +55,15 @@ def test_parts_add_up_and_a_part_that_comes_again_goes_on(monkeypatch):
 def test_the_first_record_of_a_process_has_it_and_the_console_says_it(tmp_path, capsys):
     startup = Startup()
     startup.lap("imports")
-    metrics = Metrics(tmp_path, LogConfig(tensorboard=False), 0, 2, startup)
+    metrics = Metrics(
+        tmp_path,
+        LogConfig(tensorboard=False),
+        0,
+        2,
+        startup,
+        unit=Unit("token", "tok"),
+        validation_score="validation_loss",
+    )
     record = {
         "loss": 3.0, "grad_norm": 0.5, "learning_rate": 6e-4, "tokens_per_second": 9.0,
         "memory_bytes": 2**30, "skipped": False, "skipped_steps": 0, "step_seconds": 0.5,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from data.config import DataConfig
 from data.text.manifest import SplitName
 from model.build import build_model, count_parameters
 from model.mumoe.config import MuMoEConfig
@@ -14,15 +15,17 @@ from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.checkpoint.commit import STEP_FOLDER, complete_checkpoints
 from parallel.weights import load_model, open_checkpoint
 from train.config.describe import active_expert_parameters, expert_parameters
-from train.config.resolve import need_tokenizer, open_data, tokenizer_of
 from train.config.run import RunConfig, load_config, parse_config
+from train.console import Progress
 from train.errors import ConfigError
-from train.evaluation.evaluate import Progress
 from train.experts.probing import RoutedLayer, routed_layers
 from train.experts.report.content import Report, TextPass
 from train.experts.report.history import METRICS_FILE, History, read_history
 from train.experts.report.page import render
 from train.experts.report.reading import Choice, Text, read_text
+from train.tasks.language import language_model
+from train.tasks.registry import task_class
+from train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
 
 TOKENS = 250_000
 """About how many tokens are read, unless the user says it."""
@@ -74,21 +77,23 @@ def report(
     chosen = _choose_layers(routed, layers)
     _check_experts(chosen, experts)
     text = None
-    if chosen and tokens:
+    if chosen and tokens and isinstance(config.data, DataConfig):
         choice = Choice(top=top, experts=tuple(dict.fromkeys(experts)))
         text = _read(weights, chosen, choice, data=data, split=split, limit=tokens)
-    held = expert_parameters(model)
+    held, task = expert_parameters(model), task_class(config.data.kind)
     parameters = count_parameters(model)
     result = Report(
         run=run.resolve().name if run.name in ("", ".", "..") else str(run),
         kind=_in_words(config),
-        is_sparse=isinstance(config.model.feed_forward, SparseMoEConfig),
+        is_sparse=isinstance(config.model.known_feed_forward(), SparseMoEConfig),
         parameters=parameters,
         active_parameters=parameters - held + active_expert_parameters(config, held),
         checkpoint=str(weights.folder),
         checkpoint_step=weights.training_step,
         total_steps=config.train.steps,
         history=history,
+        unit=task.unit.name,
+        validation_score=task.validation_score,
         routed=routed,
         text=text,
     )
@@ -196,10 +201,12 @@ def _read(
     limit: int,
 ) -> TextPass:
     config = parse_config(weights.config_yaml, origin=str(weights.folder / "config.yaml"))
-    if data is None and config.data.mixture is not None:
-        folders = ", ".join(source.path for source in config.data.mixture)
+    settings, model_config = config.data, language_model(weights)
+    assert isinstance(settings, DataConfig)
+    if data is None and settings.mixture is not None:
+        folders = ", ".join(source.path for source in settings.mixture)
         raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
-    path = config.data.path if data is None else data
+    path = settings.path if data is None else data
     try:
         prepared = open_data(
             path,
@@ -213,7 +220,7 @@ def _read(
         ) from None
     text = Text(
         prepared.split(split),
-        config.model.sequence_length,
+        model_config.sequence_length,
         config.evaluation.batch_size or config.train.micro_batch_size,
         need_tokenizer(weights, None),
         limit,
@@ -235,19 +242,18 @@ def _read(
 
 def _in_words(config: RunConfig) -> str:
     model, feed_forward = config.model, config.model.known_feed_forward()
-    size = f"{model.num_layers} blocks, width {model.hidden_size}"
-    words = "GPT-2" if model.kind == "gpt2" else str(model.kind)
+    words = model.in_words()
     if isinstance(feed_forward, SparseMoEConfig):
         experts = f"sparse experts: {feed_forward.num_experts}, {feed_forward.top_k} a token"
         graph = "no graph" if feed_forward.graph == "none" else f"{feed_forward.graph} graph"
-        return f"{words}, {size}; {experts}, {feed_forward.score} score, {graph}"
+        return f"{words}; {experts}, {feed_forward.score} score, {graph}"
     if isinstance(feed_forward, MuMoEConfig):
         levels = " x ".join(f"{number:,}" for number in feed_forward.num_experts)
         return (
-            f"{words}, {size}; muMoE: {levels} experts, {feed_forward.factorization} of rank "
+            f"{words}; muMoE: {levels} experts, {feed_forward.factorization} of rank "
             f"{feed_forward.rank}, {feed_forward.gate} gate"
         )
-    return f"{words}, {size}; dense"
+    return f"{words}; dense"
 
 
 def report_line(result: dict[str, Any]) -> str:

@@ -65,6 +65,10 @@ class Report:
     checkpoint_step: int
     total_steps: int
     history: History
+    unit: str
+    """What training counts: tokens of text."""
+    validation_score: str
+    """The key of what validation is judged by."""
     routed: list[RoutedLayer]
     """In the order of the model; empty in a dense one."""
     text: TextPass | None
@@ -82,9 +86,9 @@ class Report:
             "checkpoint_step": self.checkpoint_step,
             "step": history.last_record["step"],
             "total_steps": self.total_steps,
-            "tokens": history.last_record.get("tokens"),
+            f"{self.unit}s": history.last_record.get(f"{self.unit}s"),
             "loss": history.final_loss,
-            "validation_loss": self.validation_loss,
+            self.validation_score: self.validation,
             "routing": {
                 name: {measure: layer.last(measure) for measure in layer.scalars}
                 for name, layer in history.layers.items()
@@ -98,9 +102,14 @@ class Report:
         }
 
     @property
-    def validation_loss(self) -> float | None:
+    def loss_unit(self) -> str:
+        """What a loss is in, before more words; nothing where only the task knows."""
+        return "nats a token, " if self.unit == "token" else ""
+
+    @property
+    def validation(self) -> float | None:
         """The newest one that training measured."""
-        values = self.history.scalars.get("validation_loss", [])
+        values = self.history.scalars.get(self.validation_score, [])
         return next((value for value in reversed(values) if value is not None), None)
 
 

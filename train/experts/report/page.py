@@ -56,23 +56,19 @@ def render(report: Report) -> str:
 
 def _header(report: Report) -> str:
     history, step = report.history, report.history.last_record["step"]
-    tokens, validation = history.last_record.get("tokens"), report.validation_loss
+    unit = report.unit
+    units = history.last_record.get(f"{unit}s")
     active = report.active_parameters
     facts = [
         ("Steps", f"{step:,}", f"of {report.total_steps:,}"),
-        ("Tokens", f"{tokens:,}" if tokens else "unknown", "seen in training"),
+        (f"{unit.title()}s", f"{units:,}" if units else "unknown", "seen in training"),
         (
             "Parameters",
             f"{report.parameters:,}",
-            f"{active:,} of one token" if active != report.parameters else "all used by a token",
+            f"{active:,} of one {unit}" if active != report.parameters else f"all used by a {unit}",
         ),
-        ("Training loss", _or_none(history.final_loss), "nats a token, last 10 steps"),
-        ("Validation loss", _or_none(validation), "nats a token, newest"),
-        (
-            "Perplexity",
-            _or_none(None if validation is None else math.exp(min(validation, 700))),
-            "of that validation",
-        ),
+        ("Training loss", _or_none(history.final_loss), f"{report.loss_unit}last 10 steps"),
+        *_validation_facts(report),
     ]
     cards = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{small}</small></dd></div>"
@@ -87,6 +83,16 @@ def _header(report: Report) -> str:
         f'<p class="soft">{escape(report.kind)}</p><nav>{nav}</nav>'
         f'<dl class="facts">{cards}</dl></header>'
     )
+
+
+def _validation_facts(report: Report) -> list[tuple[str, str, str]]:
+    """The newest score of validation; of a loss in nats a token the perplexity too."""
+    value, name = report.validation, report.validation_score.replace("_", " ").capitalize()
+    facts = [(name, _or_none(value), f"{report.loss_unit}newest")]
+    if report.unit == "token":
+        perplexity = None if value is None else math.exp(min(value, 700))
+        facts.append(("Perplexity", _or_none(perplexity), "of that validation"))
+    return facts
 
 
 def _or_none(value: float | None) -> str:
@@ -107,7 +113,7 @@ def _loss(report: Report) -> str:
             )
         )
     each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
-    note = f"Nats a token; {each}."
+    note = f"{report.loss_unit.capitalize()}{each}.".replace(",", ";")
     skipped = history.last_record.get("skipped_steps")
     if skipped:
         note += f" {skipped:,} steps were skipped because something was not finite."

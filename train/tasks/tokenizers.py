@@ -1,9 +1,9 @@
-"""What a configuration leaves to the data: the vocabulary, and whether the two belong together."""
+"""Tokenizers of data and of weights: whether token ids mean the same in both."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, ValidationError
 
 from data.config import DataConfig
 from data.errors import DataError
@@ -16,7 +16,6 @@ from parallel.checkpoint.records import Record
 from parallel.checkpoint.state_file import State
 from parallel.checkpoint.tensor_folder import check_file, read_form
 from parallel.weights import Weights
-from train.config.run import RunConfig, parse_config
 from train.errors import ConfigError
 
 
@@ -112,7 +111,10 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
 
 def _data_folders(checkpoint: Checkpoint) -> list[Path]:
     """Where the tokenizer is of a checkpoint that was written before they had one."""
-    data = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder)).data
+    try:
+        data = DataConfig.model_validate(checkpoint.section("data"))
+    except ValidationError:
+        return []
     paths = [source.path for source in data.mixture] if data.mixture else [data.path]
     return [Path(path).expanduser() for path in paths if path is not None]
 
@@ -181,29 +183,3 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
         token = about.eos_token
         end_of_text = token.content if isinstance(token, _Token) else token
     return load_tokenizer(folder, end_of_text)
-
-
-def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Fills in what comes from the data, and what one key decides of another.
-
-    Args:
-        config: the tree.
-        vocab_size: of the data's tokenizer.
-
-    Returns:
-        The tree with `model.vocab_size` set, and the feed-forward's rank as a number.
-
-    Raises:
-        ConfigError: the model's vocabulary is smaller than the tokenizer's.
-    """
-    wanted = config.model.vocab_size
-    if wanted is not None and wanted < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {wanted} is less than the {vocab_size} tokens of the tokenizer of "
-            f"{data_named(config.data)}"
-        )
-    feed_forward = config.model.known_feed_forward()
-    model = config.model.model_copy(
-        update={"vocab_size": wanted or vocab_size, "feed_forward": feed_forward}
-    )
-    return config.model_copy(update={"model": model})

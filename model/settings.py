@@ -1,0 +1,83 @@
+"""What every model's configuration says of itself, whatever its kind."""
+
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import Field
+
+from model.config import Config
+from model.dense import DenseFeedForwardConfig
+from model.feedforward import FeedForwardConfig
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+CutSizes: TypeAlias = list[dict[str, int]]
+"""Sizes by their keys: of each dictionary, one has to be a multiple of the number of parts."""
+
+
+class ModelSettings(Config):
+    """The base of the configurations of models. A sample is what a batch has many of."""
+
+    embeddings: ClassVar[tuple[str, ...]] = ()
+    """How the names of parameters begin that are embeddings or output heads."""
+
+    kind: str
+    """Which model this is."""
+    recompute: Literal["none", "block"] = "none"
+    """block: keep a block's input alone and run it again for the backward pass. Less memory, about
+    a third more computation."""
+    compile: bool = False
+    """Whether every block runs through torch.compile."""
+
+    def filled(self) -> Self:
+        """With what its own sizes decide filled in, as a rank that matches a number of weights."""
+        return self
+
+    def units_per_sample(self) -> int:
+        """What throughput counts in a sample: tokens of a text; 1 where the sample is the unit."""
+        return 1
+
+    def flops_per_unit(self) -> int:
+        """Floating-point operations of training on one unit, forward and backward.
+
+        Returns:
+            FLOPs, a multiply-add counted as two; recomputation is not counted.
+        """
+        raise NotImplementedError(f"model.kind {self.kind}: flops_per_unit")
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        """A rough estimate of what the backward pass needs from the forward pass.
+
+        Args:
+            micro_batch_size: Samples in a forward pass.
+            number_bytes: Bytes of a number in the precision that is trained in.
+
+        Returns:
+            Bytes.
+        """
+        raise NotImplementedError(f"model.kind {self.kind}: activation_bytes")
+
+    def known_feed_forward(self) -> FeedForwardConfig:
+        """The feed-forward of its blocks, filled in; that of a model without blocks is dense."""
+        return DenseFeedForwardConfig()
+
+    def left_to_data(self) -> str | None:
+        """The key that the data is yet to fill in; None where all is known."""
+        return None
+
+    def in_words(self) -> str:
+        """The model for a person."""
+        return self.kind
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block: not every block need have the same."""
+        return []
+
+    def cut_sizes(self) -> CutSizes | None:
+        """What tensor parallelism cuts; None where the model cannot be cut."""
+        return None
+
+    def last_parameter(self) -> str | None:
+        """A parameter that is only there if as many layers are as the configuration says.
+
+        Sizes in a file have no bounds: this name is looked for before anything is built.
+        """
+        return None

@@ -1,0 +1,94 @@
+"""Which keys make a run need less memory, what costs least speed first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel import comm
+from parallel.dims import Dims, LayoutError
+from train.config.rules import validate
+from train.config.run import RunConfig
+from train.errors import ConfigError
+from train.guard.memory import RunMemory
+
+
+def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:
+    """What a run says where memory runs out.
+
+    Args:
+        config: the run's.
+        dims: its layout.
+        world: this process.
+    """
+    return RunMemory(
+        world=world,
+        checkpoints=Path(config.run.folder) / "checkpoints",
+        build=to_build(config, dims),
+        train=to_train(config, dims),
+        validate=to_validate(config, dims),
+    )
+
+
+def to_train(config: RunConfig, dims: Dims) -> list[str]:
+    """Keys that make a training step smaller, what costs least speed first.
+
+    Each of them alone is a configuration that starts, and goes on with the same run.
+
+    Args:
+        config: the run's.
+        dims: its layout.
+
+    Returns:
+        `key=value (now value)`, as it is given on a command line.
+    """
+    micro = range(config.train.micro_batch_size - 1, 0, -1)
+    return [
+        *_first_valid(config, dims, "train.micro_batch_size", micro),
+        *_first_valid(config, dims, "model.recompute", ["block"]),
+        *to_build(config, dims),
+    ]
+
+
+def to_build(config: RunConfig, dims: Dims) -> list[str]:
+    """As `to_train`, of weights and optimizer alone: keys that spread them over processes."""
+    stages: range = range(0)
+    if dims.data_parallel_size > 1:
+        stages = range(config.parallel.zero_stage + 1, 4)
+    size = dims.tensor_parallel_size
+    degrees = range(2 * size, dims.world_size + 1, size)
+    spread = range(2 * dims.expert_parallel_size, dims.data_parallel_size + 1)
+    return [
+        *_first_valid(config, dims, "parallel.zero_stage", stages),
+        *_first_valid(config, dims, "parallel.expert_parallel_size", spread),
+        *_first_valid(config, dims, "parallel.tensor_parallel_size", degrees),
+    ]
+
+
+def to_validate(config: RunConfig, dims: Dims) -> list[str]:
+    """As `to_train`, of validation between steps."""
+    return [*_smaller_evaluation_batch(config), *to_build(config, dims)]
+
+
+def to_evaluate(config: RunConfig) -> list[str]:
+    """As `to_train`, of `polyad evaluate`, which holds the whole model in every process."""
+    half = ["train.precision=bf16 (now fp32)"] if config.train.precision == "fp32" else []
+    return [*_smaller_evaluation_batch(config), *half]
+
+
+def _smaller_evaluation_batch(config: RunConfig) -> list[str]:
+    now = config.evaluation.batch_size or config.train.micro_batch_size
+    return [f"evaluation.batch_size={now // 2} (now {now})"] if now > 1 else []
+
+
+def _first_valid(config: RunConfig, dims: Dims, key: str, values: Sequence[int | str]) -> list[str]:
+    """The first of the values that the run's own rules allow, if it is another than now."""
+    section, name = key.split(".")
+    part = getattr(config, section)
+    now = getattr(part, name)
+    for value in values:
+        changed = part.model_copy(update={name: value})
+        try:
+            validate(config.model_copy(update={section: changed}), dims.world_size)
+        except (ConfigError, LayoutError):
+            continue
+        return [f"{key}={value} (now {now})"] if value != now else []
+    return []

@@ -1,0 +1,102 @@
+"""What a command shows a person while it works, and numbers as JSON can write them."""
+
+import math
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+
+class Console:
+    """One line that renews itself on a terminal, or a line each in a file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._live = stream, stream.isatty()
+        self._shown = 0
+
+    def show(self, line: str) -> None:
+        """Prints a line, over the last one on a terminal."""
+        if not self._live:
+            print(line, file=self._stream, flush=True)
+            return
+        width = os.get_terminal_size(self._stream.fileno()).columns - 1
+        print(
+            "\r" + line[:width].ljust(min(self._shown, width)),
+            end="",
+            file=self._stream,
+            flush=True,
+        )
+        self._shown = len(line[:width])
+
+    def end(self) -> None:
+        """Leaves the last line standing."""
+        if self._live and self._shown:
+            print(file=self._stream, flush=True)
+        self._shown = 0
+
+
+class Progress:
+    """A console line with share, rate and time left, for the main process.
+
+    Args:
+        what: is done.
+        amount: of it, in all.
+        unit: of the amount.
+    """
+
+    def __init__(self, what: str, amount: float, unit: str = "tok") -> None:
+        self._what, self._amount, self._unit = what, amount, unit
+        self._start = time.monotonic()
+        self._console, self._last = Console(sys.stderr), 0.0
+
+    def __call__(self, share: float) -> None:
+        """Shows how far it is, now and then."""
+        now = time.monotonic()
+        if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
+            return
+        self._last, seconds = now, max(now - self._start, 1e-9)
+        self._console.show(
+            f"{self._what} {bar(share)} {100 * share:3.0f}%  "
+            f"{self._amount * share / seconds:,.0f} {self._unit}/s  "
+            f"{duration(seconds * (1 - share) / max(share, 1e-9))} left"
+        )
+        if share >= 1:
+            self._console.end()
+
+
+class Clock:
+    """Time left, from the steps that this process did."""
+
+    def __init__(self, done: int, total: int) -> None:
+        self._start, self._done, self._total = time.monotonic(), done, total
+
+    def left(self, done: int) -> float:
+        """Seconds until all steps are done, at the rate so far; NaN before the first one."""
+        if done <= self._done:
+            return float("nan")
+        rate = (time.monotonic() - self._start) / (done - self._done)
+        return rate * (self._total - done)
+
+
+def bar(share: float, width: int = 16) -> str:
+    """A progress bar."""
+    full = min(width, int(share * width))
+    return "[" + "#" * full + "-" * (width - full) + "]"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def json_number(value: Any) -> Any:
+    """A JSON value with null for the numbers that JSON cannot write, however deep they are."""
+    if isinstance(value, dict):
+        return {name: json_number(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [json_number(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,110 @@
+"""What the loop calls beside training steps. All processes call each of them together."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.checkpoint.saver import Saver
+from parallel.zero import Engine
+from train.guard.memory import RunMemory
+from train.guard.stopping import StopSignals
+from train.guard.watchdog import Watchdog
+from train.state import TrainState
+from train.tasks.task import Task
+
+
+class Validation:
+    """Scores held-out data between steps.
+
+    Args:
+        task: has such data.
+        engine: of the run.
+        batch_size: samples in a forward pass.
+        memory: explains where it runs out.
+        stop: a signal interrupts validation.
+        watchdog: is told how far it is.
+    """
+
+    def __init__(
+        self,
+        task: Task[Any],
+        engine: Engine,
+        batch_size: int,
+        memory: RunMemory,
+        stop: StopSignals,
+        watchdog: Watchdog,
+    ) -> None:
+        self._task, self._engine, self._batch_size = task, engine, batch_size
+        self._memory, self._stop, self._watchdog = memory, stop, watchdog
+
+    def __call__(self) -> dict[str, float]:
+        """Gives what the step's record has more.
+
+        Raises:
+            StopAsked: a signal came meanwhile.
+        """
+        self._engine.train(False)
+        with self._memory.validating("in validation"):
+            return self._task.validate(
+                self._engine,
+                batch_size=self._batch_size,
+                world=self._engine.world,
+                report=self._report,
+            )
+
+    def _report(self, share: float) -> None:
+        self._watchdog.at(f"validation, {share:.0%} done")
+        self._stop.check()
+
+
+class Checkpoints:
+    """Writes the run's checkpoints.
+
+    Args:
+        saver: writes them.
+        config_yaml: the resolved configuration.
+        files: of the task, by name.
+        memory: explains where it runs out.
+    """
+
+    def __init__(
+        self, saver: Saver, config_yaml: str, files: Mapping[str, bytes], memory: RunMemory
+    ) -> None:
+        self._saver, self._config_yaml, self._files = saver, config_yaml, files
+        self._memory = memory
+        self.poll, self.finish = saver.poll, saver.finish
+
+    def save(self, state: TrainState) -> None:
+        """Writes a checkpoint, or begins to: `poll` looks how far that is, `finish` waits."""
+        with self._memory.building(f"saving step {state.step}"):
+            self._saver.save(state.step, state.to_json(), self._config_yaml, self._files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What the loop calls beside steps."""
+
+    validate: Callable[[], dict[str, float]] | None
+    """None where the data has no validation split."""
+    checkpoints: Checkpoints
+    go_back: Callable[[TrainState, int], Iterator[Any] | None]
+    """See `Rewind`."""
+    sources: Callable[[int], dict[str, list[int]]]
+    """What a global batch was made of, by the name of its data; the one hook that the main process
+    calls alone."""
+    stop: StopSignals
+    at: Callable[[str], None]
+    """Is told what is done from now on, which is progress."""
+    fluctuation: Callable[[], dict[str, float]] | None = None
+    """Compares routing with that of the checkpoint before, before a checkpoint is written. None
+    where `log.fluctuation` does not ask for it."""
+
+
+def sources_of(task: Task[Any], global_batch_size: int) -> Callable[[int], dict[str, list[int]]]:
+    """Gives for the number of a global batch what its samples were made of."""
+
+    def sources(batch: int) -> dict[str, list[int]]:
+        first = batch * global_batch_size
+        return task.sources(range(first, first + global_batch_size))
+
+    return sources

@@ -1,0 +1,377 @@
+"""Language modelling: the next token of prepared text.
+
+Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.config import DataConfig
+from data.text.dataset import TokenStream
+from data.text.manifest import SplitInfo, SplitName
+from data.text.mixture import MixedSamples, Part, TrainingData
+from data.text.samples import TrainingSamples
+from data.text.windows import EvaluationWindows, SpreadWindows, window_batches
+from model.gpt2 import GPT2Config
+from model.output import RoutingStats
+from model.settings import ModelSettings
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import Weights
+from train.errors import ConfigError
+from train.tasks.scoring import perplexities, perplexity, score_windows
+from train.tasks.task import (
+    EvaluationConfig,
+    Kept,
+    Predictor,
+    Score,
+    Sections,
+    Share,
+    StoredData,
+    Task,
+    Unit,
+)
+from train.tasks.tokenizers import check_tokenizer, data_named, open_data, tokenizer_of
+
+
+class TextBatch(NamedTuple):
+    """A micro-batch of text: each position is to predict its successor."""
+
+    input_ids_BT: Tensor
+    target_ids_BT: Tensor
+
+    @classmethod
+    def of(cls, tokens_BT1: Tensor) -> "TextBatch":
+        """Of samples of T + 1 tokens, or of one [T + 1]."""
+        return cls(tokens_BT1[..., :-1].contiguous(), tokens_BT1[..., 1:].contiguous())
+
+
+def text_losses(model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """The loss of every token [B, T], and what routers did."""
+    logits_BTV, routing = model(batch.input_ids_BT)
+    return model.cross_entropy(logits_BTV, batch.target_ids_BT), routing
+
+
+class TextSamples(Dataset[TextBatch]):
+    """Training samples as inputs and targets, each [T]."""
+
+    def __init__(self, samples: TrainingSamples | MixedSamples) -> None:
+        self.tokens = samples
+
+    def __getitem__(self, sample: int) -> TextBatch:
+        """Reads a sample by its global number."""
+        return TextBatch.of(self.tokens[sample])
+
+
+class TextProbe:
+    """Windows of held-out text that several checkpoints read.
+
+    Args:
+        windows: Them.
+    """
+
+    def __init__(self, windows: SpreadWindows) -> None:
+        self.windows = windows
+
+    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
+        """Input ids [B, T] and which of them are scored; all processes have as many batches."""
+        rank, size = world.data_parallel_rank, world.data_parallel_size
+        for batch in window_batches(self.windows, batch_size, rank, size):
+            yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
+
+
+class LanguageModelling(Task[TextBatch]):
+    """The next token of one prepared folder, or of several that are mixed.
+
+    Args:
+        data: What is trained on.
+        sections: The configuration's.
+    """
+
+    data_settings = DataConfig
+    unit = Unit("token", "tok")
+    scores = (
+        Score("loss", "loss", 4, "nats a token"),
+        Score("perplexity", "perplexity", 3, "a token"),
+        Score("bits_per_byte", "bits per byte", 4),
+    )
+    model: GPT2Config
+    reads: ClassVar[str] = "model.kind: gpt2"
+
+    def __init__(self, data: TrainingData, sections: Sections) -> None:
+        settings, model = sections.data, sections.model
+        assert isinstance(settings, DataConfig)
+        if not isinstance(model, GPT2Config):
+            raise ConfigError(
+                f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
+                f"read tokens; {self.reads} does"
+            )
+        self.data, self.settings = data, settings
+        self.evaluation: EvaluationConfig = sections.evaluation
+        self._seed = sections.seed
+        self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
+        self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
+
+    @classmethod
+    def open(cls, sections: Sections) -> "LanguageModelling":
+        """Opens the prepared folders, and looks whether a sample fits into them."""
+        assert isinstance(sections.data, DataConfig)
+        task = cls(TrainingData.open(sections.data), sections)
+        _ = task.samples
+        return task
+
+    @classmethod
+    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "LanguageModelling":
+        """Opens the one folder that `data.path` names, of the checkpoint's tokenizer."""
+        settings = sections.data
+        assert isinstance(settings, DataConfig)
+        if settings.mixture is not None:
+            folders = ", ".join(source.path for source in settings.mixture)
+            raise ConfigError(
+                f"data.mixture: evaluate one folder at a time, with --data, of {folders}"
+            )
+        prepared = open_data(
+            settings.path,
+            checkpoint.state.tokenizer_fingerprint,
+            "checkpoint",
+            lambda: tokenizer_of(checkpoint),
+        )
+        part = Part(prepared.path.name, 1.0, prepared)
+        return cls(TrainingData([part], "data.path"), sections)
+
+    @property
+    def place(self) -> str:
+        """`data.path` or `data.mixture`, with its folders."""
+        return data_named(self.settings)
+
+    @property
+    def name(self) -> str:
+        """The folder as the configuration has it, or the folders."""
+        paths = [source.path for source in self.settings.mixture or ()]
+        return ", ".join(paths) or str(self.settings.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the prepared folders, and of the weights that they are mixed by."""
+        return self.data.fingerprint
+
+    @property
+    def other_data(self) -> str:
+        """Of a mixture the weights may be the difference."""
+        mixed = " or mixes it by other weights" if self.settings.mixture else ""
+        return f"other data{mixed}"
+
+    @functools.cached_property
+    def samples(self) -> TextSamples:
+        """Samples of T tokens and their successors."""
+        return TextSamples(self.data.samples(self.model.sequence_length, self._seed))
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Of all folders."""
+        return self.samples.tokens.samples_per_epoch
+
+    def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """Negative log-likelihood of every token, in nats."""
+        return text_losses(model, batch)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether a folder has a validation split."""
+        return bool(self.data.validation())
+
+    def validate(
+        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
+    ) -> dict[str, float]:
+        """Loss and perplexity of the validation split, and of a mixture of each source's."""
+        parts = self.data.validation()
+        found = {
+            part.name: score_windows(
+                model,
+                self.windows(part.stream, self.evaluation.max_windows),
+                batch_size=batch_size,
+                world=world,
+                losses=model.cross_entropy,
+                report=report,
+            ).loss
+            for part in parts
+        }
+        losses = {"validation_loss": sum(part.share * found[part.name] for part in parts)}
+        if len(self.data.parts) > 1:
+            losses |= {f"validation_loss/{name}": loss for name, loss in found.items()}
+        return losses | {
+            name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
+            for name, loss in losses.items()
+        }
+
+    def windows(self, stream: TokenStream, max_windows: int | None = None) -> EvaluationWindows:
+        """The windows that a stream of tokens is scored by."""
+        length = self.model.sequence_length
+        stride = self.evaluation.stride or length
+        end = self.data.tokenizer.end_of_text_id
+        return EvaluationWindows(stream, length, stride, end, max_windows=max_windows)
+
+    def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
+        """The tokens of a split of the first folder, and what is counted of it."""
+        if name in self._attacked:
+            return self._attacked[name]
+        data = self.data.parts[0].data
+        split = cast(SplitName, name)
+        return data.split(split), data.manifest.splits[split]
+
+    def attacked(self, name: str, stream: TokenStream, counts: SplitInfo) -> "LanguageModelling":
+        """This task with other tokens in a split, of which the words of the text are counted."""
+        task = copy.copy(self)
+        task._attacked = {name: (stream, counts)}
+        return task
+
+    def score(
+        self,
+        model: Predictor,
+        split: str,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share | None = None,
+    ) -> dict[str, Any]:
+        """Perplexities of a split; see `train.tasks.scoring.perplexities`."""
+        stream, counts = self.split(split)
+        text = "attacked" if split in self._attacked else "original"
+        windows = self.windows(stream)
+        found = score_windows(
+            model,
+            windows,
+            batch_size=batch_size,
+            world=world,
+            losses=model.cross_entropy,
+            report=report,
+        )
+        return {
+            **perplexities(found, words=counts.words, bytes_=counts.bytes),
+            "tokens_scored": found.tokens,
+            "words": counts.words,
+            "bytes": counts.bytes,
+            "documents": counts.documents,
+            "end_of_text_scored": True,
+            "word": f"separated by white space in the {text} text",
+            "sequence_length": windows.sequence_length,
+            "stride": windows.stride,
+        }
+
+    def units_of(self, split: str) -> int:
+        """Its tokens."""
+        return self.split(split)[1].tokens
+
+    def check_split(self, split: str) -> None:
+        """Checks that the split has tokens."""
+        self.windows(self.split(split)[0])
+
+    @classmethod
+    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Loss, perplexities, and how the text was read."""
+        words = f"{result['word_perplexity']:,.3f} (words by white space)"
+        if result["words"] == 0:
+            words = "none: the split is white space alone, without a word"
+        return [
+            ("loss", f"{result['loss']:.4f} nats a token"),
+            ("perplexity", f"{result['perplexity']:.3f} a token"),
+            ("word perplexity", words),
+            ("bits per byte", f"{result['bits_per_byte']:.4f}"),
+            ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
+            ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
+        ]
+
+    def kept(self) -> Kept:
+        """The tokenizer, and what is known of it."""
+        about = self.data.tokenizer
+        state = {
+            "data_fingerprint": self.fingerprint,
+            "tokenizer_fingerprint": about.fingerprint,
+            "end_of_text": about.end_of_text,
+            "vocab_size": about.vocab_size,
+        }
+        return Kept(state=state, files={about.file: self.data.tokenizer_path.read_bytes()})
+
+    def check_weights(self, weights: Weights, owner: str) -> None:
+        """Checks that the weights know these token ids."""
+        if isinstance(weights, Checkpoint):
+            fingerprint = weights.state.tokenizer_fingerprint
+        else:
+            tokenizer = tokenizer_of(weights)
+            fingerprint = tokenizer.fingerprint if tokenizer else None
+        prepared = self.data.parts[0].data
+        check_tokenizer(self.place, prepared, fingerprint, owner, lambda: tokenizer_of(weights))
+
+    def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
+        """Numbers of the documents that samples have tokens of, by the name of their data."""
+        return self.data.documents(self.samples.tokens, samples)
+
+    def stored(self) -> Sequence[StoredData]:
+        """The prepared folders, unless `data.verify` is false."""
+        return [part.data for part in self.data.parts] if self.settings.verify else []
+
+    def probe(self, units: int) -> TextProbe:
+        """Whole windows of the validation splits, evenly over them."""
+        parts = self.data.validation()
+        if not parts:
+            raise ConfigError(
+                f"log.fluctuation: true is not allowed with {self.place}, which has no validation "
+                f"split to compare routing on"
+            )
+        return TextProbe(self.spread([part.stream for part in parts], units))
+
+    def spread(self, streams: Sequence[TokenStream], units: int) -> SpreadWindows:
+        """Whole windows without overlap, evenly over streams."""
+        length, end = self.model.sequence_length, self.data.tokenizer.end_of_text_id
+        whole = [EvaluationWindows(stream, length, length, end) for stream in streams]
+        return SpreadWindows(whole, units)
+
+
+def with_vocabulary(model: GPT2Config, vocab_size: int, place: str) -> GPT2Config:
+    """A model that knows all tokens of a tokenizer, with all else that its sizes decide.
+
+    Args:
+        model: Perhaps without a vocabulary.
+        vocab_size: Of the tokenizer.
+        place: Where the data is, for the error.
+
+    Raises:
+        ConfigError: The model's vocabulary is smaller.
+    """
+    wanted = model.vocab_size
+    if wanted is not None and wanted < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {wanted} is less than the {vocab_size} tokens of the tokenizer of "
+            f"{place}"
+        )
+    return model.model_copy(update={"vocab_size": wanted or vocab_size}).filled()
+
+
+class Described(Protocol):
+    """Weights that know their model."""
+
+    folder: Path
+
+    def model_config(self) -> ModelSettings:
+        """Its configuration, complete."""
+
+
+def language_model(weights: Described) -> GPT2Config:
+    """The configuration of weights that predict text.
+
+    Raises:
+        ConfigError: They do something else.
+    """
+    config = weights.model_config()
+    if not isinstance(config, GPT2Config):
+        raise ConfigError(
+            f"{weights.folder}: model.kind: {config.kind} is not a language model; "
+            f"{LanguageModelling.reads} is"
+        )
+    return config

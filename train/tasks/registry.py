@@ -1,0 +1,20 @@
+"""The tasks by the kind of their data: what `data.kind` chooses."""
+
+from typing import Any
+
+from train.tasks.language import LanguageModelling
+from train.tasks.task import Sections, Task
+
+TASKS: dict[str, type[Task[Any]]] = {
+    "text": LanguageModelling,
+}
+
+
+def task_class(kind: str) -> type[Task[Any]]:
+    """The task of a kind of data, which a configuration has been checked to name."""
+    return TASKS[kind]
+
+
+def open_task(sections: Sections) -> Task[Any]:
+    """Opens the data of a configuration; see `Task.open`."""
+    return TASKS[sections.data.kind].open(sections)
