@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data.batches import batches_from
-from data.dataset import TokenStream
 from data.errors import DataError
-from data.indexed import build_sample_index
+from data.text.dataset import TokenStream
+from data.text.indexed import build_sample_index
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1

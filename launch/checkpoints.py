@@ -8,16 +8,16 @@ from typing import Any, Literal
 from data.progress import Progress
 from launch.output import align
 from launch.parser import UsageError
-from parallel.commit import (
+from parallel.checkpoint.commit import (
     LEFT_BY_CRASHES,
     STEP_FOLDER,
     complete_checkpoints,
     point_at_newest,
     step_folders,
 )
-from parallel.contents import read_contents, verify_contents
-from parallel.manifest import CheckpointError
-from parallel.storage import discard
+from parallel.checkpoint.contents import read_contents, verify_contents
+from parallel.checkpoint.manifest import CheckpointError
+from parallel.checkpoint.storage import discard
 
 Status = Literal["complete", "verified", "damaged", "unfinished"]
 """As far as its manifest and sizes tell; to the last byte; neither; or never committed."""

@@ -18,7 +18,7 @@ from launch.machine import prepare_environment, share_cores
 from launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
 
 if TYPE_CHECKING:
-    from train.config import RunConfig
+    from train.config.run import RunConfig
 
 TORCHRUN_GRACE = 30
 """Seconds that torchrun waits for its processes to end before it kills them, unless told."""
@@ -117,7 +117,7 @@ def _patience(grace_seconds: float) -> dict[str, str]:
 def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> "RunConfig":
     """Checks the run for all processes of all nodes; gives its configuration."""
     from parallel.dims import LayoutError
-    from train.plan import plan_run
+    from train.config.plan import plan_run
 
     try:
         plan = plan_run(config, overrides, nodes * processes)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.checks import check_prepared
 from data.errors import DataError, user_path
-from data.manifest import Manifest
 from data.progress import Progress
-from data.verification import Read, bytes_to_verify, unsealed, verify_files
+from data.text.checks import check_prepared
+from data.text.manifest import Manifest
+from data.text.verification import Read, bytes_to_verify, unsealed, verify_files
 from launch.output import align
 
 

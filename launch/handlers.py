@@ -14,7 +14,7 @@ from launch.parser import UsageError
 
 def prepare(options: Namespace) -> None:
     """`polyad prepare`."""
-    from data.prepare import prepare
+    from data.text.prepare import prepare
     from launch.tables import prepared_table
 
     with only_results_on_stdout() as stdout:
@@ -69,10 +69,10 @@ def evaluate(options: Namespace) -> None:
 
     end_with_launcher()
     prepare_environment()
-    from data.attack import WordSwap
+    from data.text.attack import WordSwap
     from parallel import comm
-    from train.evaluate import evaluate, result_table
-    from train.stability import PROBE_TOKENS, compare, comparison_table
+    from train.evaluation.evaluate import evaluate, result_table
+    from train.evaluation.stability import PROBE_TOKENS, compare, comparison_table
 
     check_json_path(options.json)
     _check_evaluation(options)
@@ -111,7 +111,7 @@ def report(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
-    from train.report.command import TOKENS, report, report_line
+    from train.experts.report.command import TOKENS, report, report_line
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -157,8 +157,8 @@ def convert(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
-    from train.convert import conversion_table, convert
-    from train.upcycle import Upcycling
+    from train.exchange.convert import conversion_table, convert
+    from train.exchange.upcycle import Upcycling
 
     check_json_path(options.json)
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
@@ -172,8 +172,8 @@ def generate(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
-    from train.generate import Sampling, generate
-    from train.steering import effect_lines, parse_steering
+    from train.evaluation.generate import Sampling, generate
+    from train.experts.steering import effect_lines, parse_steering
 
     check_json_path(options.json)
     steerings = [parse_steering(text) for text in options.steer]
@@ -209,7 +209,7 @@ def generate(options: Namespace) -> None:
 def validate(options: Namespace) -> None:
     """`polyad validate`."""
     from parallel.comm import environment_world_size
-    from train.describe import describe_run, description_table
+    from train.config.describe import describe_run, description_table
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from train.config_names import OURS, plain
+from train.config.names import OURS, plain
 
 
 class UsageError(ValueError):

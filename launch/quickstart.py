@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _steps() -> list[tuple[str, str]]:
-    from train.config import load_config
+    from train.config.run import load_config
 
     half = load_config(CONFIG).checkpoint.every
     begun = step_to_go_on_from(RUN, RESULT)
@@ -132,7 +132,7 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
         run: its folder.
         result: what the last of the quickstart's steps but one writes.
     """
-    from parallel.commit import complete_checkpoints
+    from parallel.checkpoint.commit import complete_checkpoints
 
     found = [] if result.exists() else complete_checkpoints(run / "checkpoints")
     return int(found[-1].name.removeprefix("step-")) if found else 0
@@ -140,7 +140,7 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
 
 def _goes_on() -> bool:
     """Whether the run that is there is of this configuration and text."""
-    from train.plan import plan_run
+    from train.config.plan import plan_run
 
     try:
         plan_run(CONFIG, (), PROCESSES)
@@ -182,11 +182,11 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
     Returns:
         Names and values.
     """
-    from data.dataset import PreparedData
-    from train.config import load_config
-    from train.config_rules import validate
-    from train.describe import describe
-    from train.unigram import unigram_perplexity
+    from data.text.dataset import PreparedData
+    from train.config.describe import describe
+    from train.config.rules import validate
+    from train.config.run import load_config
+    from train.evaluation.unigram import unigram_perplexity
 
     records = read_records(run)
     prepared = PreparedData.open(data)

@@ -1,7 +1,7 @@
 """SIGTERM, SIGUSR1 and SIGINT in a process that has no step to save.
 
 Such is a command before its first step, one that runs others, as a study does, and a launcher. The
-loop of a training process has handlers of its own: `train/stopping.py`.
+loop of a training process has handlers of its own: `train/guard/stopping.py`.
 """
 
 import signal

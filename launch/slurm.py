@@ -179,7 +179,7 @@ def script_text(
 
 def launch_folder(folder: Path) -> Path:
     """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
-    from train.plan import LAUNCH_FOLDER  # not at the top: it brings torch
+    from train.config.plan import LAUNCH_FOLDER  # not at the top: it brings torch
 
     return folder.absolute() / LAUNCH_FOLDER
 

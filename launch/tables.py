@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from launch.output import align
 
 if TYPE_CHECKING:
-    from data.manifest import Manifest
+    from data.text.manifest import Manifest
     from train.state import TrainState
 
 
@@ -48,7 +48,7 @@ def trained_table(state: "TrainState", config: Path, overrides: Sequence[str]) -
     Returns:
         A line.
     """
-    from train.config import load_config
+    from train.config.run import load_config
 
     folder = Path(load_config(config, overrides).run.folder)
     skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""

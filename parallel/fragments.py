@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model.build import buffers_changed
-from parallel.index import MASTER
+from parallel.checkpoint.index import MASTER
 from parallel.placement import Placement
 from parallel.tensor import placement_of
 from parallel.zero import Engine

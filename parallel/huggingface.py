@@ -16,7 +16,7 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from parallel.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
+from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
 _ARCHITECTURE = (

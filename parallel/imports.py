@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from data.indexed import indexed_dataset, quick_import, sample_index_helpers
+from data.text.indexed import indexed_dataset, quick_import, sample_index_helpers
 from parallel.zero import import_deepspeed
 
 LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")

@@ -15,9 +15,8 @@ from torch import nn
 
 from model.build import ModelConfig, ModelSizeError, build_model
 from model.config_yaml import load
-from parallel.fragments import persistent_buffers
-from parallel.tensor_file import DTYPE_NAMES
-from parallel.tensor_folder import (
+from parallel.checkpoint.tensor_file import DTYPE_NAMES
+from parallel.checkpoint.tensor_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
     FolderWeights,
@@ -26,6 +25,7 @@ from parallel.tensor_folder import (
     check_file,
     differing_shapes,
 )
+from parallel.fragments import persistent_buffers
 
 CONFIG_FILE = "config.yaml"
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from model.build import build_model, initial_value, place
-from parallel.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from parallel.plain_weights import PlainWeights, is_plain_folder

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.dataset import PreparedData
-from data.prepare import prepare
+from data.text.dataset import PreparedData
+from data.text.prepare import prepare
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 

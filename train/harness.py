@@ -42,7 +42,7 @@ def make_known() -> None:
         ) from None
     assert len(lm_eval.models.MODEL_MAPPING) > 0
     if "polyad" not in model_registry:
-        model_registry.register("polyad", target="train.lm_eval_adapter:PolyadLM")
+        model_registry.register("polyad", target="train.evaluation.lm_eval_adapter:PolyadLM")
 
 
 def register(folder: Path) -> Path:

@@ -8,40 +8,40 @@ from typing import Any
 
 from torch import Tensor
 
-from data.dataset import TokenStream
 from data.sampler import micro_batches
-from data.windows import EvaluationWindows, SpreadWindows
+from data.text.dataset import TokenStream
+from data.text.windows import EvaluationWindows, SpreadWindows
 from model.build import build_model
 from model.gpt2 import flops_per_token
 from parallel import comm
-from parallel.checkpoint import Checkpoint, WeightsOnly
-from parallel.checkpoint_writer import TokenizerCopy
-from parallel.commit import Retention, complete_checkpoints, remove_leftovers
+from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
+from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.verification import newest_verified
+from parallel.checkpoint.writer import TokenizerCopy
 from parallel.fragments import Source
 from parallel.imports import import_libraries
 from parallel.parallelize import InitialWeights, parallelize
-from parallel.saver import Saver
-from parallel.verification import newest_verified
 from parallel.zero import Engine
-from train.beginning import nothing_is_left, say_first_line
-from train.config import RunConfig
-from train.data_check import DataCheck
-from train.device import Prefetch, allow_tf32
-from train.environment import write_environment
-from train.fluctuation import FluctuationLog
-from train.loop import Hooks, TrainLoop
-from train.loss import token_losses
-from train.memory import explain_out_of_memory, to_build, to_train, to_validate
-from train.metrics import Metrics
-from train.optimizer import build_optimizer
-from train.plan import Plan, check_resume, open_inputs, plan_of
-from train.rewind import Rewind, add_batches_left_out, restore_random_numbers, start_state
-from train.run_folder import RunLock
-from train.scoring import score_windows
-from train.startup import Startup
+from train.config.beginning import nothing_is_left, say_first_line
+from train.config.environment import write_environment
+from train.config.plan import Plan, check_resume, open_inputs, plan_of
+from train.config.run import RunConfig
+from train.experts.fluctuation import FluctuationLog
+from train.guard.data_check import DataCheck
+from train.guard.memory import explain_out_of_memory, to_build, to_train, to_validate
+from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers, start_state
+from train.guard.run_folder import RunLock
+from train.guard.stopping import StopSignals
+from train.guard.watchdog import Watchdog
+from train.loop.device import Prefetch, allow_tf32
+from train.loop.loop import Hooks, TrainLoop
+from train.loop.metrics import Metrics
+from train.loop.optimizer import build_optimizer
+from train.loop.startup import Startup
 from train.state import TrainState
-from train.stopping import StopSignals
-from train.watchdog import Watchdog
+from train.tasks.loss import token_losses
+from train.tasks.scoring import score_windows
 
 
 def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -> TrainState:

@@ -22,21 +22,21 @@ from launch.output import align
 from model.build import build_model
 from model.gpt2 import GPT2Config
 from parallel import comm
-from parallel.checkpoint import Checkpoint
-from parallel.commit import Retention, step_folder
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.commit import Retention, step_folder
+from parallel.checkpoint.manifest import PIECE_BYTES, Manifest
+from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.storage import write_file
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.fragments import fill
-from parallel.manifest import PIECE_BYTES, Manifest
 from parallel.parallelize import InitialWeights, parallelize
-from parallel.saver import Saver
-from parallel.storage import write_file
 from parallel.zero import Engine
 from train.errors import ConfigError
-from train.evaluate import Progress
-from train.loss import token_losses
-from train.optimizer import OptimizerConfig, build_optimizer
-from train.step import train_step
+from train.evaluation.evaluate import Progress
+from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.loop.step import train_step
+from train.tasks.loss import token_losses
 
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Of the synchronous save, and of the plain write."""

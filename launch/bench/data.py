@@ -22,17 +22,17 @@ from typing import Any
 import tokenizers
 import torch
 
-from data.dataset import PreparedData
-from data.prepare import prepare
 from data.sampler import TrainingSamples, micro_batches
-from data.text import open_source
-from data.tokenizer import Tokenizer, all_cores
-from data.writer import DatasetWriter
+from data.text.dataset import PreparedData
+from data.text.documents import open_source
+from data.text.prepare import prepare
+from data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from data.text.writer import DatasetWriter
 from launch.bench.step_variants import make_step
 from launch.bench.turns import clocked, summary, take_turns
 from model.gpt2 import GPT2Config
 from parallel.zero import Precision
-from train.config import load_config
+from train.config.run import load_config
 
 ENCODING_GOAL, LOADER_GOAL = 0.9, 50.0
 GPT2_124M = GPT2Config(sequence_length=1024, vocab_size=50257)

@@ -18,21 +18,21 @@ from launch.output import align
 from model.build import build_model
 from model.gpt2 import GPT2Config
 from parallel import comm
-from parallel.checkpoint import Checkpoint
-from parallel.checkpoint_writer import save
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.writer import save
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.fragments import fill
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine, Precision
-from train.evaluate import Progress
-from train.limits import Limits
-from train.loss import token_losses
-from train.monitor import MonitorConfig
-from train.optimizer import OptimizerConfig, build_optimizer
-from train.spikes import limits_of, remember
+from train.evaluation.evaluate import Progress
+from train.guard.limits import Limits
+from train.guard.monitor import MonitorConfig
+from train.guard.spikes import limits_of, remember
+from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.loop.step import StepOutcome, train_step
 from train.state import TrainState
-from train.step import StepOutcome, train_step
+from train.tasks.loss import token_losses
 
 MODEL = GPT2Config(num_layers=2, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=256)
 STEPS, BATCH = 150, 8

@@ -38,7 +38,7 @@ from model.build import num_parameters
 from model.gpt2 import GPT2, compile_blocks
 from parallel.zero import DTYPES
 from train.errors import ConfigError, RunError
-from train.loss import token_losses
+from train.tasks.loss import token_losses
 
 GOAL_SHAPE = {
     "width": 768,

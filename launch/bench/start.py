@@ -17,8 +17,8 @@ from launch.bench.device import prepare_device, synchronize
 from launch.bench.step import OUT_OF_MEMORY
 from launch.bench.step_variants import make_step
 from model.gpt2 import GPT2Config
-from train.memory import is_out_of_memory
-from train.metrics import peak_memory_bytes
+from train.guard.memory import is_out_of_memory
+from train.loop.metrics import peak_memory_bytes
 
 
 def measure(began: float, order: dict[str, Any]) -> dict[str, Any]:

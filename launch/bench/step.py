@@ -27,8 +27,8 @@ from launch.bench.turns import clocked, say, span, summary, take_turns
 from model.gpt2 import GPT2Config, flops_per_token
 from model.matmul import has_native_matmul
 from train.errors import ConfigError, RunError
-from train.memory import is_out_of_memory
-from train.metrics import LogConfig, peak_flops
+from train.guard.memory import is_out_of_memory
+from train.loop.metrics import LogConfig, peak_flops
 
 VARIANTS = ("polyad", "transformers")
 OUT_OF_MEMORY = "out of memory"

@@ -13,8 +13,8 @@ from model.mumoe.config import MuMoEConfig
 from model.output import RoutingStats
 from model.smoe.config import SparseMoEConfig
 from parallel.zero import DTYPES
-from train.loss import LossConfig, routing_loss, token_losses
-from train.optimizer import OptimizerConfig, build_optimizer
+from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.tasks.loss import LossConfig, routing_loss, token_losses
 
 Step = Callable[[], None]
 Call = Callable[[Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]

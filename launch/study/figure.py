@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from launch.parser import UsageError
 from launch.study.results import measures
-from train.report.charts import ticks
+from train.experts.report.charts import ticks
 
 WIDTH, MARGIN, GAP = 520, 16, 28
 """Of a panel; around all; between two."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from launch.output import strict
 from train.errors import ConfigError
-from train.run_folder import check_place
-from train.study import Run, Study, changed_key
+from train.guard.run_folder import check_place
+from train.study.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
 

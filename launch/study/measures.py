@@ -17,7 +17,7 @@ from typing import Any
 from launch.records import last_fluctuation, read_records
 from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
-from train.study import Run, Study
+from train.study.study import Run, Study
 
 KEYS = ("loss", "perplexity", "tokens_scored", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives, those that are read here."""

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.environment import describe_environment
+from train.config.environment import describe_environment
 from train.errors import RunError
-from train.paired import CONFIDENCE, paired_difference, spread
+from train.study.paired import CONFIDENCE, paired_difference, spread
 
 Run = Mapping[str, Any]
 """The result of a finished run, with what was measured of it."""

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.dataset import PreparedData
 from data.errors import DataError
-from data.prepare import prepare
+from data.text.dataset import PreparedData
+from data.text.prepare import prepare
 from launch.child import STOPPED, polyad
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.folder import (
@@ -38,14 +38,14 @@ from launch.study.tables import (
     progress_line,
     trained_line,
 )
-from parallel.commit import complete_checkpoints
-from parallel.verification import newest_that_opens
-from train.config_rules import validate
-from train.describe import describe
+from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.verification import newest_that_opens
+from train.config.describe import describe
+from train.config.plan import plan_run
+from train.config.resolve import resolve
+from train.config.rules import validate
 from train.errors import ConfigError, RunError, stopped
-from train.plan import plan_run
-from train.resolve import resolve
-from train.study import Run, Study, load_study
+from train.study.study import Run, Study, load_study
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """Of finished runs, by variant and seed."""

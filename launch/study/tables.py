@@ -6,8 +6,8 @@ from typing import Any
 
 from launch.output import align
 from launch.study.measures import Measure
-from train.metrics import duration
-from train.study import Run, Study
+from train.loop.metrics import duration
+from train.study.study import Run, Study
 
 Row = tuple[str, ...]
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from launch.cli import run
-from train.config import load_config
-from train.config_text import flatten
-from train.study_config import StudyAttack, StudyConfig, StudyData, StudyLeak
+from train.config.run import load_config
+from train.config.text import flatten
+from train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from data.batches import batch_of_step, batches_from
-from data.mixture import Part, TrainingData
 from data.sampler import TrainingSamples, micro_batches
+from data.text.mixture import Part, TrainingData
 
 T, SEED, B = 16, 5, 8
 

@@ -9,14 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.build import build_model, materialize
 from model.gpt2 import GPT2Config, compile_blocks
+from parallel.checkpoint.copying import Copying, Pair
 from parallel.comm import World
-from parallel.copying import Copying, Pair
 from tests.helpers.gpu import NEEDS_CUDA
-from train.device import Prefetch, allow_tf32
 from train.errors import RunError
-from train.loss import token_losses
-from train.memory import explain_out_of_memory
-from train.optimizer import OptimizerConfig, build_optimizer
+from train.guard.memory import explain_out_of_memory
+from train.loop.device import Prefetch, allow_tf32
+from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.tasks.loss import token_losses
 
 pytestmark = NEEDS_CUDA
 CUDA = torch.device("cuda")

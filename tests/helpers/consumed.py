@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from parallel import comm
-from train import step as step_module
+from train.loop import step as step_module
 from train.pretrain import main
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from tests.helpers.training import Case, build_engine, local_batches
-from train.limits import Limits
-from train.step import train_step
+from train.guard.limits import Limits
+from train.loop.step import train_step
 
 
 def step_with_a_damaged_weight(case: Case) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Records what saving does to a disk, replays any part of it, and fails any of it.
 
-`RecordingOs` takes the place of `os` in `parallel/storage.py`; the real operations happen as well.
+`RecordingOs` takes the place of `os` in `parallel/checkpoint/storage.py`; the real operations
+happen as well.
 `Disk` is a model of a file system that loses what nobody flushed: content of files by `fsync` of
 the file, names by `fsync` of the folder.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from parallel import storage
+from parallel.checkpoint import storage
 
 Operation = tuple[int, str, str, Any]
 """Nanoseconds, kind, path, and the content of a write or the target of a rename."""

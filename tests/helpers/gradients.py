@@ -12,8 +12,8 @@ from parallel.fragments import MASTER, fragments
 from parallel.parallelize import _allocate
 from parallel.zero import DTYPES, Engine, deepspeed_config
 from tests.helpers.training import Case, build_engine, local_batches
-from train.device import Prefetch
-from train.step import train_step
+from train.loop.device import Prefetch
+from train.loop.step import train_step
 
 SIZE = 61
 

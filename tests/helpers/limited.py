@@ -13,7 +13,7 @@ def main() -> None:
     del sys.argv[1:3]
     import psutil
 
-    import train.evaluate
+    import train.evaluation.evaluate
     import train.pretrain  # noqa: F401
     from launch.cli import main as polyad
     from parallel.zero import import_deepspeed

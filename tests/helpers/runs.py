@@ -13,11 +13,11 @@ import torch
 import yaml
 
 from parallel import comm
-from parallel.checkpoint import Checkpoint
-from parallel.manifest import MANIFEST_FILE, record_of, render
-from train.device import memory_statistics
-from train.evaluate import evaluate
-from train.metrics import Metrics, peak_memory_bytes
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
+from train.evaluation.evaluate import evaluate
+from train.loop.device import memory_statistics
+from train.loop.metrics import Metrics, peak_memory_bytes
 from train.pretrain import main
 
 

@@ -14,13 +14,14 @@ from unittest import mock
 
 import psutil
 
-from parallel import comm, snapshot, snapshot_process
-from parallel.checkpoint_writer import SaveError
-from parallel.commit import Retention
+from parallel import comm
+from parallel.checkpoint import snapshot, snapshot_process
+from parallel.checkpoint.commit import Retention
+from parallel.checkpoint.manifest import CheckpointError, Manifest
+from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.verification import newest_that_opens, newest_verified
+from parallel.checkpoint.writer import SaveError
 from parallel.fragments import fragments
-from parallel.manifest import CheckpointError, Manifest
-from parallel.saver import Saver
-from parallel.verification import newest_that_opens, newest_verified
 from parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml

@@ -12,18 +12,19 @@ from unittest import mock
 import torch
 
 from model.build import build_model
-from parallel import comm, copying
-from parallel.checkpoint_writer import SaveError
-from parallel.commit import Retention, complete_checkpoints
-from parallel.copying import Copying
+from parallel import comm
+from parallel.checkpoint import copying
+from parallel.checkpoint.commit import Retention, complete_checkpoints
+from parallel.checkpoint.copying import Copying
+from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.writer import SaveError
 from parallel.fragments import fill, fragments, persistent_buffers
 from parallel.parallelize import InitialWeights
-from parallel.saver import Saver
 from parallel.zero import Engine
 from tests.helpers.saving import change, saving
 from tests.helpers.training import Case, build_engine, local_batches, model_yaml
-from train.device import Prefetch
-from train.step import train_step
+from train.loop.device import Prefetch
+from train.loop.step import train_step
 
 
 def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = True) -> bool:

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from data.batches import batches_from
-from train.loss import token_losses
-from train.plan import plan_run
+from train.config.plan import plan_run
 from train.pretrain import main
+from train.tasks.loss import token_losses
 
 
 def run_with_bad_batches(

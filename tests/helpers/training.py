@@ -15,17 +15,17 @@ import torch.distributed as dist
 from model.build import build_model
 from model.gpt2 import GPT2Config
 from parallel import comm
-from parallel.checkpoint import Checkpoint
-from parallel.checkpoint_writer import save
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.writer import save
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
-from train.device import Prefetch
-from train.loss import LossConfig, token_losses
-from train.optimizer import OptimizerConfig, build_optimizer
-from train.routing import routing_record
-from train.step import train_step
+from train.loop.device import Prefetch
+from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.loop.routing import routing_record
+from train.loop.step import train_step
+from train.tasks.loss import LossConfig, token_losses
 
 # Odd sizes, so that fragments and padding fall everywhere.
 MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)

@@ -20,8 +20,8 @@ from launch.cli import run
 from launch.commands import COMMANDS
 from launch.parser import Parser
 from launch.quickstart import CONFIG as QUICKSTART
-from train.config import load_config
-from train.study_config import StudyConfig
+from train.config.run import load_config
+from train.study.config import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from launch.cli import run as polyad
-from parallel.checkpoint_writer import save_weights
+from parallel.checkpoint.writer import save_weights
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.child import polyad
-from parallel.commit import complete_checkpoints
+from parallel.checkpoint.commit import complete_checkpoints
 from tests.launch.conftest import ROOT
 
 pytestmark = pytest.mark.distributed

@@ -13,7 +13,7 @@ import pytest
 
 from launch.command import torchrun
 from launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
-from parallel.commit import complete_checkpoints
+from parallel.checkpoint.commit import complete_checkpoints
 
 pytestmark = pytest.mark.distributed
 

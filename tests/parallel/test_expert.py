@@ -13,7 +13,7 @@ from tests.helpers.experts import (
 )
 from tests.helpers.pairwise import pairwise
 from tests.helpers.training import MODEL, Case, moe_model, relative, tensors, train
-from train.loss import LossConfig
+from train.tasks.loss import LossConfig
 
 pytestmark = pytest.mark.distributed
 

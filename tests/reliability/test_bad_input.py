@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-import train.room
+import train.guard.room
 from launch.cli import run as polyad
 from model.build import build_model
-from parallel.checkpoint import Checkpoint
-from parallel.checkpoint_writer import save_weights
-from parallel.manifest import CheckpointError, Manifest, record_of, render
-from parallel.verification import newest_that_opens
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.manifest import CheckpointError, Manifest, record_of, render
+from parallel.checkpoint.verification import newest_that_opens
+from parallel.checkpoint.writer import save_weights
 from parallel.weights import load_model
 from tests.helpers.runs import write_config
 from tests.helpers.training import MODEL
@@ -111,7 +111,7 @@ def disk(monkeypatch):
 
     def free(nbytes):
         usage = SimpleNamespace(total=10**12, used=0, free=nbytes)
-        monkeypatch.setattr(train.room.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(train.guard.room.shutil, "disk_usage", lambda path: usage)
 
     return free
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from launch.cli import run
 from tests.helpers.runs import FEED_FORWARDS
-from train.config import RunConfig
-from train.config_text import flatten, keys
+from train.config.run import RunConfig
+from train.config.text import flatten, keys
 
 BASE: dict[str, Any] = {
     "run": {"folder": "no-such-folder/run"},

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from launch.study.folder import check_folder
-from train.config import RunConfig, config_of, parse_config, read_tree
-from train.config_rules import validate
-from train.config_text import flatten, keys
+from train.config.rules import validate
+from train.config.run import RunConfig, config_of, parse_config, read_tree
+from train.config.text import flatten, keys
 from train.errors import MAX_LINE, one_line
-from train.study import load_study
+from train.study.study import load_study
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))

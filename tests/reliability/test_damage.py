@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.checkpoint import Checkpoint
-from parallel.manifest import BLOCK_BYTES, CheckpointError, DamagedCheckpoint, Manifest
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.manifest import BLOCK_BYTES, CheckpointError, DamagedCheckpoint, Manifest
 from parallel.weights import load_model
 from tests.helpers.training import tensors
 
@@ -149,7 +149,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(copy):
 def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):
     import xxhash
 
-    from parallel.manifest import BlockDigests, share_of
+    from parallel.checkpoint.manifest import BlockDigests, share_of
 
     size = 2 * BLOCK_BYTES + 5
     blocks = BlockDigests()

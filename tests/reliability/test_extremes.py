@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import train_each, write_config
-from train.config import load_config
-from train.config_text import flatten
-from train.describe import describe_run
+from train.config.describe import describe_run
+from train.config.run import load_config
+from train.config.text import flatten
 
 ELSEWHERE = (
     # Sizes that only memory limits, and what leaves nothing to train.

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.commit import complete_checkpoints
-from parallel.manifest import Manifest
+from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.manifest import Manifest
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
 from tests.helpers.snapshots import slow_copies

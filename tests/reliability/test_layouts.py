@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.checkpoint import Checkpoint
+from parallel.checkpoint.checkpoint import Checkpoint
 from tests.helpers.pairwise import pairwise
 from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
 

@@ -117,7 +117,7 @@ def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, wha
 
 @pytest.mark.parametrize("state", ["waiting", "stopped"])
 def test_a_writer_dies_with_the_process_that_trains(state):
-    from parallel.snapshot import SnapshotWriter
+    from parallel.checkpoint.snapshot import SnapshotWriter
 
     ours, theirs = os.pipe()
     child = os.fork()
@@ -142,7 +142,7 @@ def test_a_writer_dies_with_the_process_that_trains(state):
 
 
 def test_a_writer_ignores_what_a_terminal_or_a_scheduler_sends():
-    from parallel.snapshot import SnapshotWriter
+    from parallel.checkpoint.snapshot import SnapshotWriter
 
     writer = SnapshotWriter(1000)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
-from train.convert import convert
+from train.exchange.convert import convert
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launch.cli import run as polyad
 from parallel.weights import load_model
 from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
-from train.generate import Sampling, generate
+from train.evaluation.generate import Sampling, generate
 
 pytestmark = pytest.mark.distributed
 

@@ -18,19 +18,19 @@ import torch
 import xxhash
 
 from launch.cli import run as polyad
-from parallel.checkpoint import Checkpoint
-from parallel.contents import read_contents, verify_contents
-from parallel.index import Chunk, Tensor
-from parallel.manifest import record_of, render
-from parallel.records import FormError, parsed
-from parallel.state_file import State
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.contents import read_contents, verify_contents
+from parallel.checkpoint.index import Chunk, Tensor
+from parallel.checkpoint.manifest import record_of, render
+from parallel.checkpoint.records import FormError, parsed
+from parallel.checkpoint.state_file import State
 from parallel.weights import load_model, open_checkpoint, open_weights
 from parallel.zero import _state_fields
 from tests.helpers.runs import FEED_FORWARDS, newest, write_config
-from train.optimizer import OptimizerConfig, build_optimizer, state_tensors
-from train.plan import plan_run
-from train.resolve import tokenizer_of
-from train.rewind import start_state
+from train.config.plan import plan_run
+from train.config.resolve import tokenizer_of
+from train.guard.rewind import start_state
+from train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
 from train.state import TrainState
 
 pytestmark = pytest.mark.distributed

@@ -7,15 +7,15 @@ import shutil
 import pytest
 import xxhash
 
-from data.dataset import PreparedData
-from data.prepare import prepare
+from data.text.dataset import PreparedData
+from data.text.prepare import prepare
 from launch.cli import run as polyad
-from parallel.checkpoint import Checkpoint, find_checkpoint
-from parallel.manifest import CheckpointError, FileRecord, render
+from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint.manifest import CheckpointError, FileRecord, render
 from tests.helpers.runs import run, write_config
-from train.convert import convert
-from train.generate import Sampling, generate
-from train.resolve import need_tokenizer, tokenizer_of
+from train.config.resolve import need_tokenizer, tokenizer_of
+from train.evaluation.generate import Sampling, generate
+from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}
@@ -106,7 +106,7 @@ def test_the_way_to_hugging_face_and_back_keeps_it(trained, tmp_path):
 
 def test_lm_eval_reads_text_with_it(trained):
     pytest.importorskip("lm_eval")
-    from train.lm_eval_adapter import PolyadLM
+    from train.evaluation.lm_eval_adapter import PolyadLM
 
     _, folder, tokenizer, _ = trained
     model = PolyadLM(str(folder))

@@ -28,7 +28,7 @@ def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
     }
 
 
-# Differences -0.21, -0.19 and -0.20, as in tests/train/test_paired.py: +- 0.0248. Losses of one
+# Differences -0.21, -0.19 and -0.20, as in test_paired.py: +- 0.0248. Losses of one
 # variant have mean 5 and deviation 1.
 RUNS = [
     *(result("dense", 1, 4.0), result("cp", 1, 3.79, routing={"unused": 0.5})),

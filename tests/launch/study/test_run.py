@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
-from data.mixture import TrainingData
+from data.text.mixture import TrainingData
 from launch.cli import run
 from launch.study.folder import locked, read_record, write_record
 from tests.launch.conftest import ROOT, SMALL
 from tests.launch.study.conftest import CP, LEAKY, small_study
 from tests.launch.study.test_checks import refused
-from train.config import load_config
-from train.study import load_study
+from train.config.run import load_config
+from train.study.study import load_study
 
 # A study is a few whole runs: 47 s.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -4,10 +4,10 @@ import pytest
 
 from model.gpt2 import GPT2Config
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from train.config import parse_config
-from train.config_rules import validate
+from train.config.resolve import resolve
+from train.config.rules import validate
+from train.config.run import parse_config
 from train.errors import ConfigError
-from train.resolve import resolve
 
 RUN = """
 run: {folder: runs/x}

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from model.gpt2 import GPT2Config
 from model.smoe.config import SparseMoEConfig
-from train.config import RunConfig, parse_config
+from train.config.run import RunConfig, parse_config
 from train.errors import ConfigError
 
 RUN = """

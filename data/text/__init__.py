@@ -1,0 +1,1 @@
+"""Text, from sources to token ids."""

@@ -1,0 +1,159 @@
+"""Attacked text: the documents of a split with words replaced, encoded as they were."""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from data.errors import DataError
+from data.text.dataset import TokenStream
+from data.text.manifest import SplitInfo
+from data.text.tokenizers.pieces import cut_between_words
+from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from data.text.writer import BATCH_CHARACTERS, SplitWriter
+
+REPLACEMENT = "AAA"
+"""As in TextAttack's word swap, which the papers use."""
+_WORD = re.compile(r"\S+")
+
+
+class Swapped(NamedTuple):
+    """A text after the attack."""
+
+    text: str
+    words: int
+    """That it has."""
+    replaced: int
+    """Of these."""
+
+
+class WordSwap:
+    """Replaces each word by "AAA" with a probability.
+
+    A word is what stands between white space, punctuation included; white space stays. Which words
+    of a document are replaced depends on the seed and the document's number alone, and with more
+    probability they are the same and others.
+
+    Args:
+        rate: The probability, from 0 to 1.
+        seed: Not negative.
+
+    Raises:
+        DataError: A number is out of its range.
+    """
+
+    def __init__(self, rate: float, seed: int = 0) -> None:
+        if not 0 <= rate <= 1:  # NaN is not
+            raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
+        if seed < 0:
+            raise DataError(f"seed: {seed} is not allowed; at least 0")
+        self.rate, self.seed = rate, seed
+
+    def __call__(self, text: str, document: int) -> Swapped:
+        """Attacks a document.
+
+        Args:
+            text: All of it.
+            document: Its number in the split.
+        """
+        draw = random.Random(f"{self.seed}/{document}").random
+        words = replaced = 0
+
+        def replace(match: re.Match[str]) -> str:
+            nonlocal words, replaced
+            words += 1
+            if draw() >= self.rate:
+                return match[0]
+            replaced += 1
+            return REPLACEMENT
+
+        return Swapped(_WORD.sub(replace, text), words, replaced)
+
+
+class AttackedSplit(NamedTuple):
+    """A split after the attack."""
+
+    stream: TokenStream
+    info: SplitInfo
+    """Of the attacked text: its tokens, words and bytes."""
+    words: int
+    """That were there."""
+    replaced: int
+    """Of these."""
+
+
+def write_attacked(
+    stream: TokenStream,
+    tokenizer: Tokenizer,
+    attack: WordSwap,
+    prefix: Path,
+    report: Callable[[float], None] | None = None,
+) -> AttackedSplit:
+    """Decodes the documents of a split, attacks each, and writes them encoded again.
+
+    Memory holds some documents at a time, however many there are.
+
+    Args:
+        stream: The split.
+        tokenizer: That made it.
+        attack: What happens to each text.
+        prefix: Of the files that are written, without `.bin` and `.idx`.
+        report: Is told the share done.
+
+    Raises:
+        DataError: The tokenizer has no token for a word that the attack puts there.
+    """
+    writer = SplitWriter(prefix, tokenizer)
+    words = replaced = 0
+    try:
+        for first, texts in _batches(_documents(stream, tokenizer, report)):
+            swapped = [attack(text, first + row) for row, text in enumerate(texts)]
+            words += sum(each.words for each in swapped)
+            replaced += sum(each.replaced for each in swapped)
+            _write(writer, tokenizer, [each.text for each in swapped], first)
+        info = writer.finish()
+    except UnknownWordError as error:
+        raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
+    finally:
+        writer.close()
+    written = TokenStream(prefix, info.tokens, info.documents, tokenizer.vocab_size)
+    return AttackedSplit(written, info, words, replaced)
+
+
+def _documents(
+    stream: TokenStream, tokenizer: Tokenizer, report: Callable[[float], None] | None
+) -> Iterator[str]:
+    read = 0
+    for document, length in enumerate(stream.document_lengths.tolist()):
+        ids = stream.read_document(document, 0, length - 1)  # without the end of the text
+        yield tokenizer.decode(ids.tolist())
+        read += length
+        if report is not None:
+            report(read / stream.num_tokens)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """Documents and the number of the first, as much text at a time as is encoded at once."""
+    batch: list[str] = []
+    first, characters = 0, 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield first, batch
+            first, batch, characters = first + len(batch), [], 0
+    if batch:
+        yield first, batch
+
+
+def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str], first: int) -> None:
+    """Encodes long documents in the pieces in which `polyad prepare` does."""
+    cuts = tokenizer.encodes_in_pieces()
+    pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
+    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
+    for row, parts in enumerate(pieces):
+        for number, part in enumerate(parts, start=1):
+            is_last = number == len(parts)
+            writer.add(next(encoded), part, is_last=is_last, name=f"document {first + row}")

@@ -1,0 +1,202 @@
+"""A prepared folder, opened and checked in a time that does not grow with it."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data.errors import DataError, user_path
+from data.text.checks import check_folder, check_ids, check_prepared
+from data.text.indexed import indexed_dataset
+from data.text.manifest import Manifest, SplitName
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.tokenizer import Tokenizer
+from data.text.verification import verify_files
+
+
+class TokenStream:
+    """The tokens of one split, document after document, memory-mapped.
+
+    The files are opened at the first read, so that a stream can be handed to another process
+    before or after it.
+
+    Args:
+        prefix: The files' common path, without `.bin` and `.idx`.
+        num_tokens: Tokens in all, the ends of documents included.
+        num_documents: Documents.
+        vocab_size: Every token is below it, which each read checks; None checks nothing.
+
+    Attributes:
+        prefix: As given.
+        num_tokens: As given.
+        num_documents: As given.
+        vocab_size: As given.
+    """
+
+    def __init__(
+        self, prefix: Path, num_tokens: int, num_documents: int, vocab_size: int | None = None
+    ) -> None:
+        self.prefix = prefix
+        self.vocab_size = vocab_size
+        self.num_tokens = num_tokens
+        self.num_documents = num_documents
+
+    @functools.cached_property
+    def _files(self) -> Any:
+        return indexed_dataset().IndexedDataset(str(self.prefix))
+
+    @functools.cached_property
+    def document_lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each document, its end included; shape (num_documents,)."""
+        if self.num_documents == 0:  # an empty file cannot be mapped
+            return np.zeros(0, dtype=np.int32)
+        lengths_D = np.array(self._files.sequence_lengths, dtype=np.int32)
+        if int(lengths_D.min()) < 1 or int(lengths_D.sum(dtype=np.int64)) != self.num_tokens:
+            raise DataError(
+                f"{self.prefix}.idx: damaged: the lengths of its documents do not add up to "
+                f"{self.num_tokens:,} tokens; prepare the data again"
+            )
+        return lengths_D
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Reads from the documents laid end to end in the order of the file.
+
+        Args:
+            start: First token.
+            stop: One past the last token.
+
+        Returns:
+            The tokens, shape (stop - start,).
+
+        Raises:
+            IndexError: The range is not inside the stream.
+            DataError: A token is not in the vocabulary.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start}:{stop} of a stream of {self.num_tokens}")
+        if start == stop:
+            return np.zeros(0, dtype=np.int64)
+        index = self._files.index
+        tokens = self._files.bin_reader.read(index.dtype, stop - start, start * index.dtype_size)
+        if self.vocab_size is not None:
+            check_ids(Path(f"{self.prefix}.bin"), tokens, self.vocab_size, start)
+        return np.asarray(tokens, dtype=np.int64)
+
+    def read_document(
+        self, document: int, offset: int = 0, length: int | None = None
+    ) -> npt.NDArray[np.int64]:
+        """Reads a part of a document.
+
+        Args:
+            document: Its number, from 0.
+            offset: First token.
+            length: Tokens wanted; None reads to the end.
+
+        Returns:
+            The tokens, shape (length,).
+
+        Raises:
+            IndexError: The document or the range does not exist.
+        """
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
+        index = self._files.index
+        rest = int(index.sequence_lengths[document]) - offset
+        length = rest if length is None else length
+        if offset < 0 or not 0 <= length <= rest:
+            raise IndexError(f"{length} tokens at {offset} of document {document}")
+        begin = int(index.sequence_pointers[document]) // index.dtype_size
+        if not 0 <= begin <= self.num_tokens - rest - offset:
+            raise DataError(
+                f"{self.prefix}.idx: damaged: document {document:,} is not inside the "
+                f"{self.num_tokens:,} tokens; prepare the data again"
+            )
+        return self.read(begin + offset, begin + offset + length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "prefix": self.prefix,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "vocab_size": self.vocab_size,
+        }
+
+
+class PreparedData:
+    """A folder made by `polyad prepare`; use `open`.
+
+    Attributes:
+        path: The folder.
+        manifest: What it says about itself.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> "PreparedData":
+        """Opens a folder and checks that its files are whole and belong together.
+
+        The checks read sizes, headers and both ends of each file, not the data: `verify` does that.
+
+        Args:
+            path: The folder.
+
+        Returns:
+            The data.
+
+        Raises:
+            DataError: It is not prepared data, or not whole.
+        """
+        folder = user_path(path)
+        try:
+            check_prepared(folder)
+            manifest = Manifest.read(folder)
+            check_folder(folder, manifest)
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or folder}: cannot be read: {error.strerror}"
+            ) from None
+        return cls(folder, manifest)
+
+    def tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer, at the first call.
+
+        Returns:
+            The tokenizer that made the tokens.
+        """
+        if self._tokenizer is None:
+            info = self.manifest.tokenizer
+            self._tokenizer = load_tokenizer(self.path / info.file, info.end_of_text)
+        return self._tokenizer
+
+    def split(self, name: SplitName) -> TokenStream:
+        """Gives the tokens of a split.
+
+        Args:
+            name: `train`, `validation` or `test`.
+
+        Returns:
+            Its tokens; there may be none.
+        """
+        info = self.manifest.splits[name]
+        vocab_size = self.manifest.tokenizer.vocab_size
+        return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
+
+    def verify(self, read: Callable[[int], None] = lambda count: None) -> None:
+        """Reads every byte of every file and compares it with the manifest's digests.
+
+        Args:
+            read: Called with the number of bytes, whenever some were read.
+
+        Raises:
+            DataError: A file is not what was written.
+        """
+        for report in verify_files(self.path, read):
+            if report.reason is not None:
+                raise DataError(report.reason)

@@ -1,0 +1,283 @@
+"""Sources of text: a name or a path becomes a stream of documents."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from data.errors import DataError, nearest, user_path
+from data.text.corpus import standard_library, standard_library_files
+from data.text.manifest import SplitName
+from data.text.readers import READERS, TEXT_READERS, Reader, read_module, read_text
+from data.text.source import Document, Skipped, Source
+
+PYTHON_STDLIB = "python-stdlib"
+"""The source that every machine has: see `data/text/corpus.py`."""
+DocumentKind = Literal["files", "lines"]
+"""What a document of a text file is: all of it, or a line."""
+FileFormat = Literal["text"]
+"""What files are, whatever their names end in."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source: its place, its name relative to the source, and its size in bytes."""
+
+    path: Path
+    name: str
+    size: int
+    modified_ns: int
+    read: Reader
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """An ordered set of files that can be read any number of times, always the same way.
+
+    Attributes:
+        spec: What the user wrote.
+        files: In the order in which they are read.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files.
+        skip_unreadable: Whether a file that is not text is passed over instead of an error.
+    """
+
+    spec: str
+    files: tuple[SourceFile, ...]
+    text_key: str = "text"
+    skip_unreadable: bool = False
+
+    @property
+    def has_text_files(self) -> bool:
+        """Whether a file is all text, so that what a document is was for the user to say."""
+        return any(file.read in TEXT_READERS.values() for file in self.files)
+
+    def is_text_of_fewer_documents(self, count: int) -> bool:
+        """Tells whether documents are too few to be dealt out.
+
+        Args:
+            count: How many would do.
+
+        Returns:
+            Whether all files are text, with fewer documents than this. Files are not read for it,
+            lines as far as needed.
+        """
+        if not all(file.read in TEXT_READERS.values() for file in self.files):
+            return False
+        if all(file.read is read_text for file in self.files):
+            return sum(file.size > 0 for file in self.files) < count
+        ends = (document for document in self.documents() if document.is_last)
+        return sum(1 for _ in islice(ends, count)) < count
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files on the disk, in bytes."""
+        return sum(file.size for file in self.files)
+
+    def listing_digest(self) -> str:
+        """Returns a SHA-256 over the names, sizes and modification times of the files.
+
+        It says whether the source is the same as before without reading it.
+        """
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size}\0{file.modified_ns}\0".encode(**_NAME_BYTES))
+        return digest.hexdigest()
+
+    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+        """Reads the source from its beginning.
+
+        Args:
+            skipped: Counts, added to, of what is left out: empty documents and unreadable files.
+
+        Yields:
+            The documents that are not empty, in order; memory holds one at a time, or a part of
+            one of a text file.
+
+        Raises:
+            DataError: A file cannot be read, or does not hold what its kind promises.
+        """
+        skipped = Skipped() if skipped is None else skipped
+        before = 0
+        for file in self.files:
+            try:
+                number, begun = 0, False
+                for text, position, is_last in file.read(file.path, self.text_key):
+                    if text or begun:
+                        yield Document(f"{file.name}#{number}", text, before + position, is_last)
+                    else:
+                        skipped.empty += 1
+                    begun = not is_last
+                    number += is_last
+            except (OSError, UnicodeDecodeError) as error:
+                if not self.skip_unreadable:
+                    reason = getattr(error, "strerror", None) or error
+                    # The cause says that the disk may give it the next time: see `data.staging`.
+                    cause = error if isinstance(error, OSError) else None
+                    raise DataError(f"{file.path}: cannot be read: {reason}") from cause
+                skipped.unreadable += 1
+            before += file.size
+
+
+_NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names may be any bytes
+
+
+def open_splits(
+    spec: str,
+    *,
+    text_key: str = "text",
+    streaming: bool = False,
+    documents: DocumentKind = "files",
+    file_format: FileFormat | None = None,
+) -> dict[SplitName, Source]:
+    """Finds a source with the splits that it comes in.
+
+    Args:
+        spec: As for `open_source`.
+        text_key: Key or column of the text.
+        streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
+        documents: What a document of a text file is.
+        file_format: What all files are, whatever their names end in; None goes by the names.
+
+    Returns:
+        A source for each split: of a Hugging Face data set those of train, validation and test that
+        it has; of anything else train alone.
+
+    Raises:
+        DataError: There is no such source, or it has no train split.
+    """
+    from data.text.hub import find_dataset, open_dataset
+
+    if not spec:  # the current folder would be meant otherwise
+        raise DataError("the source is empty; a name or a path is needed")
+    try:
+        wanted = find_dataset(spec)
+        if wanted is None:
+            return {"train": _open_files(spec, text_key, documents, file_format)}
+    except OSError as error:
+        raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
+    splits = open_dataset(wanted, text_key=text_key, streaming=streaming)
+    if "train" not in splits:
+        raise DataError(f"{spec}: no train split; it has {', '.join(splits) or 'none'}")
+    return splits
+
+
+def open_source(
+    spec: str,
+    *,
+    text_key: str = "text",
+    streaming: bool = False,
+    split: SplitName = "train",
+    documents: DocumentKind = "files",
+    file_format: FileFormat | None = None,
+) -> Source:
+    """Finds what is behind a source's name or path; reads none of it.
+
+    Args:
+        spec: `python-stdlib`; a `.txt`, `.jsonl`, `.jsonl.gz` or `.parquet` file; a folder,
+            searched for such files (hidden ones left out) and read in the order of their paths; or
+            a Hugging Face data set, see `data.hub.find_dataset`.
+        text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
+        streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
+        split: Which split of a data set that has several; train where it does not have this one.
+        documents: What a document of a text file is.
+        file_format: What all files are, whatever their names end in; None goes by the names.
+
+    Returns:
+        The source.
+
+    Raises:
+        DataError: There is no such source, or it is a file or folder without text files.
+    """
+    splits = open_splits(
+        spec,
+        text_key=text_key,
+        streaming=streaming,
+        documents=documents,
+        file_format=file_format,
+    )
+    return splits.get(split) or splits["train"]
+
+
+def _open_files(
+    spec: str, text_key: str, documents: DocumentKind, file_format: FileFormat | None
+) -> FileSource:
+    if spec == PYTHON_STDLIB:
+        root = standard_library()
+        files = standard_library_files(root)
+        if not files:
+            raise DataError(f"{PYTHON_STDLIB}: this Python has no sources in {root}")
+        found = tuple(_source_file(path, root, read_module) for path in files)
+        return FileSource(spec, found, text_key, skip_unreadable=True)
+    path = user_path(spec)
+    if not path.exists():
+        raise DataError(_missing(spec, path))
+    if path.is_dir():
+        files = _text_files(path, file_format)
+        if not files:
+            raise DataError(
+                f"{spec}: no {'' if file_format else _endings() + ' '}file in this folder"
+            )
+    else:
+        files, path = [path], path.parent
+    found = tuple(_source_file(file, path, _reader(file, documents, file_format)) for file in files)
+    source = FileSource(spec, found, text_key)
+    if source.total_bytes == 0:
+        raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
+    return source
+
+
+def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
+    if read is None:
+        raise DataError(
+            f"{path}: the name of a text file ends in {_endings()}; --format text reads any file "
+            "as text"
+        )
+    status = path.stat()
+    name = path.relative_to(root).as_posix()
+    return SourceFile(path, name, status.st_size, status.st_mtime_ns, read)
+
+
+def _reader(path: Path, documents: DocumentKind, file_format: FileFormat | None) -> Reader | None:
+    name = path.name.lower()
+    read = next((read for ending, read in READERS.items() if name.endswith(ending)), None)
+    return TEXT_READERS[documents] if file_format or read is read_text else read
+
+
+def _text_files(root: Path, file_format: FileFormat | None) -> list[Path]:
+    """Finds the files of a folder; nothing that looks like text is left out without a word."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            raise DataError(f"{folder}: a link makes this folder part of {root} twice")
+        seen.add((status.st_dev, status.st_ino))
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        found.extend(path for path in paths if _reader(path, "files", file_format))
+    if broken := next((path for path in found if not path.exists()), None):
+        raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
+    files = (path for path in found if path.is_file())  # a pipe would never end
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _endings() -> str:
+    return ", ".join(READERS)
+
+
+def _missing(spec: str, path: Path) -> str:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    from data.text.hub import SHORT_NAMES
+
+    known = (PYTHON_STDLIB, *SHORT_NAMES)
+    return (
+        f"{spec}: no such source; it is {', '.join(known)}, hub:OWNER/NAME[:CONFIG], a "
+        f"{_endings()} file or a folder of those{nearest(path.name, [*siblings, *known])}"
+    )

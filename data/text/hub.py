@@ -1,0 +1,303 @@
+"""Data sets of the Hugging Face hub: by name, from a local copy, or saved to the disk.
+
+Nothing here runs code that comes with a data set.
+"""
+
+import contextlib
+import hashlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from data.errors import DataError, listed, nearest, user_path
+from data.text.manifest import SPLITS, SplitName
+from data.text.source import Document, Skipped, Source
+
+HUB, ARROW = "hub:", "arrow:"
+README = "README.md"  # where a data set says which files are which configuration and split
+BATCH_ROWS = 256
+"""Rows read at once."""
+
+NETWORK_LIBRARIES = frozenset({"httpx", "httpx2", "aiohttp", "requests", "urllib3"})
+"""Their errors need not be OSErrors; all of them may be under `datasets`, by its version."""
+
+# WikiText comes as lines. A level-1 heading stands between blank lines and opens an article:
+# " = Title = ", where " = = Section = = " is of level 2.
+_HEADING = re.compile(r" = (?!= ).*(?<! =) = \n?")
+_BLANK_LINE = " \n"
+"""A blank line as it stands in WikiText's own files; the hub holds an empty string instead."""
+
+
+class HubDataset(NamedTuple):
+    """Which data set is meant.
+
+    Attributes:
+        spec: What the user wrote.
+        name: OWNER/NAME on the hub, or a local folder.
+        config: Its configuration; None where it has one only.
+        kind: On the hub, a folder laid out as there, or a folder that `save_to_disk` made.
+    """
+
+    spec: str
+    name: str
+    config: str | None
+    kind: Literal["hub", "copy", "saved"] = "hub"
+
+
+SHORT_NAMES: dict[str, tuple[str, str | None]] = {
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    "wikitext-103-v1": ("Salesforce/wikitext", "wikitext-103-v1"),
+}
+"""Data sets that have a name of their own here. `wikitext-103-v1` has rare words as <unk>."""
+
+
+def find_dataset(spec: str) -> HubDataset | None:
+    """Reads the name of a Hugging Face data set.
+
+    Args:
+        spec: One of `SHORT_NAMES`; `hub:OWNER/NAME[:CONFIG]`; `hub:FOLDER[:CONFIG]`, a local copy
+            of a data set's files; `arrow:FOLDER`, or FOLDER alone, that `save_to_disk` made.
+
+    Returns:
+        What is meant; None if it is not a Hugging Face data set.
+
+    Raises:
+        DataError: It is meant to be one, but is not written as one, or the folder does not exist.
+    """
+    if spec in SHORT_NAMES:
+        return HubDataset(spec, *SHORT_NAMES[spec])
+    if spec.startswith(ARROW):
+        folder = user_path(spec.removeprefix(ARROW) or spec)
+        if not _is_saved(folder):
+            raise DataError(f"{spec}: not a folder that `save_to_disk` of `datasets` made")
+        return HubDataset(spec, str(folder), None, "saved")
+    if not spec.startswith(HUB):
+        folder = user_path(spec)
+        return HubDataset(spec, str(folder), None, "saved") if _is_saved(folder) else None
+    name = spec.removeprefix(HUB)
+    head, _, tail = name.rpartition(":")
+    for place, config in ((name, None), (head, tail)):
+        if place and (folder := user_path(place)).is_dir():
+            return HubDataset(spec, str(folder), config, "saved" if _is_saved(folder) else "copy")
+    if match := re.fullmatch(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?::([\w.-]+))?", name, re.ASCII):
+        return HubDataset(spec, match[1], match[2])
+    raise DataError(
+        f"{spec}: neither hub:OWNER/NAME[:CONFIG] nor hub:FOLDER[:CONFIG] with a folder that exists"
+    )
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """One split of a Hugging Face data set.
+
+    Attributes:
+        spec: What the user wrote.
+        split: Which split.
+        text_key: Column of the text.
+        total_bytes: Size of the split's text, about; 0 where the data set does not say.
+        digest: Names the version of the data set.
+        rows: Reads it: `datasets.Dataset`, or `datasets.IterableDataset` if streamed.
+        by_article: Whether rows are lines of WikiText, which are joined to articles.
+    """
+
+    spec: str
+    split: SplitName
+    text_key: str
+    total_bytes: int
+    digest: str
+    rows: Any
+    by_article: bool
+
+    def listing_digest(self) -> str:
+        """Returns a SHA-256 over the version, as the hub or the files' times tell it."""
+        return hashlib.sha256(f"{self.split}\0{self.digest}".encode()).hexdigest()
+
+    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
+        """Reads the split from its beginning; see `data.source.Source`."""
+        skipped = Skipped() if skipped is None else skipped
+        texts = join_articles(self._texts()) if self.by_article else self._texts()
+        position = 0
+        for number, text in enumerate(texts):
+            position += len(text.encode("utf-8"))
+            if text:
+                yield Document(f"{self.spec} {self.split}#{number}", text, position)
+            else:
+                skipped.empty += 1
+
+    def _texts(self) -> Iterator[str]:
+        row = 0
+        with _one_line(self.spec):
+            for batch in self.rows.iter(batch_size=BATCH_ROWS):
+                if self.text_key not in batch:
+                    raise DataError(_no_column(self.spec, self.text_key, list(batch)))
+                for text in batch[self.text_key]:
+                    if not isinstance(text, str):
+                        raise DataError(
+                            f"{self.spec}: {self.split} row {row}: {self.text_key!r} is "
+                            f"{text!r:.60}, not a string"
+                        )
+                    row += 1
+                    yield text
+
+
+def join_articles(lines: Iterator[str]) -> Iterator[str]:
+    """Joins lines of WikiText, as the hub has them, to the articles they were.
+
+    Args:
+        lines: Lines in order, with or without the line feed; a blank one is empty.
+
+    Yields:
+        Each article from its heading to the line before the next; all of them together are the
+        text of WikiText's own file.
+    """
+    article: list[str] = []
+    begun, after_blank = False, True
+    for line in lines:
+        if after_blank and _HEADING.fullmatch(line):
+            if begun:
+                yield "".join(article)
+                article.clear()
+            begun = True
+        after_blank = not line.strip()
+        article.append(_BLANK_LINE if after_blank else line if line.endswith("\n") else line + "\n")
+    if article:
+        yield "".join(article)
+
+
+def open_dataset(
+    wanted: HubDataset, *, text_key: str = "text", streaming: bool = False
+) -> dict[SplitName, Source]:
+    """Opens a data set; what is on the hub is downloaded into its cache, unless streamed.
+
+    Args:
+        wanted: Which one.
+        text_key: Column of the text.
+        streaming: Whether to read what is on the hub without a copy on the disk.
+
+    Returns:
+        Its splits, of train, validation and test those it has.
+
+    Raises:
+        DataError: There is no such data set, configuration or column, or it cannot be reached.
+    """
+    with _one_line(wanted.spec, wanted):
+        if wanted.kind == "saved":
+            digest, config, splits = _load_saved(Path(wanted.name))
+        else:
+            digest, config, splits = _load(wanted, streaming)
+    by_article = (config or "").startswith("wikitext-")
+    found: dict[SplitName, Source] = {}
+    for name in SPLITS:
+        if name not in splits:
+            continue
+        rows, columns = splits[name], splits[name].column_names
+        if columns is not None:  # a streamed data set may not know before its first row
+            if text_key not in columns:
+                raise DataError(_no_column(wanted.spec, text_key, columns))
+            rows = rows.select_columns([text_key])
+        size = (splits[name].info.splits or {}).get(name)
+        found[name] = DatasetSource(
+            spec=wanted.spec,
+            split=name,
+            text_key=text_key,
+            total_bytes=(size.num_bytes or 0) if size else 0,
+            digest=digest,
+            rows=rows,
+            by_article=by_article,
+        )
+    return found
+
+
+def _load(wanted: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    arguments: dict[str, Any] = {"path": wanted.name, "name": wanted.config}
+    if wanted.kind == "copy":
+        folder = Path(wanted.name)
+        if wanted.config and not (folder / README).is_file():
+            # Copied without the page that names configurations: the folders have their names.
+            arguments = {"path": wanted.name, "data_dir": wanted.config}
+        # Streamed in any case: the library keeps a second copy of what it has loaded once, and
+        # would give that again where files of the first have changed since.
+        splits = datasets.load_dataset(**arguments, streaming=True)
+        return _listing(folder, wanted.config), wanted.config, dict(splits)
+    builder = datasets.load_dataset_builder(**arguments)
+    splits = datasets.load_dataset(**arguments, streaming=streaming)
+    return f"{builder.config.name}\0{builder.hash}", wanted.config, dict(splits)
+
+
+def _load_saved(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
+    import datasets
+
+    loaded = datasets.load_from_disk(str(folder))
+    # A single split that was saved alone trains, whatever its name was.
+    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+    config = next(iter(splits.values())).info.config_name if splits else None
+    return _listing(folder, config), config, splits
+
+
+def _listing(folder: Path, config: str | None) -> str:
+    """Digests names, sizes and times of the files of a local folder."""
+    digest = hashlib.sha256(f"{config}\0".encode())
+    for path in sorted(folder.rglob("*")):
+        # Hidden ones belong to whoever copied it: the hub's client keeps its state there.
+        name = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            status = path.stat()
+            digest.update(
+                f"{name.as_posix()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(
+                    errors="surrogateescape"
+                )
+            )
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _one_line(spec: str, wanted: HubDataset | None = None) -> Iterator[None]:
+    """Turns whatever the library raises into an error of one line."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # bare ones of several libraries: of pyarrow, of the network
+        reason = " ".join(str(error).split()) or type(error).__name__
+        cause = _network_as_os_error(error)
+        if wanted and wanted.kind == "hub" and isinstance(cause, OSError):
+            reason += f"; {_what_to_do(wanted)}"
+        raise DataError(f"{spec}: {reason}") from cause
+
+
+def _network_as_os_error(error: Exception) -> Exception:
+    """Gives what a library of the network raises as the kind that `data.staging` keeps work for."""
+    if isinstance(error, OSError) or type(error).__module__.split(".")[0] not in NETWORK_LIBRARIES:
+        return error
+    return ConnectionError(str(error))
+
+
+def _what_to_do(wanted: HubDataset) -> str:
+    config = f":{wanted.config}" if wanted.config else ""
+    return (
+        f"where there is a network run `hf download --repo-type dataset {wanted.name} --local-dir "
+        f"DIR`, copy DIR here, and name it as --source hub:DIR{config} (HF_HUB_OFFLINE=1 uses only "
+        "what is in the cache of HF_HOME, and does not try the network)"
+    )
+
+
+def _no_column(spec: str, text_key: str, columns: list[str]) -> str:
+    return (
+        f"{spec}: no column {text_key!r}; columns present: "
+        f"{listed(columns)}{nearest(text_key, columns)}; choose one with "
+        "--text-key"
+    )

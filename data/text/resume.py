@@ -1,0 +1,103 @@
+"""How far an interrupted `polyad prepare` came: `resume.json`, in the folder it was writing."""
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from data.config import Config
+from data.errors import DataError
+from data.fingerprint import file_fingerprint
+from data.text.manifest import (
+    LENGTHS_SUFFIX,
+    SPLITS,
+    Request,
+    SplitName,
+    TokenizerFile,
+    flush_to_disk,
+)
+from data.text.tokenizers.tokenizer import Tokenizer
+from data.text.writer import SplitState
+
+RESUME_FILE, DRAFT_FILE = "resume.json", "resume.json.draft"
+
+
+class Resume(Config):
+    """Where encoding can go on."""
+
+    request: Request
+    """What was asked for: another request has no use for these files."""
+    tokenizer_file: TokenizerFile
+    """The tokenizer, given or trained, beside this file."""
+    end_of_text: str
+    """Its end-of-text token."""
+    tokenizer_fingerprint: str
+    documents: int
+    """Documents of the text, from its beginning, that the files hold; each part of one counts."""
+    splits: dict[SplitName, SplitState]
+    """How far each split is written."""
+    held: str = ""
+    """Text of a document that goes on, which is read but not in the files."""
+
+
+def save_resume(
+    folder: Path,
+    request: Request,
+    tokenizer: Tokenizer,
+    documents: int,
+    splits: dict[SplitName, SplitState],
+    held: str = "",
+) -> None:
+    """Says how far the files are written; what they hold is on the disk before.
+
+    Args:
+        folder: Where the files are.
+        request: What was asked for.
+        tokenizer: Encodes the text; it is saved in the folder.
+        documents: Documents of the text, and parts of them, that the files hold.
+        splits: How far each split is written.
+        held: Text of a document that goes on, which is read but not in the files.
+    """
+    content = Resume(
+        request=request,
+        tokenizer_file=tokenizer.file_name,
+        end_of_text=tokenizer.end_of_text,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        documents=documents,
+        splits=splits,
+        held=held,
+    ).model_dump_json()
+    draft = folder / DRAFT_FILE
+    draft.write_text(content, encoding="utf-8")
+    flush_to_disk(draft)
+    os.replace(draft, folder / RESUME_FILE)
+    flush_to_disk(folder)
+
+
+def read_resume(folder: Path, request: Request) -> Resume | None:
+    """Looks for where the same request was interrupted.
+
+    Args:
+        folder: Where it wrote.
+        request: What is asked for now.
+
+    Returns:
+        Where to go on; None where there is nothing, or of another request, or damaged.
+    """
+    try:
+        found = Resume.model_validate_json((folder / RESUME_FILE).read_text(encoding="utf-8"))
+        tokenizer = file_fingerprint(folder / found.tokenizer_file, found.end_of_text)
+    except (OSError, ValueError, ValidationError, DataError):
+        return None
+    whole = set(found.splits) == set(SPLITS) and tokenizer == found.tokenizer_fingerprint
+    return found if whole and found.request == request else None
+
+
+def remove_resume(folder: Path) -> None:
+    """Removes what only an interrupted call would need.
+
+    Args:
+        folder: Where the files are, complete now but for the manifest.
+    """
+    for name in (RESUME_FILE, DRAFT_FILE, *(f"{split}{LENGTHS_SUFFIX}" for split in SPLITS)):
+        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Tokenizers: trained, read, and what can be wrong with them."""

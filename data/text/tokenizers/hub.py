@@ -1,0 +1,126 @@
+"""Tokenizers of the Hugging Face hub: by name, from its cache or over the network."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+from data.errors import DataError
+from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+
+BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
+"""GPT-2's own files."""
+KINDS = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), BYTE_LEVEL_FILES)
+"""What a tokenizer may be stored in, the first that there is."""
+ABOUT_FILE = "tokenizer_config.json"
+SECONDS = 10.0
+"""A hub that has not answered by then is out of reach."""
+
+_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_FILE_ENDINGS = (".json", ".model", ".txt", ".bin")
+
+
+def is_hub_name(spec: str) -> bool:
+    """Tells whether NAME or OWNER/NAME of the hub may be meant by what is no path here.
+
+    Args:
+        spec: What the user wrote.
+
+    Returns:
+        Whether it is written as one, and is no misspelled path: of a file, or into a folder that
+        exists.
+    """
+    if not _NAME.fullmatch(spec) or spec.endswith(_FILE_ENDINGS):
+        return False
+    return "/" not in spec or not Path(spec).parent.is_dir()
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """Finds a tokenizer in the hub's cache, else downloads it into that.
+
+    Args:
+        name: NAME or OWNER/NAME.
+
+    Returns:
+        The folder of its files.
+
+    Raises:
+        DataError: There is no such tokenizer, or no way to the hub.
+    """
+    from huggingface_hub import get_session, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError
+
+    reason = f"it has no {', '.join(kind[0] for kind in KINDS)}"
+    try:
+        if cached := _fetched(name, local=True):
+            return cached
+        # Asked once: the download itself tries for half a minute where there is no network.
+        get_session().head(hf_hub_url(name, TOKENIZER_FILE), timeout=SECONDS)
+        if found := _fetched(name, local=False):
+            with contextlib.suppress(EntryNotFoundError):
+                hf_hub_download(name, ABOUT_FILE)
+            return found
+    except Exception as error:  # of whichever library of the network it uses
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+    raise DataError(
+        f"{name}: no such tokenizer here or in the Hugging Face cache, and the hub does not give "
+        f"it: {reason}; where there is a network run `hf download {name} --include '*token*' "
+        "--local-dir DIR`, copy DIR here, and name DIR as the tokenizer"
+    )
+
+
+def _fetched(name: str, *, local: bool) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for kind in KINDS:
+        try:
+            files = [hf_hub_download(name, file, local_files_only=local) for file in kind]
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError) and not local:
+                raise  # the network, not the hub, fails
+            continue
+        return Path(files[0]).parent
+    return None
+
+
+def snapshot_of(folder: Path) -> Path:
+    """Finds the files where a folder of the hub's cache is named as a whole.
+
+    Args:
+        folder: Any folder.
+
+    Returns:
+        Its snapshot that `main` is, or its only one; of a folder that is none of the cache itself.
+    """
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return folder
+    main = folder / "refs" / "main"
+    if main.is_file() and (named := snapshots / main.read_text().strip()).is_dir():
+        return named
+    found = [path for path in snapshots.iterdir() if path.is_dir()]
+    return found[0] if len(found) == 1 else folder
+
+
+def named_end_of_text(folder: Path) -> str | None:
+    """Reads which token ends a document from `tokenizer_config.json`.
+
+    Args:
+        folder: Where that file may be.
+
+    Returns:
+        Its `eos_token`; None where there is none.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    file = folder / ABOUT_FILE
+    if not file.is_file():
+        return None
+    try:
+        token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from None
+    end_of_text = token.get("content") if isinstance(token, dict) else token
+    return end_of_text if isinstance(end_of_text, str) else None

@@ -1,0 +1,143 @@
+"""The tokenizer that a user asks for: loaded from a file, or trained on the text at hand."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+from tokenizers import models, pre_tokenizers, trainers
+
+from data.errors import DataError
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_level
+
+SMALLEST_VOCABULARY = 257
+"""256 bytes and the end-of-text token."""
+LARGEST_VOCABULARY = 10_000_000
+"""Ten times the largest that is in use; the library aborts where it cannot have the memory."""
+_LONG_WORD = re.compile(r"(\S{256}(?=\S)|\s{256}(?=\s))")
+
+
+def _without_long_words(texts: Iterator[str]) -> Iterator[str]:
+    """Cuts words that are longer than any of a language, and white space: base64, blank pages.
+
+    Training takes time that grows with the square of a word's length; merges are never so long.
+    """
+    for text in texts:
+        if _LONG_WORD.search(text) is None:
+            yield text
+        else:
+            yield from (piece for piece in _LONG_WORD.split(text) if piece)
+
+
+def train_tokenizer(
+    texts: Iterator[str], vocab_size: int, end_of_text: str = END_OF_TEXT
+) -> Tokenizer:
+    """Trains a byte-level BPE with GPT-2's pre-tokenizer; the same texts give the same tokenizer.
+
+    Args:
+        texts: The texts, read once.
+        vocab_size: Entries wanted: the end-of-text token, 256 bytes, and merges. Texts with too
+            few different words give a smaller vocabulary.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: `vocab_size` has no room for the bytes, or more than memory has.
+    """
+    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+        raise DataError(
+            f"train:{vocab_size}: a vocabulary has at least {SMALLEST_VOCABULARY} entries "
+            f"(256 bytes and the end-of-text token) and at most {LARGEST_VOCABULARY:,}"
+        )
+    backend = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_of_text],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_without_long_words(texts), trainer=trainer)
+    return Tokenizer(backend.to_str(), end_of_text)
+
+
+class Training(NamedTuple):
+    """A tokenizer that is to be made from text.
+
+    Attributes:
+        kind: Byte-level BPE, all words that white space separates, or all characters.
+        vocab_size: Entries wanted; None has no limit (for words alone).
+    """
+
+    kind: Literal["bytes", "words", "characters"]
+    vocab_size: int | None
+
+
+def training_wanted(spec: str) -> Training | None:
+    """Reads a tokenizer's specification.
+
+    Args:
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, or a path or name.
+
+    Returns:
+        What is to be made from the train split, or None for a path or a name of the hub.
+
+    Raises:
+        DataError: What follows `train:` or `words:` is not a size that can be.
+    """
+    name, colon, digits = spec.partition(":")
+    if spec == "words":
+        return Training("words", None)
+    if spec == "characters":
+        return Training("characters", None)
+    if spec == "train":
+        raise DataError("tokenizer 'train': its size is missing; write train:VOCAB_SIZE")
+    if not colon or name not in ("train", "words"):
+        return None
+    least = SMALLEST_VOCABULARY if name == "train" else 3
+    size = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
+    if not least <= size <= LARGEST_VOCABULARY:
+        what = "256 bytes and the" if name == "train" else "a word, <unk> and the"
+        raise DataError(
+            f"tokenizer {spec!r:.60}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at "
+            f"least {least} ({what} end-of-text token) and at most {LARGEST_VOCABULARY:,}"
+        )
+    return Training("bytes" if name == "train" else "words", size)
+
+
+def resolve_tokenizer(
+    spec: str,
+    *,
+    end_of_text: str | None = None,
+    training_texts: Callable[[], Iterator[str]] | None = None,
+) -> Tokenizer:
+    """Loads or trains the tokenizer that the user asked for.
+
+    Args:
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or `characters`; or what
+            `load_tokenizer` reads.
+        end_of_text: The token that ends each document; None takes a well-known one.
+        training_texts: Gives the texts to train on; called only where there is something to train.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: There is no such tokenizer, or nothing to train it on.
+    """
+    wanted = training_wanted(spec)
+    if wanted is None:
+        return load_tokenizer(spec, end_of_text)
+    if training_texts is None:
+        raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
+    if wanted.kind == "words":
+        from data.text.tokenizers.words import train_words
+
+        return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
+    if wanted.kind == "characters":
+        from data.text.tokenizers.characters import train_characters
+
+        return train_characters(training_texts(), end_of_text or END_OF_TEXT)
+    assert wanted.vocab_size is not None
+    return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)

@@ -1,0 +1,1 @@
+"""Checkpoints that do not depend on the layout that wrote them."""

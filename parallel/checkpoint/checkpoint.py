@@ -1,0 +1,290 @@
+"""Sharded checkpoints that do not depend on the layout that wrote them: reading.
+
+The format, and what is promised of it, is described in `CHECKPOINTS.md`. Nothing in a checkpoint
+can hold code. Readers map the files and touch only the bytes that they need, each verified before
+it is used.
+"""
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+
+from model.build import ModelConfig, build_model
+from model.config_yaml import ConfigYamlError, load
+from parallel import comm
+from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.contents import chunk_differs, read_contents
+from parallel.checkpoint.index import BUFFER, RANDOM, Chunk, Tensor
+from parallel.checkpoint.manifest import MANIFEST_FILE, CheckpointError, damaged, digest
+from parallel.checkpoint.tensor_file import DTYPE_NAMES
+from parallel.checkpoint.tensor_folder import differing_shapes
+from parallel.fragments import MASTER, persistent_buffers
+from parallel.huggingface import is_huggingface_folder
+from parallel.plain_weights import is_plain_folder
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_NEEDED_TO_RESUME = {"step", "samples", "tokens", "data_fingerprint", "tokenizer_fingerprint"}
+"""Of `state.json`; every version has written them."""
+_NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
+
+
+class Checkpoint:
+    """A complete checkpoint; gives any box of any tensor, whatever layout wrote it.
+
+    It is the `Source` that an engine resumes from.
+
+    Args:
+        folder: `.../step-NNNNNNNN`.
+
+    Raises:
+        CheckpointError: it is incomplete, truncated, of a newer version, or none at all.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        contents = read_contents(folder)
+        self.manifest, self.state = contents.manifest, contents.state
+        self.config_yaml = contents.config_yaml
+        self.training_step = self.manifest.step
+        self.tensors = contents.index.tensors
+        self._verified: set[Chunk] = set()
+
+    def model_config(self) -> ModelConfig:
+        """The configuration of its model, complete.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        path = self.folder / "config.yaml"
+        try:
+            tree = load(self.config_yaml)
+            return TypeAdapter[ModelConfig](ModelConfig).validate_python(tree["model"])
+        except (ConfigYamlError, TypeError, KeyError, ValueError):
+            raise damaged(path, "it has no section `model` of a known model") from None
+
+    def small_file(self, name: str) -> Path | None:
+        """A file beside the weights, verified; None if it is not there.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if name not in self.manifest.files:
+            return None
+        self.manifest.content(name)
+        return self.folder / name
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of the weights by name."""
+        return {
+            name: fields[MASTER].shape for name, fields in self.tensors.items() if MASTER in fields
+        }
+
+    def step(self, name: str) -> float:
+        """Optimizer steps that a parameter has seen."""
+        return self.tensors[name][MASTER].chunks[0].step
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a tensor; only the chunks that it touches are read, each verified once.
+
+        Raises:
+            CheckpointError: the checkpoint lacks the tensor, has it in another shape, or a chunk
+                is damaged.
+        """
+        about = self.tensors.get(name, {}).get(field)
+        if about is None:
+            raise CheckpointError(f"{self.folder}: has no {field} of {name}")
+        if about.shape != tuple(global_shape):
+            raise CheckpointError(
+                f"{self.folder}: {name} has shape {list(about.shape)} there, "
+                f"{list(global_shape)} in this model"
+            )
+        box = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
+        missing = math.prod(size)
+        for chunk in about.chunks:
+            low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
+            high = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(offset, size, chunk.offset, chunk.size, strict=True)
+            ]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                here, there = (
+                    tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+                    for origin in (offset, chunk.offset)
+                )
+                box[here] = torch.from_numpy(np.array(self._stored(about, chunk)[there]))
+                missing -= box[here].numel()
+        if missing:
+            raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
+        return box
+
+    def whole(self, name: str, field: str = MASTER) -> torch.Tensor:
+        """A whole tensor in its global shape."""
+        shape = self.tensors[name][field].shape
+        return self.read(name, field, shape, (0,) * len(shape), shape)
+
+    def check_model(self, module: nn.Module) -> None:
+        """Compares names and shapes of weights and buffers with a model's.
+
+        Raises:
+            CheckpointError: they differ; the first few differences are named.
+        """
+        ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        if differing := differing_shapes(self.shapes(), ours):
+            raise CheckpointError(f"{self.folder}: is of another model: {differing}")
+        for name, buffer in persistent_buffers(module):
+            stored = self.tensors.get(name, {}).get(BUFFER)
+            if stored is None or stored.shape != tuple(buffer.shape):
+                there = "missing" if stored is None else list(stored.shape)
+                raise CheckpointError(
+                    f"{self.folder}: is of another model: buffer {name} {there} there, "
+                    f"{list(buffer.shape)} here"
+                )
+
+    def check_own_model(self) -> None:
+        """Compares its weights with the model that its own configuration describes.
+
+        Raises:
+            CheckpointError: they differ, or there is no such model.
+        """
+        config, path = self.model_config(), self.folder / "config.yaml"
+        last = f"blocks.{config.num_layers - 1}.attention_norm.weight"
+        if last not in self.shapes():  # before as many layers are built as a number may ask for
+            raise CheckpointError(
+                f"{self.folder}: is of another model: {last} missing there, though config.yaml "
+                f"says model.num_layers {config.num_layers}"
+            )
+        try:
+            model = build_model(config)
+        except ValueError as error:
+            raise damaged(path, f"section `model`: {error}") from None
+        self.check_model(model)
+
+    def check_resume(self, state_fields: Collection[str]) -> None:
+        """Whether a run can go on from it, which takes more than weights.
+
+        Args:
+            state_fields: what the run's optimizer keeps of every weight.
+
+        Raises:
+            DamagedCheckpoint: something is not there.
+        """
+        if lacking := _NEEDED_TO_RESUME - self.state.model_fields_set:
+            raise damaged(self.folder / "state.json", f"{min(lacking)}: is missing")
+        for name in self.shapes():
+            if self.step(name) > self.training_step:
+                raise damaged(
+                    self.folder / "index.json",
+                    f"{name} has seen {self.step(name)} steps of {self.training_step:,}",
+                )
+            for field in state_fields:
+                if field not in self.tensors[name]:
+                    raise damaged(self.folder / "index.json", f"it has no {field} of {name}")
+        size = torch.get_rng_state().numel()
+        for name, fields in self.tensors.items():
+            if name.endswith(".torch") and RANDOM in fields and fields[RANDOM].shape != (size,):
+                raise damaged(
+                    self.folder / "index.json",
+                    f"{name} has {fields[RANDOM].shape[0]:,} bytes, {size:,} are needed",
+                )
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A persistent buffer of the model, whole."""
+        if BUFFER not in self.tensors.get(name, {}):
+            raise CheckpointError(f"{self.folder}: has no buffer {name}")
+        return self.whole(name, BUFFER)
+
+    def restore_random_states(self, device: torch.device) -> bool:
+        """Continues this rank's random numbers; False if the checkpoint has none for this rank."""
+        prefix = f"rank-{comm.rank():05d}."
+        stored = {
+            name: self.whole(name, RANDOM)
+            for name, fields in self.tensors.items()
+            if name.startswith(prefix) and RANDOM in fields
+        }
+        if f"{prefix}torch" not in stored:
+            return False
+        try:
+            torch.set_rng_state(stored[f"{prefix}torch"])
+            if device.type == "cuda" and f"{prefix}cuda" in stored:
+                torch.cuda.set_rng_state(stored[f"{prefix}cuda"], device)
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise damaged(self.folder, f"the random state of {prefix[:-1]}: {reason}") from None
+        return True
+
+    def _stored(self, about: Tensor, chunk: Chunk) -> np.ndarray:
+        path = self.folder / chunk.file
+        values = np.memmap(path, _NUMPY[about.dtype], "r", chunk.begin, chunk.size)
+        if chunk not in self._verified:
+            algorithm = self.manifest.algorithm
+            if digest(values.data, algorithm) != chunk.digest(algorithm):
+                raise chunk_differs(self.manifest, chunk)
+            self._verified.add(chunk)
+        return values
+
+
+class WeightsOnly:
+    """A checkpoint as the start of another run: its weights, but no moments and no steps."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """As `Checkpoint.read` for weights; zeros for optimizer state."""
+        if field != MASTER:
+            return torch.zeros(size)
+        return self._checkpoint.read(name, field, global_shape, offset, size)
+
+    def step(self, name: str) -> float:
+        """None taken."""
+        return 0.0
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.buffer`: buffers are part of the weights."""
+        return self._checkpoint.buffer(name)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the newest of the run folder it is.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST_FILE).is_file() and (path / "index.json").is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := complete_checkpoints(folder):
+            return found[-1]
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, a run has several. A "
+            f"pickle (.pt, .bin) is not read: it could run code"
+        )
+    if is_huggingface_folder(path) or is_plain_folder(path):
+        kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
+        raise CheckpointError(
+            f"{path}: is {kind}; `polyad convert {path} DESTINATION --to polyad` makes a "
+            f"checkpoint of it"
+        )
+    raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")

@@ -1,0 +1,216 @@
+"""How a folder of files becomes a checkpoint, and what is removed after that.
+
+Imports no torch: the process that writes snapshots does it, or the training process itself.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel.checkpoint.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    FileRecord,
+    record_of,
+    render,
+)
+from parallel.checkpoint.storage import (
+    discard,
+    remove_file,
+    remove_tree,
+    rename,
+    replace_file,
+    set_aside,
+    sync_folder,
+    write_file,
+)
+from parallel.checkpoint.tensor_bytes import RawTensor, write_tensors
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+LATEST_FILE = "latest"
+LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted")
+
+
+class Piece(NamedTuple):
+    """A box of one tensor, as the index tells of it."""
+
+    name: str
+    field: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    step: float
+
+
+class Shard(NamedTuple):
+    """What one process wrote: JSON values, which travel between processes."""
+
+    entries: list[dict[str, Any]]
+    """Of the index."""
+    name: str
+    bytes: int
+    digests: list[Any]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept when another one is there."""
+
+    last: int | None = None
+    """So many of the newest good ones; None keeps all."""
+    every: int = 0
+    """And for ever those whose step is a multiple; 0: none."""
+
+
+def step_folder(step: int) -> str:
+    """The name of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def staging_folder(folder: Path, step: int) -> Path:
+    """A new name for what is not a checkpoint yet.
+
+    It is never used again: a process that outlives its run writes where nobody looks.
+    """
+    return folder / f".{step_folder(step)}.{secrets.token_hex(4)}.partial"
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """What is called a checkpoint below a run's `checkpoints` folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if STEP_FOLDER.fullmatch(p.name)), key=_step)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those that have a manifest, as every one has that was committed and not damaged."""
+    return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
+
+
+def write_shard(
+    staging: Path, rank: int, tensors: Sequence[RawTensor], pieces: Sequence[Piece]
+) -> Shard:
+    """Writes the file of one process; beside its state it holds one tensor at a time.
+
+    Args:
+        staging: the folder.
+        rank: of the process.
+        tensors: the content.
+        pieces: what each of them is.
+    """
+    path = staging / f"rank-{rank:05d}.safetensors"
+    written = write_tensors(path, tensors)
+    entries = [
+        piece._asdict() | {"file": path.name, "begin": tensor.begin, "xxh3": tensor.xxh3}
+        for piece, tensor in zip(pieces, written.tensors, strict=True)
+    ]
+    return Shard(entries, path.name, written.record.bytes, list(written.record.digests))
+
+
+def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes]) -> None:
+    """Writes the index of what all shards hold, and the other files; the manifest last."""
+    index = json.dumps(_index(shards)).encode()
+    files = {shard.name: FileRecord(shard.bytes, tuple(shard.digests)) for shard in shards}
+    for name, content in ({"index.json": index} | others).items():
+        write_file(staging / name, [content])
+        files[name] = record_of(content)
+    write_file(staging / MANIFEST_FILE, [render(step, files)])
+    sync_folder(staging)
+
+
+def commit(
+    staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes], keep: Retention
+) -> Path:
+    """Makes a checkpoint of a staging folder whose shards are all on the disk.
+
+    Args:
+        staging: the folder, beside the checkpoints.
+        step: optimizer steps done.
+        shards: of all processes.
+        others: the small files, by name.
+        keep: which checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    folder = staging.parent
+    final = folder / step_folder(step)
+    write_rest(staging, step, shards, others)
+    # Damaged, and the run went on from an older one; or of a run that went back.
+    replaced = set_aside(final) if final.exists() else None
+    rename(staging, final)
+    if replaced is not None:
+        remove_tree(replaced)
+    replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
+    prune(folder, step, keep)
+    return final
+
+
+def prune(folder: Path, step: int, keep: Retention) -> None:
+    """Removes checkpoints that nobody asked to keep.
+
+    That of `step` was just written and always stays, so the last good one is never removed.
+    Others count as good if their manifest, the sizes of their files and their small files are; a
+    later one than `step` is of a run that went back, and is left alone.
+    """
+    if keep.last is None:
+        return
+    before = [path for path in complete_checkpoints(folder) if _step(path) < step]
+    newest: list[Path] = []
+    for path in reversed(before):
+        if len(newest) < keep.last - 1 and _opens(path):
+            newest.append(path)
+    for path in before:
+        for_ever = keep.every and _step(path) % keep.every == 0
+        if path not in newest and not for_ever:
+            discard(path)
+
+
+def point_at_newest(folder: Path) -> None:
+    """Has the pointer name the newest complete checkpoint, or be gone if there is none."""
+    found = complete_checkpoints(folder)
+    if found:
+        replace_file(folder / LATEST_FILE, f"{found[-1].name}\n".encode())
+    else:
+        remove_file(folder / LATEST_FILE)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a crash left of checkpoints that were never committed, or half removed."""
+    for pattern in LEFT_BY_CRASHES:
+        for path in folder.glob(pattern):
+            remove_tree(path)
+
+
+def _step(path: Path) -> int:
+    match = STEP_FOLDER.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def _opens(path: Path) -> bool:
+    from parallel.checkpoint.contents import read_contents  # slow to import, and seldom needed
+
+    try:
+        read_contents(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _index(shards: Sequence[Shard]) -> dict[str, Any]:
+    """Index entries of all processes, grouped by tensor and field."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for entry in (dict(entry) for shard in shards for entry in shard.entries):
+        name, field = entry.pop("name"), entry.pop("field")
+        shape, dtype = entry.pop("shape"), entry.pop("dtype")
+        fields = tensors.setdefault(name, {})
+        about = fields.setdefault(field, {"shape": shape, "dtype": dtype, "chunks": []})
+        about["chunks"].append(entry)
+    return {"tensors": tensors}

@@ -1,0 +1,250 @@
+"""The tensors of a folder with model.safetensors, or with shards and an index: mapped, not read."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from parallel.checkpoint.index import MASTER
+from parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
+
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_DTYPES = ("F32", "F16", "BF16")
+"""Of stored weights; each is exact in fp32."""
+
+
+class Wanted(NamedTuple):
+    """What a tensor should be."""
+
+    shape: tuple[int, ...]
+    dtypes: Collection[str] = WEIGHT_DTYPES
+    """Those allowed, as safetensors names them."""
+
+
+class TensorFolder:
+    """Finds tensors by name and gives slices of them.
+
+    Args:
+        folder: with the files.
+        error: the class of what is raised.
+        shorten: from the name in a file to the one to ask for.
+
+    Raises:
+        ValueError: of that class: a file is missing or damaged, or a tensor is there twice.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        error: type[ValueError],
+        shorten: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self.folder, self._error = folder, error
+        self._open: dict[Path, Any] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}
+        for path in self._files():
+            for name in self._file(path).keys():  # noqa: SIM118  # not a dict
+                short = shorten(name)
+                if short in self._stored:
+                    before, other = self._stored[short]
+                    raise error(
+                        f"{folder}: {short} is there twice: {other} in {before.name}, {name} "
+                        f"in {path.name}"
+                    )
+                self._stored[short] = (path, name)
+
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._stored.keys()
+
+    def mapped(self, name: str) -> Any:
+        """A tensor as safetensors has it: shape, precision, and parts by index."""
+        path, stored = self._stored[name]
+        return self._file(path).get_slice(stored)
+
+    def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, perhaps of the mapped file; `box` is () of one without dimensions."""
+        path, stored = self._stored[name]
+        file = self._file(path)
+        value: torch.Tensor = file.get_slice(stored)[box] if box else file.get_tensor(stored)
+        return value
+
+    def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
+        """What is missing or other than a configuration says; unknown tensors are not looked for.
+
+        Args:
+            wanted: by name.
+            config_file: the name of the configuration.
+        """
+        faults = [f"no tensor {name}" for name in wanted if name not in self._stored]
+        for name, (shape, dtypes) in wanted.items():
+            if name in self._stored:
+                found = self.mapped(name)
+                if found.get_shape() != list(shape):
+                    is_, says = found.get_shape(), list(shape)
+                    faults.append(f"{name} is {is_}, {config_file} says {says}")
+                elif found.get_dtype() not in dtypes:
+                    allowed = ", ".join(dtypes)
+                    faults.append(f"{name} is {found.get_dtype()}, allowed: {allowed}")
+        return faults
+
+    def refuse(self, faults: list[str]) -> None:
+        """Raises one line with the first few faults, if there are any."""
+        if faults:
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise self._error(f"{self.folder}: {'; '.join(faults[:3])}{more}")
+
+    def _files(self) -> list[Path]:
+        index, single = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
+        if index.is_file():
+            listed: WeightMap = read_form(index, WeightMap, self._error)
+            return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
+        if single.is_file():
+            return [single]
+        raise self._error(_no_weights(self.folder))
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            if not path.is_symlink() and not path.exists():
+                raise self._error(f"{path}: missing, though {INDEX_FILE} lists it")
+            check_file(path, self._error)
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError, UnicodeError) as error:
+                raise self._error(f"{path}: is damaged or no safetensors: {error}") from None
+        return self._open[path]
+
+
+class FolderWeights:
+    """Weights in such a folder as a `Source` without moments: boxes are read, never all of it.
+
+    Args:
+        folder: with the files.
+        tensors: of that folder.
+        shapes: of the weights, by our names.
+        error: the class of what is raised.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: TensorFolder,
+        shapes: dict[str, tuple[int, ...]],
+        error: type[ValueError],
+    ) -> None:
+        self.folder, self._tensors, self._shapes, self._error = folder, tensors, shapes, error
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights by our names."""
+        return self._shapes
+
+    def stored(self, name: str) -> tuple[str, bool]:
+        """What a weight is called in the folder, and whether its transpose is there.
+
+        Args:
+            name: ours.
+        """
+        return name, False
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a weight in our orientation, fp32; zeros for optimizer state."""
+        if field != MASTER:
+            return torch.zeros(size)
+        if self._shapes.get(name) != tuple(global_shape):
+            raise self._error(
+                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
+                f"there, {list(global_shape)} in this model"
+            )
+        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        stored, transposed = self.stored(name)
+        view = self._tensors.read(stored, box[::-1] if transposed else box)
+        view = view.T if transposed else view
+        # A copy always: the view is of the mapped file.
+        return view.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight in our orientation, fp32."""
+        shape = self._shapes[name]
+        return self.read(name, MASTER, shape, (0,) * len(shape), shape)
+
+    def step(self, name: str) -> float:
+        """None taken."""
+        return 0.0
+
+
+def check_file(path: Path, error_class: type[ValueError]) -> None:
+    """Refuses what is no file, or a symbolic link that leaves its folder.
+
+    Raises:
+        ValueError: of the given class.
+    """
+    if fault := fault_of_file(path.parent, path.name):
+        raise error_class(f"{path}: {fault}")
+
+
+def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
+    """The content of a JSON file of a known form.
+
+    Args:
+        path: the file.
+        kind: a `Record`, or another type that `parallel.checkpoint.records.parsed` knows.
+        error_class: of what is raised.
+
+    Raises:
+        ValueError: of the given class: it cannot be read, or has another form.
+    """
+    check_file(path, error_class)
+    try:
+        return parsed(kind, path.read_bytes())
+    except (OSError, FormError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise error_class(f"{path}: {reason}") from None
+
+
+def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
+    """An object of a JSON file, whose keys somebody else knows.
+
+    Raises:
+        ValueError: of the given class: it cannot be read, or is none.
+    """
+    tree: dict[str, Any] = read_form(path, dict[str, Any], error_class)
+    return tree
+
+
+def differing_shapes(
+    theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]
+) -> str | None:
+    """The first few names whose shapes differ, with both; None if all are the same.
+
+    Args:
+        theirs: of stored weights.
+        ours: of the model.
+    """
+    differing = [
+        f"{name} {list(theirs.get(name, ())) or 'missing'} there, "
+        f"{list(ours.get(name, ())) or 'missing'} here"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return f"{'; '.join(differing[:3])}{more}" if differing else None
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles:
+        return (
+            f"{folder}: holds {pickles[0]}, a pickle, which can run code when it is read; "
+            f"{WEIGHTS_FILE} is needed: save the model again with safetensors "
+            f"(transformers: model.save_pretrained)"
+        )
+    return f"{folder}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}"

@@ -1,0 +1,122 @@
+"""Which checkpoint a run goes on from: the newest that is what was written, to the last byte."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.progress import Progress
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.commit import step_folders
+from parallel.checkpoint.manifest import (
+    Block,
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    share_of,
+)
+
+
+def newest_that_opens(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint whose manifest, sizes and small files are right, or None if none is.
+
+    Nothing else is read, so every process may do it for itself, before there is a process group.
+    Those that are damaged are named in a warning.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+
+    Raises:
+        CheckpointError: there are some, and none opens; or one is newer than this program.
+    """
+    reasons = []
+    for path in reversed(step_folders(folder)):
+        try:
+            checkpoint = Checkpoint(path)
+        except DamagedCheckpoint as error:
+            reasons.append(str(error))
+            continue
+        _warn(reasons, path)
+        return checkpoint
+    if reasons:
+        raise DamagedCheckpoint(_none_is_good(folder, reasons))
+    return None
+
+
+def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:
+    """What to go on from, with every byte verified; all processes call it, and share the reading.
+
+    Args:
+        checkpoint: what `newest_that_opens` gave; that of rank 0 counts.
+        folder: the run's `checkpoints` folder.
+
+    Returns:
+        That one, or the next older one that is good, the same on every process; those that are
+        damaged are named in a warning.
+
+    Raises:
+        CheckpointError: on every process: there are some, and none is good.
+    """
+    newest = comm.from_main(None if checkpoint is None else checkpoint.folder)
+    if newest is None:
+        return None
+    found = step_folders(folder) if comm.rank() == 0 else []
+    older = found[: found.index(newest)][::-1] if newest in found else found[::-1]
+    reasons: list[str] = []
+    for path in comm.from_main([newest, *older]) or []:
+        reason = _verify_together(path)
+        if reason is None:
+            _warn(reasons, path)
+            return checkpoint if checkpoint and path == checkpoint.folder else Checkpoint(path)
+        reasons.append(reason)
+    raise DamagedCheckpoint(_none_is_good(folder, reasons))
+
+
+def _verify_together(folder: Path) -> str | None:
+    """Reads every byte once, each on one process; None if all is well, else the first reason."""
+    reason = None
+    try:
+        manifest = Manifest(folder)
+        share = share_of(manifest.blocks(), comm.rank(), comm.size())
+        with progress_of(manifest, share, quiet=comm.rank() > 0) as report:
+            manifest.verify(share, report)
+    except CheckpointError as error:
+        reason = str(error)
+    if not comm.any_rank(reason is not None):
+        return None
+    return next(text for text in comm.from_all(reason) if text is not None)
+
+
+@contextmanager
+def progress_of(
+    manifest: Manifest, blocks: Sequence[Block], *, quiet: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Gives what to call with the bytes verified so far: it says rate and time left, now and then.
+
+    Args:
+        manifest: what is verified.
+        blocks: of it.
+        quiet: say nothing.
+    """
+    progress = Progress(report=(lambda line: None) if quiet else None)
+    progress.start(f"verify {manifest.folder.name}", sum(block.size for block in blocks))
+    try:
+        yield progress.update
+    finally:
+        progress.close()
+
+
+def _none_is_good(folder: Path, reasons: Sequence[str]) -> str:
+    return (
+        f"{'; '.join(reasons)}; no good checkpoint is left in {folder}: move the folder away to "
+        f"begin at step 0, or put a good copy back"
+    )
+
+
+def _warn(reasons: Sequence[str], path: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        for reason in reasons:
+            line = f"polyad: warning: {reason}; the run goes on from {path.name}"
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,261 @@
+"""Writes checkpoints: every process its own fragments, nothing gathered. The format is in
+`CHECKPOINTS.md`.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from data.text.manifest import TokenizerFile
+from parallel import comm
+from parallel.checkpoint.commit import (
+    Piece,
+    Retention,
+    Shard,
+    commit,
+    staging_folder,
+    step_folder,
+    write_rest,
+    write_shard,
+)
+from parallel.checkpoint.storage import make_folder, reason_of, remove_tree
+from parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
+from parallel.fragments import MASTER, Fragment, fragments, persistent_buffers
+from parallel.zero import Engine
+
+T = TypeVar("T")
+KEEP_ALL = Retention()
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written: one line with the reason, on every process."""
+
+    exit_status = 1
+
+
+class TokenizerCopy(NamedTuple):
+    """A tokenizer's file, whatever its format."""
+
+    name: TokenizerFile
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of one tensor that this process writes."""
+
+    name: str
+    field: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    step: float
+    values: torch.Tensor
+    """On the meta device where `make` gives them."""
+    make: Callable[[], torch.Tensor] | None = None
+    """Gives the values when their turn to be written comes."""
+    by_optimizer: bool = False
+    """Whether nothing changes the values without calling `Engine.about_to_change` before."""
+
+    def entry(self) -> Entry:
+        """The chunk as a tensor of a file."""
+        key = f"{self.name}/{self.field}/{','.join(map(str, self.offset))}"
+        return Entry(key, self.values.dtype, self.size, self.make or (lambda: self.values))
+
+    def piece(self) -> Piece:
+        """The chunk as the index tells of it."""
+        dtype = DTYPE_NAMES[self.values.dtype]
+        return Piece(self.name, self.field, dtype, self.shape, self.offset, self.size, self.step)
+
+
+def save(
+    engine: Engine,
+    folder: Path,
+    step: int,
+    *,
+    state: dict[str, Any],
+    config_yaml: str,
+    tokenizer: TokenizerCopy | None = None,
+    keep: Retention = KEEP_ALL,
+) -> Path:
+    """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
+
+    In the order that makes a crash harmless: shards, then index and manifest in a staging folder,
+    all flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then
+    the removal of older ones.
+
+    Args:
+        engine: what to save.
+        folder: the run's `checkpoints` folder.
+        step: optimizer steps done.
+        state: JSON values for `state.json`, the same on every process.
+        config_yaml: the resolved configuration.
+        tokenizer: the one whose ids the model knows.
+        keep: which older checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        SaveError: on every process, if writing failed on any; older checkpoints are as they were.
+    """
+    staging = comm.from_main(staging_folder(folder, step))
+    try:
+        together(step, lambda: make_folder(staging) if comm.rank() == 0 else None)
+        chunks = list(chunks_of(engine))  # views, not copies
+        shard = together(step, lambda: shard_of(staging, comm.rank(), chunks))
+        shards = comm.gather_to_main(shard)
+        others = small_files(state, config_yaml, tokenizer)
+        together(step, lambda: commit(staging, step, shards, others, keep) if shards else None)
+    except SaveError:
+        if comm.rank() == 0:
+            remove_quietly(staging)
+        raise
+    return folder / step_folder(step)
+
+
+def save_weights(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    *,
+    buffers: Mapping[str, torch.Tensor],
+    state: dict[str, Any],
+    config_yaml: str,
+    tokenizer: TokenizerCopy | None = None,
+) -> None:
+    """Writes a checkpoint of weights alone, at step 0, from this process and without an engine.
+
+    Args:
+        folder: the checkpoint's own, which exists and is empty.
+        shapes: of the weights, by name.
+        read: gives a whole weight, fp32; one is held at a time.
+        buffers: of the model, by name.
+        state: JSON values for `state.json`.
+        config_yaml: the configuration.
+        tokenizer: the one whose ids the model knows.
+    """
+    chunks = [
+        Chunk(
+            name, MASTER, shape, (0,) * len(shape), shape, 0.0, torch.empty(shape, device="meta"),
+            partial(read, name),
+        )
+        for name, shape in shapes.items()
+    ]  # fmt: skip
+    chunks += [_buffer_chunk(name, buffer) for name, buffer in buffers.items()]
+    write_rest(folder, 0, [shard_of(folder, 0, chunks)], small_files(state, config_yaml, tokenizer))
+
+
+def small_files(
+    state: dict[str, Any], config_yaml: str, tokenizer: TokenizerCopy | None
+) -> dict[str, bytes]:
+    """What lies beside the tensors, by name."""
+    files = {
+        "state.json": json.dumps(state, indent=1).encode(),
+        "config.yaml": config_yaml.encode(),
+    }
+    return files | ({tokenizer.name: tokenizer.content} if tokenizer is not None else {})
+
+
+def shard_of(staging: Path, rank: int, chunks: Sequence[Chunk]) -> Shard:
+    """Writes the chunks of a process from where they are."""
+    tensors = [chunk.entry().raw() for chunk in chunks]
+    return write_shard(staging, rank, tensors, [chunk.piece() for chunk in chunks])
+
+
+def together(step: int, work: Callable[[], T]) -> T:
+    """Runs one phase on every process; if it fails on any, it fails on all and none hangs.
+
+    Raises:
+        SaveError: on every process, with the reason of the first that failed.
+    """
+    reason = None
+    try:
+        result = work()
+    except OSError as error:
+        reason = reason_of(error)
+    raise_together(step, reason)
+    return result
+
+
+def raise_together(step: int, reason: str | None) -> None:
+    """Ends a save on every process if any of them has a reason to.
+
+    Raises:
+        SaveError: with the reason of the first.
+    """
+    if not comm.any_rank(reason is not None):
+        return
+    reasons = {rank: text for rank, text in enumerate(comm.from_all(reason)) if text}
+    first = min(reasons)
+    raise SaveError(f"step {step} could not be saved: rank {first}: {reasons[first]}")
+
+
+def remove_quietly(staging: Path) -> None:
+    """Gives back the room of a checkpoint that failed; what cannot be removed is left."""
+    with contextlib.suppress(OSError):
+        remove_tree(staging)
+
+
+def chunks_of(engine: Engine) -> Iterator[Chunk]:
+    """What this process writes: every element of every tensor on exactly one process."""
+    for name, fragment in fragments(engine).items():
+        start, stop = _share(fragment, *_replica(engine, fragment))
+        step = float(fragment.state.get("step", 0.0))
+        shape = fragment.placement.global_shape
+        for field in (MASTER, *engine.state_fields):
+            view = fragment.view(field)
+            for first, (offset, size) in fragment.placement.boxes(start, stop):
+                done = first - fragment.start
+                values = view[done : done + math.prod(size)]
+                yield Chunk(name, field, shape, offset, size, step, values, by_optimizer=True)
+    if comm.rank() == 0:
+        for name, buffer in persistent_buffers(engine.module):
+            yield _buffer_chunk(name, buffer)
+    for name, random_state in random_states(engine.device).items():
+        whole = (random_state.numel(),)
+        full_name = f"rank-{comm.rank():05d}.{name}"
+        yield Chunk(full_name, "random", whole, (0,), whole, 0.0, random_state)
+
+
+def _buffer_chunk(name: str, buffer: torch.Tensor) -> Chunk:
+    shape = tuple(buffer.shape)
+    return Chunk(name, "buffer", shape, (0,) * len(shape), shape, 0.0, buffer)
+
+
+def _replica(engine: Engine, fragment: Fragment) -> tuple[int, int]:
+    """Which copy of a fragment this process holds, and how many copies there are.
+
+    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank; what tensor
+    parallelism does not cut, every such rank has.
+    """
+    world = engine.world
+    parts = fragment.placement.expert_parallel_size
+    rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
+    if engine.stage:
+        rank, copies = 0, 1
+    if fragment.placement.replicated:
+        rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
+        copies *= world.tensor_parallel_size
+    return rank, copies
+
+
+def _share(fragment: Fragment, rank: int, replicas: int) -> tuple[int, int]:
+    """The part of a fragment that this process writes where several hold it: an equal share."""
+    first = fragment.start + fragment.numel * rank // replicas
+    return first, fragment.start + fragment.numel * (rank + 1) // replicas
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of the random generators that training draws from, as bytes."""
+    states = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states

@@ -1,0 +1,147 @@
+"""Attacked text: which words are replaced, and what is written."""
+
+import math
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.text.attack import WordSwap, write_attacked
+from data.text.dataset import PreparedData
+from data.text.prepare import prepare
+from data.text.tokenizers.words import train_words
+
+TEXT = "  One, two;\n\n\tthree -- four\u00a0five\x1c6 "
+WORDS = TEXT.split()
+
+
+def test_words_stand_between_white_space_which_stays():
+    swapped = WordSwap(1.0)(TEXT, 0)
+    assert swapped.text == "  AAA AAA\n\n\tAAA AAA AAA\u00a0AAA\x1cAAA "
+    assert (swapped.words, swapped.replaced) == (len(WORDS), len(WORDS)) == (7, 7)
+    assert WordSwap(0.0)(TEXT, 0) == (TEXT, 7, 0)
+    assert WordSwap(1.0)("", 3) == ("", 0, 0)
+
+
+def test_the_rate_is_the_share_of_words():
+    text = " ".join(f"w{number}" for number in range(20_000))
+    for rate in (0.05, 0.3, 0.8):
+        swapped = WordSwap(rate, seed=5)(text, 0)
+        assert swapped.replaced == swapped.text.split().count("AAA")
+        # Four standard deviations of a binomial distribution.
+        spread = 4 * math.sqrt(rate * (1 - rate) / 20_000)
+        assert swapped.replaced / 20_000 == pytest.approx(rate, abs=spread)
+
+
+def test_words_depend_on_seed_and_document_and_more_are_the_same_and_others():
+    text = " ".join(f"w{number}" for number in range(300))
+
+    def places(rate, seed, document):
+        words = WordSwap(rate, seed)(text, document).text.split()
+        return {place for place, word in enumerate(words) if word == "AAA"}
+
+    assert places(0.3, 1, 2) == places(0.3, 1, 2)
+    assert places(0.3, 1, 2) < places(0.6, 1, 2)
+    assert len({frozenset(places(0.3, s, d)) for s in range(3) for d in range(3)}) == 9
+
+
+@pytest.mark.parametrize(
+    ("rate", "seed", "expected"),
+    [
+        (-0.01, 0, "rate: -0.01"),
+        (1.01, 0, "rate: 1.01"),
+        (math.nan, 0, "rate: nan"),
+        (math.inf, 0, "rate: inf"),
+        (0.5, -1, "seed: -1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(rate, seed, expected):
+    with pytest.raises(DataError, match=expected):
+        WordSwap(rate, seed)
+
+
+def test_nothing_replaced_gives_the_same_files(prepared, prepared_path, tmp_path):
+    shares = []
+    result = write_attacked(
+        prepared.split("train"), prepared.tokenizer(), WordSwap(0.0), tmp_path / "t", shares.append
+    )
+    for end in ("bin", "idx"):
+        written = (tmp_path / f"t.{end}").read_bytes()
+        assert written == (prepared_path / f"train.{end}").read_bytes()
+    assert result.info == prepared.manifest.splits["train"]
+    assert (result.words, result.replaced) == (result.info.words, 0)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+
+
+def test_long_documents_and_small_batches_give_the_same_files(
+    prepared, prepared_path, tmp_path, monkeypatch
+):
+    # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
+    monkeypatch.setattr("data.attack.BATCH_CHARACTERS", 50)
+    pieces = cut_small(monkeypatch)
+    write_attacked(prepared.split("train"), prepared.tokenizer(), WordSwap(0.0), tmp_path / "t")
+    assert (tmp_path / "t.bin").read_bytes() == (prepared_path / "train.bin").read_bytes()
+    assert (tmp_path / "t.idx").read_bytes() == (prepared_path / "train.idx").read_bytes()
+    assert max(pieces) > 10
+
+
+def cut_small(monkeypatch):
+    from data.text.tokenizers.pieces import cut_between_words
+
+    counts = []
+
+    def cut(text):
+        parts = list(cut_between_words(text, 200))
+        counts.append(len(parts))
+        return parts
+
+    monkeypatch.setattr("data.attack.cut_between_words", cut)
+    return counts
+
+
+def test_documents_are_attacked_one_by_one(prepared, tmp_path):
+    split, tokenizer = prepared.split("validation"), prepared.tokenizer()
+    attack = WordSwap(0.4, seed=2)
+    result = write_attacked(split, tokenizer, attack, tmp_path / "v")
+    assert 0 < result.replaced < result.words
+    assert result.info.documents == split.num_documents > 2
+    for document in range(split.num_documents):
+        text = tokenizer.decode(split.read_document(document)[:-1].tolist())
+        expected = [*tokenizer.encode(attack(text, document).text), tokenizer.end_of_text_id]
+        assert result.stream.read_document(document).tolist() == expected
+
+
+def test_of_a_vocabulary_of_words_the_replacement_is_unknown(texts, tmp_path):
+    prepare(str(texts), "words", tmp_path / "words", report=lambda line: None)
+    data = PreparedData.open(tmp_path / "words")
+    split, tokenizer = data.split("validation"), data.tokenizer()
+    clean = write_attacked(split, tokenizer, WordSwap(0.0), tmp_path / "clean")
+    assert np.array_equal(clean.stream.read(0, split.num_tokens), split.read(0, split.num_tokens))
+    result = write_attacked(split, tokenizer, WordSwap(1.0), tmp_path / "v")
+    unknown = tokenizer.vocabulary()["<unk>"]
+    tokens = result.stream.read(0, split.num_tokens)
+    assert set(tokens.tolist()) == {unknown, tokenizer.end_of_text_id}
+    assert result.words == result.replaced == split.num_tokens - split.num_documents
+
+
+def test_a_vocabulary_of_words_without_an_unknown_one_is_refused(prepared, tmp_path):
+    import json
+
+    from data.text.tokenizers.words import WordTokenizer
+
+    content = json.loads(train_words(iter(["one two"]), None, "<eos>").file_bytes())
+    content["model"]["unk_token"] = "none of these"
+    tokenizer = WordTokenizer(json.dumps(content), "<eos>")
+    with pytest.raises(DataError, match="cannot be attacked: the word 'AAA' is not in the vocab"):
+        write_attacked(OneDocument(), tokenizer, WordSwap(1.0), tmp_path / "v")
+
+
+class OneDocument:
+    """The stream of a split of one document, `two one`, by its ids there."""
+
+    prefix, num_tokens, num_documents = "split", 3, 1
+    document_lengths = np.array([3], dtype=np.int32)
+
+    def read_document(self, document, offset, length):
+        return np.array([3, 2, 1])[offset : offset + length]

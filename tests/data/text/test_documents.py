@@ -1,0 +1,253 @@
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data.errors import DataError
+from data.text.documents import PYTHON_STDLIB, Skipped, open_source
+from data.text.readers import PART_BYTES
+
+
+def read(path: Path, **options: str) -> list[str]:
+    return [document.text for document in open_source(str(path), **options).documents()]
+
+
+def error_of(path: Path | str, **options: str) -> str:
+    with pytest.raises(DataError) as caught:
+        list(open_source(str(path), **options).documents())
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write_parquet(path: Path, **columns: list[object]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=100)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_a_text_file_is_one_document_in_parts(tmp_path, library_text, ending):
+    content = ("漢" + library_text.replace("\n", ending) * 3).encode()
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    parts = list(open_source(str(path)).documents())
+    assert "".join(part.text for part in parts).encode() == content
+    assert len(parts) == -(-len(content) // PART_BYTES)
+    assert all(len(part.text.encode()) <= PART_BYTES + 3 for part in parts)
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {part.name for part in parts} == {"a.txt#0"}
+
+
+def test_a_small_text_file_is_one_document_whatever_it_holds(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x\n\n" * 40_000)
+    parts = list(open_source(str(path)).documents())
+    assert "".join(part.text for part in parts) == path.read_text()
+    assert sum(part.is_last for part in parts) == 1
+
+
+@pytest.mark.parametrize("part_bytes", [PART_BYTES, 7])
+def test_a_line_is_one_document_where_that_is_asked_for(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr("data.readers.PART_BYTES", part_bytes)
+    path = tmp_path / "a.txt"
+    path.write_bytes("one\r\n\n \t\n  two words, 漢字 \nx\ry\r\n\nlast".encode())
+    documents = [""]
+    positions = []
+    for part in open_source(str(path), documents="lines").documents():
+        documents[-1] += part.text
+        positions.append(part.bytes_read)
+        if part.is_last:
+            documents.append("")
+    assert documents == ["one", "  two words, 漢字 ", "x\ry", "last", ""]
+    assert positions == sorted(positions)
+    assert positions[-1] == path.stat().st_size
+
+
+def test_a_line_without_end_comes_in_parts(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * (3 * PART_BYTES) + "\nshort\n")
+    parts = list(open_source(str(path), documents="lines").documents())
+    assert "".join(part.text for part in parts) == "x" * (3 * PART_BYTES) + "short"
+    assert [part.name for part in parts if part.is_last] == ["a.txt#0", "a.txt#1"]
+    assert all(len(part.text) <= 2 * PART_BYTES for part in parts)
+
+
+def test_format_text_reads_files_of_any_name(tmp_path):
+    for name in ("a.md", "b.py", "c.log", "Makefile", "d.jsonl"):
+        (tmp_path / name).write_text(f"{name}\n")
+    assert read(tmp_path, file_format="text") == [
+        *("Makefile\n", "a.md\n", "b.py\n", "c.log\n", "d.jsonl\n")
+    ]
+    assert read(tmp_path / "b.py", file_format="text") == ["b.py\n"]
+    assert read(tmp_path / "d.jsonl", file_format="text", documents="lines") == ["d.jsonl"]
+    assert "--format text" in error_of(tmp_path / "b.py")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    assert "image.png: byte 0 (line 1) is not UTF-8" in error_of(tmp_path, file_format="text")
+
+
+def test_txt_positions_end_at_the_size(tmp_path, library_text):
+    (tmp_path / "a.txt").write_text(library_text)
+    (tmp_path / "b.txt").write_text("last")
+    source = open_source(str(tmp_path))
+    positions = [document.bytes_read for document in source.documents()]
+    assert positions == sorted(positions)
+    assert positions[-1] == source.total_bytes
+
+
+def test_invalid_utf8_names_byte_and_line(tmp_path):
+    path = tmp_path / "a.txt"
+    before = b"line\n" * 40_000
+    path.write_bytes(before + b"ab\xff")
+    message = error_of(path)
+    assert str(path) in message
+    assert f"byte {len(before) + 2} (line 40001)" in message
+
+
+def test_endless_continuation_bytes_are_an_error(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"x" * 10 + b"\x80" * (PART_BYTES + 100))
+    assert "byte 10 (line 1)" in error_of(path)
+
+
+def test_folder_mixes_kinds_in_sorted_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n')
+    write_parquet(tmp_path / "sub" / "c.parquet", text=["three", "four"])
+    with gzip.open(tmp_path / "sub" / "d.jsonl.gz", "wt") as file:
+        file.write('{"text": "five"}')
+    (tmp_path / "sub" / "empty.txt").touch()
+    (tmp_path / "image.png").touch()
+    (tmp_path / ".hidden.txt").write_text("no")
+    skipped = Skipped()
+    documents = open_source(str(tmp_path)).documents(skipped)
+    assert [document.text for document in documents] == ["one", "two", "three", "four", "five"]
+    assert skipped == Skipped(empty=2, unreadable=0)
+
+
+def test_text_key_chooses_key_and_column(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one", "text": 3}\n')
+    write_parquet(tmp_path / "b.parquet", body=["two"] * 250, other=[1] * 250)
+    assert read(tmp_path, text_key="body") == ["one"] + ["two"] * 250
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("{nonsense", "line 2: not JSON"),
+        ("[1, 2]", "line 2: list where a JSON object is expected"),
+        ('{"txt": "a", "id": 1}', "keys present: 'txt', 'id' (did you mean 'txt'?)"),
+        ('{"text": 7}', "line 2: 'text' is 7, not a string"),
+        ('{"text": null}', "line 2: 'text' is None, not a string"),
+        (r'{"text": "\ud800"}', "line 2: 'text' has half a surrogate pair"),
+        ("[" * 100_000, "line 2: not JSON"),
+    ],
+)
+def test_bad_json_line_names_file_and_line(tmp_path, line, expected):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n{line}\n')
+    message = error_of(path)
+    assert str(path) in message
+    assert expected in message
+
+
+def test_damaged_gzip_names_the_file(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    whole = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
+    path.write_bytes(whole[:-10])
+    assert str(path) in error_of(path)
+    path.write_bytes(b"not gzip")
+    assert "not a whole gzip file" in error_of(path)
+
+
+def test_parquet_errors_name_the_columns(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", txt=["a"], id=[1])
+    message = error_of(path)
+    assert "columns present: 'txt', 'id' (did you mean 'txt'?)" in message
+    assert "'id' is of int64, not of strings" in error_of(path, text_key="id")
+    assert "row 2" in error_of(write_parquet(tmp_path / "b.parquet", text=["a", None]))
+    (tmp_path / "c.parquet").write_bytes(path.read_bytes()[:-20])
+    assert "cannot be read as Parquet" in error_of(tmp_path / "c.parquet")
+
+
+def test_strings_of_every_kind_are_read_from_parquet(tmp_path):
+    for kind in (pyarrow.large_string(), pyarrow.string_view()):
+        path = write_parquet(tmp_path / "a.parquet", text=pyarrow.array(["one", "two"], kind))
+        assert read(path) == ["one", "two"]
+    names = ["text", "text"]
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=names)
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    assert error_of(tmp_path / "b.parquet").endswith("has 2 columns called 'text'")
+
+
+def test_many_keys_are_not_all_listed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(dict.fromkeys(map(str, range(5000)), 1)))
+    assert error_of(path).endswith("'19' and 4,980 more; choose one with --text-key")
+
+
+def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
+    (tmp_path / "corpus.txt").write_text("a")
+    assert "did you mean 'corpus.txt'?" in error_of(tmp_path / "corpsu.txt")
+    assert f"did you mean '{PYTHON_STDLIB}'?" in error_of("python-stdlb")
+
+
+def test_folder_and_file_of_no_known_kind_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("a")
+    assert ".jsonl" in error_of(tmp_path)
+    assert ".jsonl" in error_of(tmp_path / "a.csv")
+
+
+def test_listing_digest_sees_a_changed_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    before = open_source(str(path)).listing_digest()
+    assert open_source(str(path)).listing_digest() == before
+    path.write_text("three")
+    assert open_source(str(path)).listing_digest() != before
+
+
+def test_empty_files_are_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    for spec in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(DataError, match="no text in it: 0 bytes"):
+            open_source(str(spec))
+
+
+@pytest.mark.parametrize("spec", ["", "~nobody-of-this-name/a.txt", "a" * 300 + ".txt"])
+def test_paths_that_cannot_be_are_one_line(spec):
+    assert spec in error_of(spec)
+
+
+def test_a_file_that_the_disk_does_not_give_has_the_disk_as_its_cause(tmp_path):
+    # By it `data.staging` keeps what is done; a file that is no text has no such cause.
+    for ending in (".txt", ".jsonl", ".parquet"):
+        path = tmp_path / f"a{ending}"
+        path.write_bytes(b"\xff")
+        source = open_source(str(path))
+        with pytest.raises(DataError) as caught:
+            list(source.documents())
+        assert caught.value.__cause__ is None
+        path.unlink()
+        with pytest.raises(DataError, match="No such file") as caught:
+            list(source.documents())
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for folder in (root, elsewhere):
+        folder.mkdir()
+    (root / "a.txt").write_text("one")
+    (elsewhere / "b.txt").write_text("two")
+    (root / "linked").symlink_to(elsewhere)
+    (root / "c.txt").symlink_to(elsewhere / "b.txt")
+    assert read(root) == ["one", "two", "two"]
+    (root / "d.txt").symlink_to(tmp_path / "gone.txt")
+    assert error_of(root).endswith(f"d.txt: a link to {tmp_path}/gone.txt, which does not exist")
+    (root / "d.txt").unlink()
+    (elsewhere / "up").symlink_to(root)
+    assert f"a link makes this folder part of {root} twice" in error_of(root)

@@ -1,0 +1,313 @@
+"""Hugging Face data sets, from files laid out as on the hub. Nothing here uses a network."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data.errors import DataError
+from data.text.dataset import PreparedData
+from data.text.documents import open_source, open_splits
+from data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles
+from data.text.manifest import SPLITS
+from data.text.prepare import prepare
+
+datasets = pytest.importorskip("datasets")
+RAW, UNK = "wikitext-103-raw-v1", "wikitext-103-v1"
+FILES = {"train": 2, "validation": 1, "test": 1}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def article(title, *, words):
+    """Lines as in WikiText's own files."""
+    body = f" {title} is told in {words} words . \n", f" x = {words} = y \n"
+    return [" \n", f" = {title} = \n", " \n", body[0], " \n", " = = Plot = = \n", " \n", *body]
+
+
+def write_rows(folder, split, lines):
+    """Parquet files as on the hub: a row for each line, an empty one for a blank line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = ["" if line == " \n" else line for line in lines]
+    shards, size = FILES[split], -(-len(rows) // FILES[split])
+    for number in range(shards):
+        # An article goes on from one file to the next.
+        table = pyarrow.table({"text": rows[number * size : (number + 1) * size]})
+        name = f"{split}-{number:05}-of-{shards:05}.parquet"
+        pyarrow.parquet.write_table(table, folder / name)
+
+
+def page(configs):
+    """The YAML at the top of a data set's README."""
+    lines = ["---", "configs:"]
+    for config, splits in configs.items():
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split in splits:
+            lines += [f"  - split: {split}", f"    path: {config}/{split}-*"]
+    return "\n".join([*lines, "---", "# A data set"])
+
+
+ARTICLES = {
+    "train": [article(f"Article {i} = B", words=i + 2) for i in range(7)],
+    "validation": [article("Held out", words=3), article("Second", words=4)],
+    "test": [article("Tested", words=5)],
+}
+LINES = {name: [line for each in ARTICLES[name] for line in each] for name in ARTICLES}
+
+
+@pytest.fixture
+def wikitext(tmp_path):
+    folder = tmp_path / "wikitext"
+    for split, lines in LINES.items():
+        write_rows(folder / RAW, split, lines)
+        write_rows(folder / UNK, split, [line.replace("told", "<unk>") for line in lines])
+    (folder / "README.md").write_text(page({RAW: SPLITS, UNK: SPLITS}))
+    return folder
+
+
+def texts(source):
+    return [document.text for document in source.documents()]
+
+
+def error_of(call, *arguments, **options):
+    with pytest.raises(DataError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_wikitext_has_its_own_splits_and_one_document_an_article(wikitext, streaming):
+    splits = open_splits(f"hub:{wikitext}:{RAW}", streaming=streaming)
+    assert list(splits) == list(SPLITS)
+    for name, source in splits.items():
+        documents = list(source.documents())
+        assert [d.text for d in documents] == texts(source)  # read twice
+        assert len(documents) == len(ARTICLES[name])
+        assert "".join(d.text for d in documents) == "".join(LINES[name])
+        assert documents[-1].bytes_read == len("".join(LINES[name]).encode())
+        for number, document in enumerate(documents):
+            assert f"#{number}" in document.name
+            assert document.text.count("\n = = Plot = = \n") == 1
+
+
+def test_wikitext_with_unknown_words_is_another_configuration(wikitext):
+    text = texts(open_source(f"hub:{wikitext}:{UNK}"))[0]
+    assert "is <unk> in 2 words" in text
+    assert "is told in 2 words" in texts(open_source(f"hub:{wikitext}:{RAW}"))[0]
+
+
+def test_articles_of_the_real_file(shared):
+    content = (shared / "wikitext2" / "valid.txt").read_text()
+    lines = [line if line.strip() else "" for line in content.splitlines(keepends=True)]
+    articles = list(join_articles(iter(lines)))
+    assert len(articles) == 60  # what the makers of WikiText-2 count
+    assert "".join(articles) == content
+    assert articles[1].startswith(" = ")
+    without_ends = (line.rstrip("\n") for line in lines)
+    assert list(join_articles(without_ends)) == articles
+
+
+def test_copy_without_its_page_is_found_by_folder(wikitext):
+    with_page = texts(open_source(f"hub:{wikitext}:{RAW}", split="test"))
+    (wikitext / "README.md").unlink()
+    assert texts(open_source(f"hub:{wikitext}:{RAW}", split="test")) == with_page
+
+
+def test_saved_to_disk_is_the_same_text(wikitext, tmp_path):
+    loaded = datasets.load_dataset(str(wikitext), RAW)
+    loaded.save_to_disk(tmp_path / "saved")
+    expected = texts(open_source(f"hub:{wikitext}:{RAW}"))
+    for spec in (f"arrow:{tmp_path}/saved", f"{tmp_path}/saved", f"hub:{tmp_path}/saved"):
+        splits = open_splits(spec)
+        assert list(splits) == list(SPLITS)
+        assert texts(splits["train"]) == expected
+    loaded["validation"].save_to_disk(tmp_path / "one")
+    assert texts(open_source(f"arrow:{tmp_path}/one")) == texts(
+        open_source(f"hub:{wikitext}:{RAW}", split="validation")
+    )
+
+
+def openwebtext(folder, texts):
+    write = pyarrow.parquet.write_table
+    (folder / "plain_text").mkdir(parents=True)
+    half = len(texts) // 2
+    for number, part in enumerate((texts[:half], texts[half:])):
+        path = folder / "plain_text" / f"train-{number:05}-of-00002.parquet"
+        write(pyarrow.table({"text": part}), path)
+    (folder / "README.md").write_text(page({"plain_text": ["train"]}))
+
+
+def test_openwebtext_is_split_by_document(tmp_path, prepared_path):
+    pages = [f"Page {i}\n\nabout nothing." for i in range(40)] + [""]
+    openwebtext(tmp_path / "owt", pages)
+    given = {"test_fraction": 0.1, "validation_fraction": 0.05, "report": lambda line: None}
+    spec, tokenizer = f"hub:{tmp_path}/owt", str(prepared_path)
+    manifest = prepare(spec, tokenizer, tmp_path / "a", **given)
+    assert [manifest.splits[name].documents for name in SPLITS] == [34, 2, 4]
+    assert manifest.skipped_empty == 1
+    streamed = prepare(spec, tokenizer, tmp_path / "b", streaming=True, **given)
+    assert streamed == manifest
+    for name in os.listdir(tmp_path / "a"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_real_splits_are_prepared_as_splits(wikitext, tmp_path):
+    spec, lines = f"hub:{wikitext}:{RAW}", []
+    manifest = prepare(spec, "train:300", tmp_path / "a", report=lines.append)
+    assert [manifest.splits[name].documents for name in SPLITS] == [7, 2, 1]
+    assert manifest.request.validation_fraction == 0.0
+    data = PreparedData.open(tmp_path / "a")
+    decoded = data.tokenizer().decode(data.split("validation").read_document(0).tolist())
+    assert decoded == "".join(ARTICLES["validation"][0] + [" \n"]) + "<|endoftext|>"
+    assert prepare(spec, "train:300", tmp_path / "a", report=lines.append) == manifest
+    assert "already prepared" in lines[-1]
+    # A split that is given goes before the data set's own, and takes that split of a data set.
+    other = prepare(
+        spec,
+        "train:300",
+        tmp_path / "b",
+        test_source=f"hub:{wikitext}:{UNK}",
+        report=lines.append,
+    )
+    assert other.splits["validation"] == manifest.splits["validation"]
+    assert other.splits["test"].bytes == manifest.splits["test"].bytes + 2  # told -> <unk>, twice
+
+
+def test_changed_copy_is_not_taken_for_prepared(wikitext, tmp_path):
+    spec = f"hub:{wikitext}:{RAW}"
+    before = open_splits(spec)["train"].listing_digest()
+    assert open_splits(spec)["train"].listing_digest() == before
+    assert open_splits(spec, streaming=True)["train"].listing_digest() == before
+    write_rows(wikitext / RAW, "train", LINES["train"][:20])
+    changed = open_splits(spec)["train"]
+    assert changed.listing_digest() != before
+    assert len(texts(changed)) < 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("openwebtext", HubDataset("openwebtext", "Skylion007/openwebtext", None)),
+        ("wikitext-103", HubDataset("wikitext-103", "Salesforce/wikitext", RAW)),
+        ("wikitext-103-v1", HubDataset("wikitext-103-v1", "Salesforce/wikitext", UNK)),
+        ("hub:a/b", HubDataset("hub:a/b", "a/b", None)),
+        ("hub:a/b:c-1.0", HubDataset("hub:a/b:c-1.0", "a/b", "c-1.0")),
+        ("hub:imdb", HubDataset("hub:imdb", "imdb", None)),
+        ("python-stdlib", None),
+        ("corpus.txt", None),
+    ],
+)
+def test_names_are_read(spec, expected):
+    assert find_dataset(spec) == expected
+
+
+@pytest.mark.parametrize(
+    "spec", ["hub:", "hub:/no/such/folder", "hub:a/b/c", "hub:-a/b", "hub:a b"]
+)
+def test_what_is_no_name_is_refused(spec):
+    assert "hub:OWNER/NAME[:CONFIG]" in error_of(find_dataset, spec)
+
+
+@pytest.mark.parametrize("spec", ["hub:nobody/nothing:main", "openwebtext"])
+def test_unknown_name_while_offline_says_what_to_do(spec):
+    message = error_of(open_source, spec)
+    name = "nobody/nothing" if spec.startswith("hub") else "Skylion007/openwebtext"
+    assert message.startswith(f"{spec}: Couldn't reach {name!r} on the Hub")
+    assert f"hf download --repo-type dataset {name}" in message
+    assert "--source hub:DIR" + (":main" if spec.startswith("hub") else "") in message
+    assert "HF_HUB_OFFLINE" in message
+
+
+def test_offline_command_ends_with_one_line(tmp_path):
+    command = [sys.executable, "-m", "launch", "prepare", "--source", "wikitext-103"]
+    command += ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("polyad: error: wikitext-103: Couldn't reach")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
+    assert RAW in error_of(open_source, f"hub:{wikitext}")
+    assert RAW in error_of(open_source, f"hub:{wikitext}:nonsense")
+    message = error_of(open_source, f"hub:{wikitext}:{RAW}", text_key="txt")
+    assert "columns present: 'text' (did you mean 'text'?)" in message
+    assert "save_to_disk" in error_of(open_source, f"arrow:{wikitext}")
+    (tmp_path / "nulls").mkdir()
+    table = pyarrow.table({"text": ["a", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "nulls" / "train.parquet")
+    for streaming in (False, True):
+        source = open_source(f"hub:{tmp_path}/nulls", streaming=streaming)
+        assert "train row 1: 'text' is None" in error_of(texts, source)
+    (tmp_path / "nulls" / "train.parquet").rename(tmp_path / "nulls" / "test.parquet")
+    assert "no train split; it has test" in error_of(open_splits, f"hub:{tmp_path}/nulls")
+    (tmp_path / "nulls" / "test.parquet").write_bytes(b"nothing")
+    assert "nulls" in error_of(lambda: texts(open_source(f"hub:{tmp_path}/nulls")))
+
+
+def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, monkeypatch):
+    library = pytest.importorskip("httpx2", reason="what the hub's client raises")
+    monkeypatch.setattr("data.prepare.SAVE_SECONDS", 0.0)
+
+    class Rows:
+        """A stream whose connection ends, as it cannot here without a network."""
+
+        def __init__(self, found):
+            self.found = found
+
+        def iter(self, batch_size):
+            yield {"text": self.found}
+            raise library.ReadError("the server went away")
+
+    found = [document.text for document in open_source(str(texts)).documents()]
+    source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
+    monkeypatch.setattr("data.prepare.open_splits", lambda *_, **__: {"train": source})
+    with pytest.raises(DataError, match="hub:a/b: the server went away"):
+        prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
+    (kept,) = tmp_path.glob(".out.partial-*")
+    assert (kept / "resume.json").is_file()
+
+
+def test_code_that_comes_with_a_data_set_is_not_run(tmp_path):
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    error_of(open_source, f"hub:{folder}")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_short_name_reads_the_data_set_of_the_hub(wikitext, monkeypatch, streaming):
+    # As if the hub were there: its name leads to a folder laid out like it.
+    for call in ("load_dataset", "load_dataset_builder"):
+        original = getattr(datasets, call)
+
+        def reached(path, name, original=original, **options):
+            assert (path, name) == ("Salesforce/wikitext", RAW)
+            assert "trust_remote_code" not in options
+            return original(str(wikitext), name, **options)
+
+        monkeypatch.setattr(datasets, call, reached)
+    splits = open_splits("wikitext-103", streaming=streaming)
+    assert isinstance(splits["train"].rows, datasets.Dataset) != streaming
+    found = {name: texts(source) for name, source in splits.items()}
+    assert [len(found[name]) for name in SPLITS] == [7, 2, 1]
+    assert {name: "".join(parts) for name, parts in found.items()} == {
+        name: "".join(lines) for name, lines in LINES.items()
+    }
+    assert bool(splits["train"].total_bytes) != streaming

@@ -1,0 +1,317 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from data.errors import DataError
+from data.text.dataset import PreparedData
+from data.text.documents import open_source
+from data.text.manifest import MANIFEST_FILE, SPLITS, index_bytes
+from data.text.prepare import prepare
+from data.text.splits import split_of_documents
+from data.text.tokenizers.tokenizer import END_OF_TEXT
+from data.text.tokenizers.training import train_tokenizer
+from data.text.writer import token_dtype, write_index
+
+PREPARE = """
+import sys
+from data.text.prepare import prepare
+prepare(sys.argv[1], sys.argv[2], sys.argv[3])
+"""
+PREPARE_SLOWLY = """
+import sys, time, data.prepare, data.writer
+data.writer.BATCH_CHARACTERS = 1000
+add = data.writer.DatasetWriter.add
+def slow(*given):
+    add(*given)
+    print("document", flush=True)
+    time.sleep(0.2)
+data.writer.DatasetWriter.add = slow
+data.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
+"""
+# Not getrusage: a child's ru_maxrss begins at what its parent held.
+PEAK = """
+import re, sys
+from pathlib import Path
+from data.text.prepare import prepare
+prepare(sys.argv[1], sys.argv[2], sys.argv[3], report=lambda line: None)
+print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024)
+"""
+
+
+def silent(*arguments, **options):
+    return prepare(*arguments, report=lambda line: None, **options)
+
+
+def jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def dealt(count, **fractions):
+    return list(islice(split_of_documents("train", fractions), count))
+
+
+def test_three_documents_fill_every_split():
+    assert dealt(3, validation=0.05, test=0.05) == ["train", "validation", "test"]
+
+
+@pytest.mark.parametrize("fractions", [(0.05, 0.05), (0.1, 0.3), (0.01, 0.5), (0.0, 0.2)])
+def test_shares_are_exact_within_a_document(fractions):
+    validation, test = fractions
+    splits = dealt(10_000, validation=validation, test=test)
+    assert abs(splits.count("validation") - 10_000 * validation) <= 1
+    assert abs(splits.count("test") - 10_000 * test) <= 1
+    assert splits[:500] == dealt(500, validation=validation, test=test)
+
+
+def test_tokens_are_the_documents_with_their_ends(texts, prepared):
+    splits = split_of_documents("train", {"validation": 0.05, "test": 0.05})
+    dealt_texts = {name: [] for name in SPLITS}
+    for split, document in zip(splits, open_source(str(texts)).documents(), strict=False):
+        dealt_texts[split].append(document.text)
+    tokenizer = prepared.tokenizer()
+    # The tokenizer has seen the train split alone.
+    assert tokenizer.fingerprint == train_tokenizer(iter(dealt_texts["train"]), 400).fingerprint
+    for name in SPLITS:
+        info, stream = prepared.manifest.splits[name], prepared.split(name)
+        assert info.documents == len(dealt_texts[name]) > 0
+        assert info.words == sum(len(text.split()) for text in dealt_texts[name])
+        assert info.bytes == sum(len(text.encode()) for text in dealt_texts[name])
+        assert info.tokens == stream.num_tokens == stream.document_lengths.sum()
+        for number, text in enumerate(dealt_texts[name]):
+            ids = stream.read_document(number).tolist()
+            assert ids == [*tokenizer.encode(text), tokenizer.end_of_text_id]
+
+
+def test_megatron_reads_the_files(prepared):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prepared.path / "train"))
+    stream = prepared.split("train")
+    assert len(dataset) == stream.num_documents
+    np.testing.assert_array_equal(dataset.document_indices, np.arange(len(dataset) + 1))
+    np.testing.assert_array_equal(dataset[3], stream.read_document(3))
+
+
+def test_text_with_the_mark_is_one_document(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [f"one {END_OF_TEXT} two"] * 3)
+    silent(source, "train:300", tmp_path / "out")
+    data = PreparedData.open(tmp_path / "out")
+    tokens = data.split("train").read(0, data.split("train").num_tokens)
+    assert (tokens == data.manifest.tokenizer.end_of_text_id).sum() == 1
+    assert data.tokenizer().decode(tokens.tolist()) == f"one {END_OF_TEXT} two{END_OF_TEXT}"
+
+
+def test_long_document_is_encoded_as_if_whole(tmp_path, library_text):
+    long = library_text * 3
+    source = jsonl(tmp_path / "a.jsonl", [long])
+    lines = []
+    manifest = prepare(source, "train:500", tmp_path / "out", report=lines.append)
+    data = PreparedData.open(tmp_path / "out")
+    whole = data.tokenizer().encode(long)
+    assert data.split("train").read_document(0).tolist() == [*whole, 0]
+    assert manifest.splits["train"].words == len(long.split())
+    assert manifest.splits["validation"].documents == 0
+    assert sum("warning: too few documents" in line for line in lines) == 2
+
+
+def test_large_vocabulary_takes_wider_tokens(tmp_path, texts):
+    words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "<unk>": 70_001}
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    source = jsonl(tmp_path / "a.jsonl", ["w69999 w1"] * 3)
+    manifest = silent(source, str(tmp_path), tmp_path / "out")
+    assert manifest.dtype == "int32"
+    data = PreparedData.open(tmp_path / "out")
+    assert data.split("test").read(0, 3).tolist() == [69_999, 1, 70_000]
+
+
+def test_given_splits_are_taken_whole(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", ["a b"] * 10)
+    other = jsonl(tmp_path / "b.jsonl", ["c d e"] * 4)
+    manifest = silent(source, "train:300", tmp_path / "out", validation_source=other)
+    assert [manifest.splits[name].documents for name in SPLITS] == [9, 4, 1]
+    assert manifest.splits["validation"].words == 12
+
+
+@pytest.mark.parametrize(
+    "name", ["source", "output", "tokenizer", "validation_source", "test_source", "end_of_text"]
+)
+def test_an_empty_path_is_refused(tmp_path, monkeypatch, name):
+    # As of a variable that is not set in a shell; the current folder has text that is not meant.
+    monkeypatch.chdir(tmp_path)
+    given = {"source": jsonl(tmp_path / "a.jsonl", ["a b"] * 10), "output": "out"}
+    given["tokenizer"] = "train:300"
+    with pytest.raises(DataError, match="is empty"):
+        silent(**(given | {name: ""}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_a_name_that_the_manifest_cannot_hold_is_refused_before_the_work(tmp_path):
+    source = jsonl(tmp_path / "\udcff.jsonl", ["a b"] * 10)
+    with pytest.raises(DataError, match=r"--source: '.*udcff\.jsonl' is not text in UTF-8"):
+        silent(source, "train:300", tmp_path / "out")
+    # In a folder the name of a file may be any bytes.
+    assert silent(str(tmp_path), "train:300", tmp_path / "out").splits["train"].documents == 8
+
+
+def test_same_request_is_reused_and_another_is_refused(tmp_path):
+    source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
+    first = silent(source, "train:300", out)
+    before = (out / "train.bin").stat().st_mtime_ns
+    lines = []
+    assert prepare(source, "train:300", out, report=lines.append) == first
+    assert "already prepared" in lines[0]
+    assert (out / "train.bin").stat().st_mtime_ns == before
+    with pytest.raises(DataError, match="--overwrite"):
+        silent(source, "train:301", out)
+    jsonl(tmp_path / "a.jsonl", ["a c"] * 6)
+    with pytest.raises(DataError, match="--overwrite"):
+        silent(source, "train:300", out)
+    assert PreparedData.open(out).manifest == first
+    second = silent(source, "train:300", out, overwrite=True)
+    assert second.fingerprint != first.fingerprint
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
+
+
+def test_same_text_gives_the_same_fingerprint(tmp_path, texts):
+    one, two = (silent(str(texts), "train:300", tmp_path / name) for name in "ab")
+    assert one.fingerprint == two.fingerprint
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "thesis.txt"])
+def test_what_came_while_it_worked_is_not_replaced(tmp_path, name):
+    source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
+
+    def meanwhile(line):
+        out.mkdir(exist_ok=True)
+        (out / name).write_text("precious")
+
+    with pytest.raises(DataError, match=r"--overwrite|did not make"):
+        prepare(source, "train:300", out, report=meanwhile)
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_text() == "precious"
+
+
+def test_foreign_content_is_never_replaced(tmp_path):
+    source, out = jsonl(tmp_path / "a.jsonl", ["a b"] * 5), tmp_path / "out"
+    silent(source, "train:300", out)
+    (out / "notes.txt").write_text("mine")
+    for path in (out, tmp_path):
+        with pytest.raises(DataError, match="did not make"):
+            silent(source, "train:301", path, overwrite=True)
+    with pytest.raises(DataError, match="is a file"):
+        silent(source, "train:301", source, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n'])
+def test_empty_corpus_leaves_nothing(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match="no text in it"):
+        silent(str(tmp_path / "a.jsonl"), "train:300", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_bad_line_met_in_training_or_encoding_leaves_nothing(tmp_path, prepared_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50 + "{\n")
+    for tokenizer in ("train:300", str(prepared_path)):
+        with pytest.raises(DataError, match="line 51"):
+            silent(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 0.96])
+def test_bad_fraction_is_refused(tmp_path, texts, fraction):
+    with pytest.raises(DataError, match=r"^--validation-fraction"):
+        silent(str(texts), "train:300", tmp_path / "out", validation_fraction=fraction)
+    with pytest.raises(DataError, match=r"--test-fraction: "):
+        silent(str(texts), "train:300", tmp_path / "out", test_fraction=fraction)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_prepare_leaves_nothing_complete(tmp_path, texts, prepared_path, stop):
+    out = tmp_path / "out"
+    arguments = [str(texts), str(prepared_path), str(out)]
+    command = [sys.executable, "-c", PREPARE_SLOWLY, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    for _ in range(5):
+        assert process.stdout.readline() == b"document\n"
+    process.send_signal(stop)
+    process.wait()
+    process.stdout.close()
+    assert not out.exists()
+    left = os.listdir(tmp_path)
+    assert bool(left) == (stop == signal.SIGKILL)
+    for name in left:
+        assert not (tmp_path / name / MANIFEST_FILE).exists()
+    silent(*arguments)
+    PreparedData.open(out).verify()
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read in /proc")
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("txt", marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, library_text, prepared_path, kind):
+    peaks = {}
+    for copies in (5, 25):  # about 5 MB and 23 MB
+        path = tmp_path / f"{copies}.{kind}"
+        if kind == "jsonl":
+            size = 5000
+            pieces = [library_text[i : i + size] for i in range(0, len(library_text), size)]
+            jsonl(path, pieces * copies)
+        else:
+            path.write_text(library_text * copies)
+        command = [
+            sys.executable,
+            "-c",
+            PEAK,
+            str(path),
+            str(prepared_path),
+            str(tmp_path / path.stem),
+        ]
+        peaks[copies] = float(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert peaks[25] < peaks[5] + 12, peaks  # MB
+
+
+def test_progress_is_lines_where_there_is_no_terminal(tmp_path, texts):
+    command = [sys.executable, "-c", PREPARE, str(texts), "train:300", str(tmp_path / "out")]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert time.monotonic() - started > 10 or len(lines) == 6
+    assert "MB/s" in lines[0]
+    assert "\r" not in done.stderr
+    assert lines[-1].startswith("prepared ")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_files_are_those_of_megatron_s_own_builder(tmp_path, dtype):
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    documents = [[1, 2, 3], [4], [5, 6]]
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for tokens in documents:
+        builder.add_document(np.array(tokens), [len(tokens)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
+    write_index(tmp_path / "ours.idx", lengths, np.dtype(dtype))
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
+    for size in (400, 65_499, 65_500, 300_000):
+        assert token_dtype(size) == DType.optimal_dtype(size)
+
+
+def test_an_empty_split_has_an_index_too(tmp_path):
+    write_index(tmp_path / "a.idx", np.zeros(0, dtype=np.int32), np.dtype(np.uint16))
+    assert (tmp_path / "a.idx").stat().st_size == index_bytes(0)

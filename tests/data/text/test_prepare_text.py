@@ -1,0 +1,183 @@
+"""Text files from end to end: what a document of one is, and which split it goes to."""
+
+import json
+from itertools import count, islice
+
+import pytest
+
+import data.text.prepare
+import data.text.writer
+from data.errors import DataError
+from data.text.dataset import PreparedData
+from data.text.manifest import SPLITS, Manifest
+from data.text.prepare import prepare
+from data.text.writer import DatasetWriter
+
+
+def silent(*arguments, **options):
+    return prepare(*arguments, report=lambda line: None, **options)
+
+
+def documents(folder, split):
+    stream = PreparedData.open(folder).split(split)
+    return [stream.read_document(number).tolist() for number in range(stream.num_documents)]
+
+
+@pytest.fixture
+def play(tmp_path, library_text):
+    """1.3 MB in one file."""
+    path = tmp_path / "play.txt"
+    path.write_text((library_text * 5)[:1_300_000])
+    return path
+
+
+def test_a_text_file_is_one_document_in_each_split_by_position(tmp_path, play, prepared_path):
+    lines = []
+    manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
+    assert any("split by position" in line for line in lines)
+    assert (manifest.split_by, manifest.request.documents) == ("position", "files")
+    assert [manifest.splits[name].documents for name in SPLITS] == [1, 1, 1]
+    size = play.stat().st_size
+    for name, share in zip(SPLITS, (0.9, 0.05, 0.05), strict=True):
+        assert abs(manifest.splits[name].bytes - share * size) < 500
+    # End to end the splits are the file, and each has the tokens of its text as a whole.
+    data = PreparedData.open(tmp_path / "out")
+    tokenizer, text, end = data.tokenizer(), play.read_text(), 0
+    for name in SPLITS:
+        (ids,) = documents(tmp_path / "out", name)
+        part = tokenizer.decode(ids[:-1])
+        assert text.startswith(part, end)
+        end += len(part)
+        assert ids == [*tokenizer.encode(part), tokenizer.end_of_text_id]
+        assert part.endswith("\n") or end == len(text)
+    assert end == len(text)
+    data.verify()
+    assert Manifest.read(tmp_path / "out") == manifest
+
+
+def test_lines_are_documents_where_that_is_asked_for(tmp_path, prepared_path):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {number}\n\n" for number in range(100)))
+    lines = []
+    out = tmp_path / "out"
+    manifest = prepare(str(path), str(prepared_path), out, documents="lines", report=lines.append)
+    assert not any("position" in line for line in lines)
+    assert (manifest.split_by, manifest.request.documents) == ("documents", "lines")
+    assert [manifest.splits[name].documents for name in SPLITS] == [90, 5, 5]
+    decode = PreparedData.open(out).tokenizer().decode
+    assert decode(documents(out, "train")[0][:-1]) == "line 0"
+    with pytest.raises(DataError, match="--overwrite"):  # it is not the same as what is there
+        silent(str(path), str(prepared_path), out)
+    assert silent(str(path), str(prepared_path), out, documents="lines") == manifest
+
+
+def test_many_text_files_are_dealt_out_and_few_are_not(tmp_path, prepared_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.md").write_text("some words\n" * 50)
+    options = {"file_format": "text", "overwrite": True}
+    out = tmp_path / "out"
+    manifest = silent(str(folder), str(prepared_path), out, **options)
+    assert (manifest.split_by, manifest.request.file_format) == ("documents", "text")
+    assert [manifest.splits[name].documents for name in SPLITS] == [18, 1, 1]
+    (folder / "19.md").unlink()
+    manifest = silent(str(folder), str(prepared_path), out, **options)
+    assert manifest.split_by == "position"
+    assert sum(split.bytes for split in manifest.splits.values()) == 19 * 550
+    assert [manifest.splits[name].documents for name in SPLITS] == [18, 2, 1]
+    # With splits of its own nothing is held out of it.
+    manifest = silent(
+        str(folder), str(prepared_path), out, validation_source=str(folder / "00.md"),
+        test_fraction=0.0, **options,
+    )  # fmt: skip
+    assert manifest.split_by == "documents"
+    assert [manifest.splits[name].documents for name in SPLITS] == [19, 1, 0]
+
+
+def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one\n" * 100}) + "\n")
+    manifest = silent(str(path), str(prepared_path), tmp_path / "out")
+    assert [manifest.splits[name].documents for name in SPLITS] == [1, 0, 0]
+    assert (manifest.split_by, manifest.request.documents) == ("documents", None)
+    for given, named in (
+        ({"documents": "lines"}, "--documents: lines is of text files"),
+        ({"file_format": "text"}, "--format: text is of files, and python-stdlib is none"),
+    ):
+        source = str(path) if "documents" in given else "python-stdlib"
+        with pytest.raises(DataError, match=named):
+            silent(source, str(prepared_path), tmp_path / "other", **given)
+
+
+def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
+    manifest = json.loads((prepared_path / "manifest.json").read_text())
+    for added in ("documents", "file_format"):
+        del manifest["request"][added]
+    del manifest["split_by"], manifest["sha256"]
+    manifest["format_version"] = 1
+    for split in manifest["splits"].values():
+        del split["index_sha256"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    before, now = Manifest.read(tmp_path), Manifest.read(prepared_path)
+    assert (before.request, before.split_by) == (now.request, now.split_by)
+
+
+@pytest.mark.parametrize(("tokenizer", "stops"), [("train:300", (1, 3)), ("characters", (2,))])
+def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer, stops):
+    silent(str(play), tokenizer, tmp_path / "whole")
+    monkeypatch.setattr(data.prepare, "SAVE_SECONDS", 0.0)
+    add, encoded = DatasetWriter.add, []
+    for stop in stops:
+        calls = count()
+
+        def stopping(self, *given, calls=calls, stop=stop):
+            if next(calls) == stop:
+                raise OSError(28, "No space left on device")
+            encoded.append(given[2])
+            add(self, *given)
+
+        monkeypatch.setattr(DatasetWriter, "add", stopping)
+        with pytest.raises(DataError, match="No space left"):
+            silent(str(play), tokenizer, tmp_path / "out")
+    assert len(encoded) == sum(stops)
+    monkeypatch.setattr(DatasetWriter, "add", add)
+    silent(str(play), tokenizer, tmp_path / "out")
+    for file in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
+    tmp_path, play, prepared_path, monkeypatch
+):
+    whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
+    monkeypatch.setattr(data.writer, "MOST_TOKENS", whole.tokens // 2)
+    lines = []
+    manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
+    assert any("documents go on in another one" in line for line in lines)
+    split = manifest.splits["train"]
+    assert (split.documents, split.tokens, split.bytes) == (3, whole.tokens + 2, whole.bytes)
+    before, after = (documents(tmp_path / name, "train") for name in ("whole", "out"))
+    joined = [token for document in after for token in document[:-1]]
+    assert joined == before[0][:-1]
+
+
+def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monkeypatch):
+    from data.text.documents import open_source
+
+    path = tmp_path / "a.txt"
+    path.write_text("one\n" * 100)
+    source = open_source(str(path), documents="lines")
+    read = []
+    documents = type(source).documents
+
+    def counted(self, skipped=None):
+        for document in documents(self, skipped):
+            read.append(document)
+            yield document
+
+    monkeypatch.setattr(type(source), "documents", counted)
+    assert not source.is_text_of_fewer_documents(20)
+    assert len(read) == 20
+    assert source.is_text_of_fewer_documents(101)
+    assert len(list(islice(source.documents(), 5))) == 5

@@ -1,0 +1,73 @@
+import pytest
+
+from data.text.source import Document
+from data.text.splits import documents_needed, split_by_position
+
+SHARES = {"validation": 0.1, "test": 0.2}
+
+
+def parts_of(*documents, size=1000):
+    """Documents in parts of so many characters, as a text file is read."""
+    position = 0
+    for number, text in enumerate(documents):
+        for start in range(0, len(text), size):
+            part = text[start : start + size]
+            position += len(part.encode())
+            yield Document(f"#{number}", part, position, start + size >= len(text))
+
+
+def splits(*documents, shares=SHARES, size=1000):
+    """Documents of each split."""
+    total = sum(len(text.encode()) for text in documents)
+    found = {name: [""] for name in ("train", *shares)}
+    last = None
+    for name, document in split_by_position(parts_of(*documents, size=size), total, shares):
+        assert last in (None, name)
+        found[name][-1] += document.text
+        last = name
+        if document.is_last:
+            found[name].append("")
+            last = None
+    assert all(texts.pop() == "" for texts in found.values())
+    assert all(all(texts) for texts in found.values())
+    return found
+
+
+@pytest.mark.parametrize("size", [5000, 100_000])
+def test_the_last_parts_of_one_document_are_held_out(size):
+    lines = [f"{number:04} 漢字\n" for number in range(1000)]
+    found = splits("".join(lines), size=size)
+    assert [len(texts) for texts in found.values()] == [1, 1, 1]
+    assert found["train"][0] + found["validation"][0] + found["test"][0] == "".join(lines)
+    assert [texts[0].count("\n") for texts in found.values()] == [700, 100, 200]
+
+
+def test_a_text_without_lines_is_cut_before_a_word_or_anywhere():
+    found = splits("abc " * 1000, size=4000)
+    assert found["validation"][0].startswith(" abc")
+    found = splits("x" * 1000)
+    assert [len(texts[0]) for texts in found.values()] == [700, 100, 200]
+
+
+def test_few_documents_are_laid_end_to_end():
+    found = splits("a\n" * 500, "b\n" * 500)
+    assert found["train"] == ["a\n" * 500, "b\n" * 200]
+    assert found["validation"] == ["b\n" * 100]
+    assert found["test"] == ["b\n" * 200]
+    assert splits("a" * 70, "b" * 10, "c" * 20) == {
+        "train": ["a" * 70],
+        "validation": ["b" * 10],
+        "test": ["c" * 20],
+    }
+
+
+def test_a_split_that_has_no_share_takes_nothing():
+    found = splits("a\n" * 500, shares={"validation": 0.1, "test": 0.0})
+    assert found == {"train": ["a\n" * 450], "validation": ["a\n" * 50], "test": []}
+    assert splits("abc", shares={"validation": 0.0, "test": 0.0})["train"] == ["abc"]
+
+
+def test_a_document_is_dealt_out_whole_where_it_is_no_more_than_a_share():
+    assert documents_needed({"validation": 0.05, "test": 0.1}) == 20
+    assert documents_needed({"validation": 0.0, "test": 0.3}) == 4
+    assert documents_needed({"validation": 0.0, "test": 0.0}) == 1

@@ -1,0 +1,78 @@
+import pytest
+import torch
+
+from data.errors import DataError
+from data.text.dataset import TokenStream
+from data.text.windows import EvaluationWindows, window_batches
+
+
+def naive_windows(tokens, length, stride, end):
+    """Which targets each window scores, by stepping through the stream."""
+    context = [end, *tokens]
+    scored_to, start, windows = 0, 0, []
+    while scored_to < len(tokens):
+        stop = min(start + length, len(tokens))
+        windows.append((context[start:stop], tokens[start:stop], scored_to - start))
+        scored_to, start = stop, start + stride
+    return windows
+
+
+@pytest.mark.parametrize(("length", "stride"), [(64, 64), (64, 32), (64, 1), (50, 37), (7, 3)])
+def test_windows_equal_a_naive_computation(prepared, length, stride):
+    stream = prepared.split("validation")
+    stream = TokenStream(stream.prefix, 500, stream.num_documents)
+    end = prepared.manifest.tokenizer.end_of_text_id
+    windows = EvaluationWindows(stream, length, stride, end)
+    expected = naive_windows(stream.read(0, 500).tolist(), length, stride, end)
+    assert len(windows) == len(expected)
+    for number, (inputs, targets, first) in enumerate(expected):
+        window = windows[number]
+        assert [field.shape for field in window] == [(length,)] * 3
+        assert [field.dtype for field in window] == [torch.int64, torch.int64, torch.bool]
+        assert window.input_T[: len(inputs)].tolist() == inputs
+        assert window.target_T[: len(targets)].tolist() == targets
+        positions = window.scored_T.nonzero().flatten().tolist()
+        assert positions == list(range(first, len(targets)))
+
+
+@pytest.mark.parametrize("length", [1, 10, 1_000_000])
+def test_every_token_is_scored_once(prepared, length):
+    stream = prepared.split("validation")
+    stream = TokenStream(stream.prefix, 300, stream.num_documents)
+    windows = EvaluationWindows(stream, length, max(1, length // 2), 0)
+    scored = torch.cat([windows[i].target_T[windows[i].scored_T] for i in range(len(windows))])
+    assert scored.tolist() == stream.read(0, 300).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_share_the_windows_in_equal_batches(prepared, world_size):
+    stream = prepared.split("test")
+    windows = EvaluationWindows(stream, 128, 100, 0)
+    ranks = [list(window_batches(windows, 3, rank, world_size)) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(field.shape == (3, 128) for batches in ranks for b in batches for field in b)
+    dealt = [batches[i] for i in range(len(ranks[0])) for batches in ranks]
+    scored = torch.cat([batch.target_BT[batch.scored_BT] for batch in dealt])
+    assert scored.tolist() == stream.read(0, stream.num_tokens).tolist()
+
+
+def test_a_batch_with_room_for_all_windows_is_no_larger_than_they_are(prepared):
+    windows = EvaluationWindows(prepared.split("test"), 128, 128, 0)
+    (batch,) = window_batches(windows, 2**62, 1, 2)
+    assert batch.target_BT.shape == (-(-len(windows) // 2), 128)
+
+
+def test_bad_arguments_are_refused(prepared):
+    stream = prepared.split("test")
+    for stride in (0, 9):
+        with pytest.raises(DataError, match=f"stride {stride}: at least 1 and at most"):
+            EvaluationWindows(stream, 8, stride, 0)
+    with pytest.raises(DataError, match="no tokens to evaluate on"):
+        EvaluationWindows(TokenStream(stream.prefix, 0, 0), 8, 8, 0)
+    windows = EvaluationWindows(stream, 8, 8, 0)
+    with pytest.raises(DataError, match="rank 2"):
+        window_batches(windows, 1, 2, 2)
+    with pytest.raises(DataError, match="batch_size 0"):
+        window_batches(windows, 0)
+    with pytest.raises(IndexError):
+        windows[len(windows)]

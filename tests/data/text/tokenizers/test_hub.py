@@ -1,0 +1,150 @@
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from data.errors import DataError
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.hub import is_hub_name
+from data.text.tokenizers.tokenizer import END_OF_TEXT
+from data.text.tokenizers.training import train_tokenizer
+
+COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+LOAD = """
+import sys
+from data.errors import DataError
+from data.text.tokenizers.training import resolve_tokenizer
+for name in sys.argv[1:]:
+    try:
+        tokenizer = resolve_tokenizer(name)
+        print(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text)
+    except DataError as error:
+        print(error)
+"""
+
+
+def load(names, **environment):
+    """Loads tokenizers in a process whose hub library reads this environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *names],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def trained(library_text):
+    return train_tokenizer(iter([library_text[:50_000]]), 400)
+
+
+@pytest.fixture
+def hub(tmp_path, trained):
+    """A hub on this machine that has one tokenizer, gives what the real one gives, and counts."""
+    (tmp_path / "files").mkdir()
+    trained.save(tmp_path / "files" / "tokenizer.json")
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            owner, _, name = self.path.partition("/resolve/main/")
+            file = tmp_path / "files" / name
+            if owner == "/someone/small" and file.is_file():
+                self.send_response(200)
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("ETag", f'"{trained.fingerprint}"')
+                self.send_header("Content-Length", str(file.stat().st_size))
+            else:
+                self.send_response(404)
+                known = owner == "/someone/small"
+                self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+                self.send_header("X-Error-Message", "not found")
+                if known:
+                    self.send_header("X-Repo-Commit", COMMIT)
+                self.send_header("Content-Length", "0")
+            self.end_headers()
+            return file
+
+        def do_GET(self):
+            file = self.do_HEAD()
+            if file.is_file():
+                self.wfile.write(file.read_bytes())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path, hub, trained):
+    endpoint, asked = hub
+    places = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    expected = f"{trained.fingerprint} 400 {END_OF_TEXT}"
+    found, missing = load(["someone/small", "someone/other"], HF_ENDPOINT=endpoint, **places)
+    assert found == expected
+    assert "/someone/small/resolve/main/tokenizer.json" in asked
+    assert missing.startswith("someone/other: no such tokenizer here or in the Hugging Face cache")
+    assert "404" in missing
+    # The second time no file is asked for, and no network is needed.
+    asked.clear()
+    assert load(["someone/small"], HF_ENDPOINT=endpoint, **places) == [expected]
+    assert not any("/resolve/" in path for path in asked)
+    offline, unknown = load(["someone/small", "gpt3"], HF_HUB_OFFLINE="1", **places)
+    assert offline == expected
+    assert "offline" in unknown
+    assert "hf download gpt3" in unknown
+    # The cache's own folder of it is a tokenizer too.
+    cached = tmp_path / "home" / "hub" / "models--someone--small"
+    assert load_tokenizer(cached).fingerprint == trained.fingerprint
+
+
+def test_gpt2_is_found_in_the_cache_and_in_a_snapshot_of_it(tmp_path, shared):
+    snapshot = tmp_path / "hub" / "models--gpt2" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub" / "models--gpt2" / "refs").mkdir()
+    (tmp_path / "hub" / "models--gpt2" / "refs" / "main").write_text(COMMIT)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(shared / "gpt2_bpe" / name, snapshot)
+    known = load_tokenizer(shared / "gpt2_bpe")
+    expected = f"{known.fingerprint} 50257 {END_OF_TEXT}"
+    names = ["gpt2", str(snapshot), str(snapshot.parents[1])]
+    assert load(names, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1") == [expected] * 3
+
+
+def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
+    value = json.loads(trained.file_bytes())
+    value["added_tokens"][0]["content"] = "<stop>"
+    value["model"]["vocab"]["<stop>"] = value["model"]["vocab"].pop(END_OF_TEXT)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(DataError, match="--end-of-text TOKEN"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    assert load_tokenizer(tmp_path).end_of_text == "<stop>"
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_misspelled_path_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for spec in ("runs/stdlb", "tokeniser.json", "/etc/gpt2", "./gpt2", "a/b/c", "", "~/gpt2"):
+        assert not is_hub_name(spec), spec
+    for spec in ("gpt2", "openai-community/gpt2", "deepseek-ai/DeepSeek-V2.5"):
+        assert is_hub_name(spec), spec
+    with pytest.raises(DataError, match=r"runs/stdlb: no such tokenizer; it is train:VOCAB_SIZE"):
+        load_tokenizer("runs/stdlb")

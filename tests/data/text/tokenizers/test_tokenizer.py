@@ -1,0 +1,168 @@
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from data.errors import DataError
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.pieces import cut_between_words
+from data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
+
+TRAIN_ELSEWHERE = """
+import inspect, typing
+from data.text.tokenizers.training import train_tokenizer
+print(train_tokenizer(iter([inspect.getsource(typing)]), 500).fingerprint)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(library_text):
+    return train_tokenizer(iter(library_text.splitlines(keepends=True)), 1000)
+
+
+def test_training_is_the_same_in_another_process():
+    def run() -> str:
+        command = [sys.executable, "-c", TRAIN_ELSEWHERE]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert re.fullmatch(r"[0-9a-f]{64}\n", first := run())
+    assert run() == first
+
+
+def test_any_text_comes_back(trained, library_text):
+    assert trained.vocab_size == 1000
+    assert trained.decode(trained.encode(library_text)) == library_text
+    assert trained.decode(trained.encode("\0\t🙂 \r\n")) == "\0\t🙂 \r\n"
+
+
+def test_few_words_give_a_smaller_vocabulary():
+    tokenizer = train_tokenizer(iter(["ab ab"]), 1000)
+    assert 257 < tokenizer.vocab_size < 300
+
+
+def test_text_cannot_forge_the_end_of_a_document(trained):
+    text = f"one{END_OF_TEXT}two {END_OF_TEXT}{END_OF_TEXT}"
+    ids = trained.encode(text)
+    assert trained.end_of_text_id not in ids
+    assert trained.decode(ids) == text
+    assert trained.decode([trained.end_of_text_id]) == END_OF_TEXT
+
+
+def test_text_cannot_forge_the_end_where_the_model_has_it_as_a_word(tmp_path):
+    backend = tokenizers.Tokenizer(
+        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "</s>ab")], 0)
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert backend.encode("a</s>b").ids.count(1) == 1
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.end_of_text == "</s>"
+    assert tokenizer.decode(tokenizer.encode("a</s></s>b")).replace(" ", "") == "a</s></s>b"
+    assert 1 not in tokenizer.encode("a</s></s>b")
+
+
+def test_saved_file_loads_to_the_same_fingerprint(trained, tmp_path):
+    trained.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.fingerprint == trained.fingerprint
+    assert loaded.encode("import os\n") == trained.encode("import os\n")
+    assert load_tokenizer(tmp_path, end_of_text="a").fingerprint != trained.fingerprint
+
+
+def test_truncation_padding_and_template_of_the_file_are_ignored(trained, tmp_path):
+    trained.save(tmp_path / "plain.json")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "plain.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=20)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    texts = ["def main(argv):", "x"]
+    assert load_tokenizer(tmp_path).encode_batch(texts) == trained.encode_batch(texts)
+
+
+def test_added_tokens_count_in_the_vocabulary(trained, tmp_path):
+    trained.save(tmp_path / "plain.json")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "plain.json"))
+    backend.add_tokens(["added"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 1001
+    assert tokenizer.encode("added") == [1000]
+
+
+def test_cutting_between_words_keeps_the_tokens(trained, library_text):
+    assert trained.encodes_in_pieces()
+    pieces = list(cut_between_words(library_text, 1000))
+    assert len(pieces) > 100
+    assert "".join(pieces) == library_text
+    assert [i for ids in trained.encode_batch(pieces) for i in ids] == trained.encode(library_text)
+
+
+def test_tokenizer_that_marks_beginnings_is_not_cut():
+    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    assert not Tokenizer(backend.to_str()).encodes_in_pieces()
+
+
+def test_gpt2_files_agree_with_transformers(shared):
+    transformers = pytest.importorskip("transformers")
+    folder = shared / "gpt2_bpe"
+    tokenizer = resolve_tokenizer(str(folder))
+    assert (tokenizer.vocab_size, tokenizer.end_of_text_id) == (50257, 50256)
+    oracle = transformers.GPT2TokenizerFast(
+        vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt")
+    )
+    text = (shared / "wikitext2" / "valid.txt").read_text()
+    assert tokenizer.encode(text) == oracle(text, verbose=False)["input_ids"]
+    assert tokenizer.encodes_in_pieces()
+    pieces = tokenizer.encode_batch(list(cut_between_words(text, 500)))
+    assert len(pieces) > 1000
+    assert [token for ids in pieces for token in ids] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("spec", ["train:", "train:abc", "train:256", "train:-5", "train:1e4"])
+def test_bad_vocabulary_size_is_refused(spec):
+    with pytest.raises(DataError, match=r"at least 257"):
+        resolve_tokenizer(spec, training_texts=lambda: iter(["a"]))
+
+
+def test_bad_files_are_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"did you mean 'tokenizer\.json'"):
+        load_tokenizer(tmp_path / "tokeniser.json")
+    with pytest.raises(DataError, match="no key 'model'"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "none"}}')
+    with pytest.raises(DataError, match=r"not a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"vocab\.json and merges\.txt"):
+        load_tokenizer(tmp_path / "empty")
+
+
+def test_missing_end_of_text_asks_for_the_option(trained, tmp_path):
+    trained.save(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"did you mean '<\|endoftext\|>'\?\).*--end-of-text"):
+        load_tokenizer(tmp_path, end_of_text="<|endoftext>")
+    vocabulary = {"[UNK]": 0, "a": 1}
+    content = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).to_str()
+    with pytest.raises(DataError, match="--end-of-text TOKEN"):
+        Tokenizer(content)
+    assert Tokenizer(content, "[UNK]").end_of_text_id == 0
+    assert json.loads(content)["padding"] is None
+
+
+def test_training_does_not_stall_on_words_without_end():
+    # 4 MB in one word: cut, it takes about a second; whole, it would take many minutes.
+    text = "abcdefgh" * 500_000
+    started = time.monotonic()
+    tokenizer = train_tokenizer(iter([text, "some words"]), 300)
+    assert time.monotonic() - started < 60
+    assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]

@@ -1,0 +1,147 @@
+import json
+import re
+from collections import Counter
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from data.errors import DataError
+from data.text.dataset import PreparedData
+from data.text.documents import open_source
+from data.text.manifest import SPLITS
+from data.text.prepare import prepare
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.tokenizer import END_OF_TEXT
+from data.text.tokenizers.training import resolve_tokenizer
+from data.text.tokenizers.words import WordTokenizer, train_words
+
+
+def jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def silent(*arguments, **options):
+    return prepare(*arguments, report=lambda line: None, **options)
+
+
+def word_file(path, vocabulary, unknown="<unk>", splitter=pre_tokenizers.WhitespaceSplit):
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    backend.pre_tokenizer = splitter()
+    backend.save(str(path))
+    return str(path)
+
+
+def test_vocabulary_by_hand():
+    texts = ["b a  b\nc", "<unk> b a d"]
+    trained = train_words(iter(texts), None, END_OF_TEXT)
+    # <unk> and the end, then b (3), a (2), and c and d (1 each) by their letters.
+    assert trained.encode("b a c d <unk> new") == [2, 3, 4, 5, 0, 0]
+    assert (trained.vocab_size, trained.end_of_text_id) == (6, 1)
+    assert trained.decode([2, 3, 0, 1]) == f"b a <unk> {END_OF_TEXT}"
+    assert train_words(iter(texts), 4, END_OF_TEXT).encode("b a c d") == [2, 3, 0, 0]
+
+
+def test_real_text_agrees_with_the_library(shared, tmp_path):
+    content = (shared / "wikitext2" / "valid.txt").read_text()
+    other = (shared / "wikitext2" / "test.txt").read_text()
+    lines = content.splitlines(keepends=True)
+    trained = train_words(iter(lines), None, "<eos>")
+    # As Transformer-XL counts for WikiText: every word, <unk> among them, and <eos>.
+    assert trained.vocab_size == len(set(content.split())) + 1
+    trained.save(tmp_path / "tokenizer.json")
+    oracle = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in (content, other):
+        assert trained.encode(text) == oracle.encode(text).ids
+    assert 0 in trained.encode(other)
+
+
+def test_end_of_a_document_cannot_be_forged():
+    trained = train_words(iter([f"a {END_OF_TEXT} b"]), None, END_OF_TEXT)
+    assert trained.encode(f"a {END_OF_TEXT} b") == [2, 0, 3]
+
+
+def test_saved_file_is_read_as_words(tmp_path):
+    trained = train_words(iter(["one two two"]), None, END_OF_TEXT)
+    trained.save(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path)
+    assert isinstance(loaded, WordTokenizer)
+    assert loaded.fingerprint == trained.fingerprint
+    assert loaded.encode("two one three") == [2, 3, 0]
+
+
+@pytest.mark.parametrize("size", [None, 200])
+def test_prepared_words_of_the_train_split(tmp_path, texts, size):
+    manifest = silent(str(texts), f"words:{size}" if size else "words", tmp_path / "out")
+    data = PreparedData.open(tmp_path / "out")
+    documents = [d.text for d in open_source(str(texts)).documents()]
+    train = [t for i, t in enumerate(documents) if i not in _held_out(len(documents))]
+    counts = Counter(word for text in train for word in text.split())
+    assert manifest.tokenizer.vocab_size == (size or len(counts) + 2)
+    tokenizer = data.tokenizer()
+    assert isinstance(tokenizer, WordTokenizer)
+    stream = data.split("train")
+    kept = {word for word, _ in sorted(counts.items(), key=lambda p: (-p[1], p[0]))}
+    for number, text in enumerate(train):
+        ids = stream.read_document(number).tolist()
+        assert len(ids) == len(text.split()) + 1
+        if size is None:
+            assert 0 not in ids
+            assert set(text.split()) <= kept
+            assert tokenizer.decode(ids[:-1]) == " ".join(text.split())
+    for name in SPLITS:  # a word is a token, and an end is none
+        split = manifest.splits[name]
+        assert split.tokens == split.words + split.documents
+
+
+def _held_out(count):
+    from itertools import islice
+
+    from data.text.splits import split_of_documents
+
+    splits = split_of_documents("train", {"validation": 0.05, "test": 0.05})
+    return {i for i, name in enumerate(islice(splits, count)) if name != "train"}
+
+
+@pytest.mark.parametrize("splitter", [pre_tokenizers.WhitespaceSplit, pre_tokenizers.Whitespace])
+def test_unknown_word_without_unk_names_word_and_document(tmp_path, splitter):
+    vocabulary = {"a": 0, "b": 1, "</s>": 2}
+    file = word_file(tmp_path / "words.json", vocabulary, splitter=splitter)
+    source = jsonl(tmp_path / "texts.jsonl", ["a b", "b a", "a zebra b"])
+    with pytest.raises(DataError, match=r"^texts\.jsonl#2: the word 'zebra' is not in") as caught:
+        silent(source, file, tmp_path / "out")
+    assert "<unk>" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    silent(jsonl(tmp_path / "known.jsonl", ["a b"] * 3), file, tmp_path / "out")
+    assert PreparedData.open(tmp_path / "out").split("train").read(0, 3).tolist() == [0, 1, 2]
+    forged = jsonl(tmp_path / "forged.jsonl", ["a </s> b"])
+    with pytest.raises(DataError):
+        silent(forged, file, tmp_path / "other")
+
+
+def test_words_that_python_alone_separates():
+    # \x1c is white space for str.split(), by which words are counted.
+    assert train_words(iter(["a\x1cb"]), None, END_OF_TEXT).encode("a\x1cb") == [2, 3]
+
+
+@pytest.mark.parametrize("spec", ["words:", "words:2", "words:x", "words:-1"])
+def test_bad_size_is_refused(spec):
+    with pytest.raises(DataError, match="whole number of at least 3"):
+        resolve_tokenizer(spec, training_texts=lambda: iter(["a"]))
+
+
+def test_unk_cannot_end_documents(tmp_path):
+    with pytest.raises(DataError, match=re.escape("'<unk>' cannot end")):
+        resolve_tokenizer("words", end_of_text="<unk>", training_texts=lambda: iter(["a"]))
+    # An unknown word in a text would end its document.
+    file = word_file(tmp_path / "words.json", {"<unk>": 0, "a": 1, "</s>": 2})
+    with pytest.raises(DataError, match=r"words\.json: '<unk>' stands for unknown words"):
+        load_tokenizer(file, "<unk>")
+    assert load_tokenizer(file).encode("a b </s>") == [1, 0, 0]
+
+
+def test_text_without_a_word_has_no_vocabulary():
+    with pytest.raises(DataError, match="has no word"):
+        train_words(iter([" \n", "<unk>"]), None, END_OF_TEXT)

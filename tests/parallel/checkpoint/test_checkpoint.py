@@ -1,0 +1,351 @@
+"""Checkpoints: bitwise resume, any layout into any other, and what is refused."""
+
+import itertools
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+
+from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.manifest import CheckpointError
+from parallel.weights import load_model
+from tests.helpers.training import MODEL, Case, global_batch, mumoe_model, resave, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+# (processes, tensor-parallel ones, ZeRO stage)
+DATA_PARALLEL = [(1, 1, 0), (2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3)]
+TENSOR_PARALLEL = [(n, 2, stage) for n in (2, 4) for stage in (0, 1, 2, 3)]
+LAYOUTS = DATA_PARALLEL + TENSOR_PARALLEL
+ONE, TWO = (1, 1, 0), (2, 1, 1)
+PAIRS = [
+    *itertools.product(DATA_PARALLEL, DATA_PARALLEL),
+    *((ONE, layout) for layout in TENSOR_PARALLEL),
+    *((layout, TWO) for layout in TENSOR_PARALLEL),
+    ((2, 2, 1), (4, 2, 3)),
+    ((4, 2, 0), (2, 2, 2)),
+]
+
+
+MODELS = {
+    "dense": MODEL,
+    "cp": mumoe_model(factorization="cp"),
+    "tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
+}
+
+
+def name(layout):
+    world_size, tensor, stage = layout
+    return f"TP {tensor} x DP {world_size // tensor} x ZeRO {stage}"
+
+
+NAMES = [name(layout) for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def saved(workers, tmp_path_factory):
+    """A checkpoint of three AdamW steps, and the losses of the next three, by layout."""
+    made = {}
+
+    def save(layout, precision="fp32", kind="dense"):
+        if (layout, precision, kind) not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            world_size, tensor, stage = layout
+            case = Case(
+                stage=stage, tensor=tensor, precision=precision, save_to=str(folder), last_step=3,
+                model=MODELS[kind],
+            )  # fmt: skip
+            workers(world_size).run(train, case)
+            made[layout, precision, kind] = folder / "step-00000003"
+        return made[layout, precision, kind]
+
+    return save
+
+
+# Of factorized experts, in the everyday suite.
+EVERYDAY = {("cp", (2, 1, 3), "bf16"), ("tr", (2, 1, 2), "fp32")}
+# Of dense models, each in one precision.
+COMMON = [(1, 1, 0), (2, 1, 1), (2, 1, 2), (2, 2, 1)]
+IN_TURN = [
+    pytest.param(
+        "dense", layout, precision,
+        marks=[] if number % 2 == turn and layout in COMMON else [pytest.mark.slow],
+        id=f"{name(layout)}-{precision}",
+    )
+    for number, layout in enumerate(LAYOUTS)
+    for turn, precision in enumerate(("fp32", "bf16"))
+] + [
+    pytest.param(
+        kind, layout, precision,
+        marks=[] if (kind, layout, precision) in EVERYDAY else [pytest.mark.slow],
+        id=f"{kind} {name(layout)}-{precision}",
+    )
+    for kind in ("cp", "tr")
+    for layout in DATA_PARALLEL
+    for precision in ("fp32", "bf16")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "layout", "precision"), IN_TURN)
+def test_twelve_steps_equal_six_and_six_in_new_processes(
+    workers, tmp_path, kind, layout, precision
+):
+    world_size, tensor, stage = layout
+    case = Case(
+        stage=stage, tensor=tensor, precision=precision, dropout=0.1, learning_rate=1e-3,
+        model=MODELS[kind],
+    )  # fmt: skip
+    pool = workers(world_size)
+    whole = pool.run(train, case.but(last_step=12, save_to=str(tmp_path / "whole")))[0]
+    first = pool.run(train, case.but(last_step=6, save_to=str(tmp_path / "half")))[0]
+    pool.stop()  # the next call starts new processes
+    middle = str(tmp_path / "half" / "step-00000006")
+    rest = case.but(first_step=6, last_step=12, resume=middle, save_to=str(tmp_path / "rest"))
+    second = pool.run(train, rest)[0]
+    assert first["losses"] + second["losses"] == whole["losses"]
+    expected = tensors(tmp_path / "whole" / "step-00000012")
+    actual = tensors(tmp_path / "rest" / "step-00000012")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+
+SOME = {(ONE, (2, 1, 3)), ((2, 1, 3), TWO)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "origin", "target"),
+    [
+        *(
+            pytest.param(
+                "dense", a, b, id=f"{name(a)} to {name(b)}",
+                marks=[] if {a, b} & {ONE, TWO} or (a, b) in PAIRS[-2:] else [pytest.mark.slow],
+            )
+            for a, b in PAIRS
+        ),
+        *(
+            pytest.param(
+                kind, a, b, id=f"{kind} {name(a)} to {name(b)}",
+                marks=[] if (a, b) in SOME else [pytest.mark.slow],
+            )
+            for kind in ("cp", "tr")
+            for a, b in itertools.product(DATA_PARALLEL, DATA_PARALLEL)
+        ),
+    ],
+)  # fmt: skip
+def test_any_layout_saves_again_what_any_other_wrote(
+    workers, saved, tmp_path, kind, origin, target
+):
+    path = saved(origin, kind=kind)
+    world_size, tensor, stage = target
+    case = Case(
+        stage=stage, tensor=tensor, resume=str(path), first_step=3, save_to=str(tmp_path),
+        model=MODELS[kind],
+    )  # fmt: skip
+    workers(world_size).run(resave, case)
+    before, after = tensors(path), tensors(tmp_path / "step-00000003")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert steps(path) == steps(tmp_path / "step-00000003") == {3.0}
+
+
+@pytest.mark.parametrize("target", LAYOUTS, ids=NAMES)
+def test_bf16_checkpoints_keep_fp32_masters_across_layouts(workers, saved, tmp_path, target):
+    path = saved((2, 1, 1), "bf16")
+    world_size, tensor, stage = target
+    case = Case(
+        stage=stage,
+        tensor=tensor,
+        precision="bf16",
+        resume=str(path),
+        first_step=3,
+        save_to=str(tmp_path),
+    )
+    workers(world_size).run(resave, case)
+    before, after = tensors(path), tensors(tmp_path / "step-00000003")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    weight = before["token_embedding.weight", "master"]
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("target", LAYOUTS, ids=NAMES)
+def test_training_goes_on_alike_on_every_layout(workers, saved, target):
+    path = saved((2, 1, 2))
+    case = Case(resume=str(path), first_step=3, last_step=6)
+    expected = workers(2).run(train, case.but(stage=2))[0]["losses"]
+    world_size, tensor, stage = target
+    actual = workers(world_size).run(train, case.but(stage=stage, tensor=tensor))[0]["losses"]
+    assert torch.allclose(torch.tensor(actual), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
+def test_every_byte_is_written_once_and_by_all(saved, layout):
+    checkpoint = Checkpoint(saved(layout))
+    per_file: dict[str, int] = {}
+    for fields in checkpoint.tensors.values():
+        for field, about in fields.items():
+            covered = torch.zeros(about.shape, dtype=torch.int8)
+            for chunk in about.chunks:
+                box = zip(chunk.offset, chunk.size, strict=True)
+                covered[tuple(slice(a, a + n) for a, n in box)] += 1
+                if field != "random":
+                    size = torch.Size(chunk.size).numel()
+                    per_file[chunk.file] = per_file.get(chunk.file, 0) + size
+            assert covered.eq(1).all()
+    assert len(per_file) == layout[0]
+    assert max(per_file.values()) < 1.1 * min(per_file.values())
+
+
+def test_files_are_safetensors_that_the_library_reads(saved):
+    path = saved((2, 1, 1))
+    checkpoint = Checkpoint(path)
+    about = checkpoint.tensors["blocks.0.attention.qkv.weight"]["exp_avg"]
+    whole = checkpoint.whole("blocks.0.attention.qkv.weight", "exp_avg")
+    for chunk in about.chunks:
+        with safetensors.safe_open(path / chunk.file, framework="pt") as file:
+            offset = ",".join(map(str, chunk.offset))
+            stored = file.get_tensor(f"blocks.0.attention.qkv.weight/exp_avg/{offset}")
+        box = zip(chunk.offset, chunk.size, strict=True)
+        assert torch.equal(stored, whole[tuple(slice(a, a + n) for a, n in box)])
+
+
+def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
+    checkpoint = Checkpoint(saved((2, 1, 3)))
+    opened = []
+    original = Checkpoint._stored
+
+    def record(self, about, chunk):
+        opened.append(chunk)
+        return original(self, about, chunk)
+
+    monkeypatch.setattr(Checkpoint, "_stored", record)
+    shape = (MODEL.vocab_size, MODEL.hidden_size)
+    box = checkpoint.read("token_embedding.weight", "master", shape, (1, 2), (2, 3))
+    assert len(opened) == 1  # of the several chunks of that tensor
+    assert len(checkpoint.tensors["token_embedding.weight"]["master"].chunks) > 1
+    assert torch.equal(box, checkpoint.whole("token_embedding.weight")[1:3, 2:5])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_load_model_gives_the_weights_on_one_device(workers, saved, kind):
+    path = saved((2, 1, 3), kind=kind)
+    model = load_model(path)
+    assert not model.training
+    case = Case(resume=str(path), first_step=3, last_step=4, model=MODELS[kind])
+    expected = workers(1).run(train, case)[0]["losses"][0]
+    batch = global_batch(3, MODEL)
+    with torch.no_grad():
+        logits = model(batch[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def copy(path: Path, target: Path) -> Path:
+    target.mkdir(parents=True)
+    for file in path.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(saved, tmp_path):
+    old = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
+    new = copy(saved((2, 1, 1)), tmp_path / "step-00000009")
+    (new / "manifest.json").unlink()
+    copy(saved((2, 1, 1)), tmp_path / ".step-00000010.partial")
+    assert complete_checkpoints(tmp_path) == [old]
+    assert find_checkpoint(tmp_path) == old
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        Checkpoint(new)
+
+
+@pytest.mark.parametrize("layout", [ONE, TWO])
+def test_a_flipped_byte_in_a_shard_is_refused_by_name(saved, tmp_path, layout):
+    path = copy(saved(layout), tmp_path / "step-00000003")
+    shard = path / "rank-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    chunk = Checkpoint(path).tensors["token_embedding.weight"]["master"].chunks[0]
+    data[chunk.begin + 5] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000.safetensors: damaged: the xxh3 of the chunk"
+    ):
+        load_model(path)
+    # What is elsewhere in the file can still be read.
+    Checkpoint(path).whole("token_embedding.weight", "exp_avg")
+
+
+@pytest.mark.parametrize("name", ["index.json", "state.json", "config.yaml"])
+def test_a_changed_small_file_of_the_same_size_is_refused(saved, tmp_path, name):
+    path = copy(saved(TWO), tmp_path / "step-00000003")
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: the xxh3 of bytes 0 to"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{}", b"\xff", b"", b'{"format": "other", "version": 1, "step": 1, "files": {}}'],
+)
+def test_a_manifest_that_is_none_is_refused(saved, tmp_path, content):
+    path = copy(saved(TWO), tmp_path / "step-00000003")
+    (path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: it is no manifest"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json", "state.json"])
+def test_a_truncated_or_missing_file_is_named(saved, tmp_path, name):
+    path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
+    with (path / name).open("r+b") as file:
+        file.truncate((path / name).stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=name):
+        Checkpoint(path)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name}: damaged: missing"):
+        Checkpoint(path)
+
+
+def test_a_newer_format_is_refused(saved, tmp_path):
+    path = copy(saved((2, 1, 1)), tmp_path / "step-00000003")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
+    with pytest.raises(CheckpointError, match="version 99 is newer"):
+        Checkpoint(path)
+
+
+def test_another_model_is_refused_with_the_differing_names(saved):
+    from model.build import build_model
+
+    other = build_model(MODEL.model_copy(update={"num_layers": 3}))
+    with pytest.raises(CheckpointError, match=r"another model: blocks\.2.* missing there"):
+        Checkpoint(saved((2, 1, 1))).check_model(other)
+
+
+def test_no_file_holds_a_pickle(saved):
+    for file in saved((2, 1, 1)).iterdir():
+        data = file.read_bytes()
+        if file.suffix == ".safetensors":
+            (length,) = struct.unpack("<Q", data[:8])
+            json.loads(data[8 : 8 + length])
+        else:
+            assert file.suffix in {".json", ".yaml"}
+
+
+def test_missing_folder_is_named():
+    with pytest.raises(CheckpointError, match="nowhere: there is no such folder"):
+        find_checkpoint(Path("nowhere"))
+
+
+def steps(path):
+    checkpoint = Checkpoint(path)
+    return {
+        chunk.step
+        for fields in checkpoint.tensors.values()
+        for field, about in fields.items()
+        if field != "random"
+        for chunk in about.chunks
+    }

@@ -1,0 +1,66 @@
+"""Which checkpoints stay: by hand."""
+
+import pytest
+import torch
+
+from parallel.checkpoint.commit import (
+    Retention,
+    complete_checkpoints,
+    prune,
+    remove_leftovers,
+    step_folders,
+)
+from parallel.checkpoint.writer import save_weights
+
+
+def make(folder, steps, damaged):
+    for step in steps:
+        path = folder / f"step-{step:08d}"
+        path.mkdir(parents=True)
+        save_weights(
+            path, {"w": (3,)}, lambda name: torch.ones(3), buffers={}, state={}, config_yaml=""
+        )
+        if step in damaged:
+            (path / "rank-00000.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("steps", "damaged", "step", "keep", "stay"),
+    [
+        pytest.param([3, 6, 9], [], 9, (None, 0), [3, 6, 9], id="all"),
+        pytest.param([3, 6, 9], [], 9, (1, 0), [9], id="the newest"),
+        pytest.param([3, 6, 9, 12], [], 12, (2, 0), [9, 12], id="two"),
+        pytest.param([3, 6, 9, 12], [], 12, (2, 6), [6, 9, 12], id="and multiples for ever"),
+        pytest.param([6, 12, 18], [], 18, (1, 6), [6, 12, 18], id="all are multiples"),
+        pytest.param([3, 6, 9], [6], 9, (2, 0), [3, 9], id="a damaged one does not count"),
+        pytest.param([3, 6, 9], [3, 6], 9, (2, 0), [9], id="nor do two"),
+        # It was damaged, the run went on from 3 and has come to 6: the later one is not newer.
+        pytest.param([3, 6, 9], [9], 6, (1, 0), [6, 9], id="a later one is of a run gone back"),
+        pytest.param([3], [], 3, (1, 0), [3], id="the only one"),
+    ],
+)
+def test_retention(tmp_path, steps, damaged, step, keep, stay):
+    make(tmp_path, steps, damaged)
+    prune(tmp_path, step, Retention(*keep))
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [
+        f"step-{each:08d}" for each in stay
+    ]
+    assert len(list(tmp_path.iterdir())) == len(stay)  # nothing half removed
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    steps = [99_999_999, 100_000_000, 5]
+    make(tmp_path, steps, [])
+    assert [int(path.name[5:]) for path in step_folders(tmp_path)] == sorted(steps)
+
+
+def test_leftovers_of_crashes_go_and_nothing_else(tmp_path):
+    make(tmp_path, [3], [])
+    for name in (".step-00000006.1234abcd.partial", ".step-00000001.deleted"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "file").write_text("x")
+    (tmp_path / ".step-00000006.1234abcd.partial" / "link").symlink_to(tmp_path / "step-00000003")
+    (tmp_path / "notes").mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000003"]
+    assert (tmp_path / "step-00000003" / "manifest.json").is_file()  # the link was not followed

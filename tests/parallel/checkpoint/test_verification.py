@@ -1,0 +1,45 @@
+"""Every byte is verified once, by one of the processes, and all come to the same answer."""
+
+import shutil
+
+import pytest
+
+from parallel.checkpoint.manifest import CheckpointError, Manifest
+from tests.helpers.saving import verify_shares
+from tests.helpers.training import Case, train
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def checkpoints(workers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in (1, 2):
+        workers(2).run(train, Case(stage=1, last_step=step, save_to=str(folder)))
+    return folder
+
+
+def test_processes_share_the_work(workers, checkpoints):
+    newest = checkpoints / "step-00000002"
+    shares = workers(2).run(verify_shares, str(checkpoints))
+    assert [chosen for chosen, _ in shares] == [newest.name] * 2
+    everything = sorted((block.name, block.begin) for block in Manifest(newest).blocks())
+    assert sorted(block for _, share in shares for block in share) == everything
+    assert all(len(share) >= 2 for _, share in shares)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
+def test_what_one_process_finds_all_go_by(workers, checkpoints, tmp_path, name):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints, folder)
+    for step, expected in ((2, "step-00000001"), (1, None)):
+        path = folder / f"step-0000000{step}" / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 8
+        path.write_bytes(content)
+        answers = {chosen for chosen, _ in workers(2).run(verify_shares, str(folder))}
+        if expected is not None:
+            assert answers == {expected}
+    (line,) = answers
+    assert line.startswith(f"{CheckpointError.exit_status}: {folder / 'step-00000002' / name}")
+    assert f"{folder / 'step-00000001' / name}: damaged: " in line

@@ -1,0 +1,348 @@
+"""Configuration: precedence, and errors that name the key, the value and what is allowed."""
+
+import re
+
+import pytest
+import yaml
+
+from parallel.dims import LayoutError
+from train.config.names import OURS, plain
+from train.config.rules import refuse_changes, validate
+from train.config.run import RunConfig, load_config, parse_config
+from train.config.text import config_classes, keys
+from train.errors import ConfigError
+
+SMALLEST = """
+run: {folder: runs/x}
+model: {kind: gpt2, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 16}
+data: {path: data/x}
+train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
+"""
+
+
+def parse(*overrides, text=SMALLEST):
+    return parse_config(text, overrides, origin="run.yaml")
+
+
+def error(*overrides, text=SMALLEST):
+    with pytest.raises(ConfigError) as caught:
+        parse(*overrides, text=text)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults():
+    config = parse("train.steps=20", "optimizer.learning_rate=3e-4")
+    assert config.train.steps == 20
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.train.global_batch_size == 8
+    assert config.parallel.zero_stage == 1
+
+
+@pytest.mark.parametrize("written", ["6e-4", "6.0e-4", "0.0006", "6E-4"])
+def test_numbers_with_an_exponent_are_numbers(written):
+    assert parse(f"optimizer.learning_rate={written}").optimizer.learning_rate == 6e-4
+
+
+def test_a_resolved_config_reads_back_as_itself():
+    config = parse("model.feed_forward.hidden_size=48", "optimizer.betas=[0.8, 0.9]")
+    assert parse_config(config.to_yaml(), origin="again") == config
+    assert set(yaml.safe_load(config.to_yaml())) == set(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.hiden_size=64", "unknown key model.hiden_size; the nearest is model.hidden_size"),
+        ("trian.steps=4", "unknown key trian; the nearest is train"),
+        ("model.feed_forward.hiden_size=4", "the nearest is model.feed_forward.hidden_size"),
+        ("train.steps=many", "train.steps: 'many' is not allowed: input should be a valid integer"),
+        ("train.steps=1.5", "train.steps: 1.5 is not allowed"),
+        ("train.steps=0", "train.steps: 0 is not allowed: input should be greater than or equal"),
+        ("train.precision=fp16", "train.precision: 'fp16' is not allowed: input should be 'fp32'"),
+        ("seed=true", "seed: True is not allowed"),
+        ("parallel.zero_stage=4", "parallel.zero_stage: 4 is not allowed"),
+        ("parallel.tensor_parallel_size=0", "parallel.tensor_parallel_size: 0 is not allowed"),
+        ("parallel.expert_parallel_size=0", "parallel.expert_parallel_size: 0 is not allowed"),
+        (
+            "model.feed_forward.num_experts=8",
+            "model.feed_forward.num_experts: is not a key of model.feed_forward.kind: dense, "
+            "but of another kind; on the command line model.feed_forward={kind: dense, ...} ",
+        ),
+        ("loss.load_balance=-1", "loss.load_balance: -1 is not allowed"),
+        ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
+        ("model.kind=bert", "model.kind: 'bert' is not allowed: input should be 'gpt2'"),
+        (
+            "model.feed_forward.kind=mlp",
+            "feed_forward.kind: 'mlp' is not allowed: dense, mumoe or smoe",
+        ),
+        ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, loss, model"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
+        ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),
+        ("parallel.zero_stage=true", "parallel.zero_stage: True is not allowed"),
+        ("log.device=h300", "log.device: 'h300' is not allowed: input should be 'auto'"),
+        ("model=7", "model: 7 is not allowed: a section of keys is needed"),
+        ("model.num_layers.x=1", "num_layers is a value and has no keys below it"),
+        ("train.steps", "overrides are written key=value"),
+        ("train.steps=[1", "is not YAML"),
+        ("run.folder=", "run.folder: None is not allowed"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_it(override, expected):
+    assert expected in error(override)
+
+
+def test_missing_keys_are_named():
+    assert "run.folder: is missing" in error(text=SMALLEST.replace("{folder: runs/x}", "{}"))
+    assert "train: is missing" in error(text="\n".join(SMALLEST.splitlines()[:-1]))
+
+
+def test_a_key_that_stands_twice_is_refused():
+    assert "line 6: key 'seed' stands twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
+
+
+def test_anchors_work_and_merge_keys_are_refused():
+    text = SMALLEST.replace("train: {", "train: &t {") + "data_: {}\n"
+    assert "unknown key data_; the nearest is data" in error(text=text)
+    merged = SMALLEST.replace("data: {path: data/x}", "data: {<<: {path: data/y}}")
+    assert "run.yaml: line 4: merge keys (<<) are not allowed" in error(text=merged)
+
+
+@pytest.mark.parametrize(
+    "folder", ["12e4b9", "1234567", "0012", "1e5", "1_000", "0x1F", "true", "2001-01-01", "yes"]
+)
+def test_a_folder_may_be_called_anything_and_keeps_its_name(folder):
+    config = parse(f"run.folder={folder}", f"data.path={folder}")
+    assert (config.run.folder, config.data.path) == (folder, folder)
+    assert parse_config(config.to_yaml(), origin="again") == config
+    assert parse(text=SMALLEST.replace("runs/x", folder)).run.folder == folder
+    mixture = parse(f"data={{mixture: [{{path: {folder}, weight: 1, name: {folder}}}]}}")
+    assert mixture.data.mixture[0].path == mixture.data.mixture[0].label == folder
+
+
+def test_null_is_no_folder():
+    assert parse("data.path=null").data.path is None
+    assert "run.folder: None is not allowed" in error("run.folder=null")
+
+
+NEAREST = {
+    "train.lr": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate",
+    "optim.learningRate": "optimizer",
+    "train.learning_rate": "optimizer.learning_rate",
+    "train.batch_size": "train.global_batch_size",
+    "train.gradient_accumulation_steps": "train.global_batch_size",
+    "model.n_layer": "model.num_layers",
+    "model.n_head": "model.num_heads",
+    "model.n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "model.block_size": "model.sequence_length",
+    "train.num_layers": "model.num_layers",
+    "train.dropout": "model.dropout",
+    "train.max_steps": "train.steps",
+    "max_iters": "train.steps",
+    "train.weight_decay": "optimizer.weight_decay",
+    "warmup_iters": "schedule.warmup_steps",
+    "optimizer.grad_clip": "optimizer.clip_grad_norm",
+    "data.seq_len": "model.sequence_length",
+    "context_length": "model.sequence_length",
+    "model.vocab": "model.vocab_size",
+    "train.bf16": "train.precision",
+    "train.save_steps": "checkpoint.every",
+    "train.eval_steps": "evaluation.every",
+    "wandb": "log.tensorboard",
+    "model.feed_forward.n_experts": "model.feed_forward.num_experts",
+    "model.feed_forward.hiden_size": "model.feed_forward.hidden_size",
+    "parallel.tensor_paralel_size": "parallel.tensor_parallel_size",
+}
+
+
+@pytest.mark.parametrize("key", NEAREST)
+def test_an_unknown_key_names_the_one_that_is_meant(key):
+    assert f"unknown key {key.partition('.learningRate')[0]}; the nearest is {NEAREST[key]}" in (
+        error(f"{key}=1") + ";"
+    )
+
+
+@pytest.mark.parametrize("key", ["foo", "train.xyz", "optimizer.tf", "model.feed_forward.abc"])
+def test_what_is_near_nothing_gets_the_keys_that_there_are(key):
+    line = error(f"{key}=1")
+    assert f"unknown key {key}; there are " in line
+    section = key.rpartition(".")[0]
+    assert all(name.startswith(section) for name in line.partition("there are ")[2].split(", "))
+
+
+def test_what_other_projects_call_our_keys_are_keys_of_ours():
+    assert set(OURS.values()) <= set(keys(RunConfig))
+    assert OURS[plain("per-device-train-batchSize")] == "train.micro_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("model.bias=yes", "'yes' is not allowed: input should be a valid boolean, true or false"),
+        ("train.steps=1_000", "input should be a valid integer without _"),
+        ('train.steps="7"', "input should be a valid integer without quotes"),
+        (f"train.steps={'9' * 5000}", "input should be a valid integer of at most 100 characters"),
+        ("optimizer.learning_rate=1e-3; rm", "'1e-3; rm' is not allowed: input should be a valid"),
+        ("optimizer.learning_rate=1e308", "learning_rate: 1e+308 is not allowed: "),
+        ("optimizer.learning_rate=1e-300", "a number from 1e-30 to 1e+30 in size is"),
+        ("optimizer.learning_rate=1e999", "inf is not allowed: input should be a finite number"),
+        (f"train.steps={10**30}", "input should be less than or equal to 9223372036854775807"),
+        (f"log.every={10**30}", "at most 9223372036854775807 is"),
+        (f"model.hidden_size={10**12}", "model.hidden_size: 1000000000000 is not allowed"),
+        ("data.num_workers=100000", "input should be less than or equal to 1024"),
+        ('run.folder="a\\0b"', "control character '\\x00' in a string is not allowed"),
+        ('run.folder=""', "run.folder: '' is not allowed: the path is empty"),
+        (f"run.folder=runs/{'x' * 256}", "a name of 256 bytes is too long, at most 255 are"),
+        (f"run.folder={'ab/' * 1300}x", "a path of 3,901 bytes is too long, at most 3,840 are"),
+        (f"data.path={'é' * 128}", "a name of 256 bytes is too long"),
+        (f"checkpoint.init_from={'x' * 256}", "a name of 256 bytes is too long"),
+        (f"{'a.' * 30}b=1", "overrides are written key=value"),
+    ],
+)
+def test_what_is_too_much_or_no_number_is_refused_with_a_hint(override, hint):
+    line = error(override)
+    assert hint in line
+    assert len(line) < 500
+
+
+def test_an_error_shows_200_characters_of_a_value():
+    long = "some words " * 100
+    line = error(f"train.precision={long}")
+    assert "train.precision: 'some words" in line
+    assert "…" in line
+    assert len(line) < 300
+    assert len(error("train.steps=[" + "1," * 1000 + "1]")) < 400
+    assert len(error("k" * 3000 + "=1")) < 600
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "just words", "a: [", "\t- x", "? [a]\n: b", "[" * 5000]
+)
+def test_a_file_that_is_no_mapping_is_refused(text):
+    assert error(text=text).startswith("run.yaml: ")
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "small.yaml").write_text(SMALLEST)
+    with pytest.raises(
+        ConfigError, match=r"smal\.yaml: there is no such file; the nearest is .*small"
+    ):
+        load_config(tmp_path / "smal.yaml")
+
+
+def test_batches_that_do_not_divide_are_refused():
+    with pytest.raises(LayoutError, match=r"global_batch_size: 8 .*2 x 3 = 6"):
+        validate(parse(), 3)
+    assert validate(parse(), 2).data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.num_heads=2", "model.hidden_size=6"), "does not divide model.num_heads: 2"),
+        (("model.num_heads=8",), "does not divide the 6 processes"),
+        (
+            ("model.feed_forward.hidden_size=30",),
+            "does not divide model.feed_forward.hidden_size: 30",
+        ),
+    ],
+)
+def test_tensor_parallel_processes_that_do_not_fit_are_refused(overrides, expected):
+    config = parse("parallel.tensor_parallel_size=4", *overrides)
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        validate(config, 6 if "processes" in expected else 8)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("schedule.warmup_steps=11", "schedule.warmup_steps: 11"),
+        ("evaluation.stride=17", "evaluation.stride: 17 is more than model.sequence_length: 16"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(override, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validate(parse(override), 1)
+
+
+EXPERTS = "model.feed_forward={kind: smoe, num_experts: 4, expert_hidden_size: 32}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "expected"),
+    [
+        (
+            ("parallel.expert_parallel_size=2",),
+            2,
+            "parallel.expert_parallel_size: 2 is not allowed with model.feed_forward.kind: dense",
+        ),
+        (
+            (EXPERTS, "parallel.expert_parallel_size=3"),
+            6,
+            "expert_parallel_size: 3 does not divide model.feed_forward.num_experts: 4",
+        ),
+        ((EXPERTS, "parallel.expert_parallel_size=2"), 3, "2 does not divide the 3 processes"),
+        (
+            (EXPERTS, "parallel.expert_parallel_size=4", "parallel.tensor_parallel_size=2"),
+            4,
+            "parallel.expert_parallel_size: 4 does not divide the 2 data-parallel processes",
+        ),
+        (
+            (EXPERTS, "parallel.zero_stage=3"),
+            2,
+            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe",
+        ),
+        (
+            (EXPERTS, "model.feed_forward.expert_hidden_size=9", "parallel.tensor_parallel_size=2"),
+            2,
+            "2 does not divide model.feed_forward.expert_hidden_size: 9",
+        ),
+        (
+            (EXPERTS, "model.feed_forward.placement=2", "model.feed_forward.dense_hidden_size=5",
+             "parallel.tensor_parallel_size=2"),
+            2,
+            "2 does not divide model.feed_forward.dense_hidden_size: 5",
+        ),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_spread_are_refused(overrides, processes, expected):
+    batch = ("train.global_batch_size=12", "train.micro_batch_size=1")
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        validate(parse(*overrides, *batch), processes)
+    assert caught.value.exit_status == 2
+
+
+def test_a_run_may_change_some_keys_and_no_others(tmp_path):
+    saved = parse()
+    allowed = parse(
+        "train.steps=99", "optimizer.learning_rate=1e-3", "schedule.warmup_steps=3", "log.every=5",
+        "parallel.zero_stage=3", "train.micro_batch_size=4", "model.recompute=block",
+    )  # fmt: skip
+    refuse_changes(saved, allowed, tmp_path)
+    for override in ("seed=2", "model.num_layers=3", "train.global_batch_size=16",
+                     "optimizer.kind=sgd", "train.precision=bf16"):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"holds another run: {override.partition('=')[0]}: "):
+            refuse_changes(saved, parse(override), tmp_path)
+
+
+def test_a_run_goes_on_whatever_its_start_was_scaled_by(tmp_path):
+    # Files that do not name the key began runs when its default was another.
+    mumoe = "model.feed_forward={kind: mumoe, num_experts: [8], scale_residual_init: %s}"
+    refuse_changes(parse(mumoe % "true"), parse(mumoe % "false"), tmp_path)
+
+
+def test_every_key_has_a_description():
+    assert {"seed", "model.feed_forward.kind", "parallel.zero_stage"} <= set(keys(RunConfig))
+
+    def check(owner):
+        for name, field in owner.model_fields.items():
+            sections = list(config_classes(field.annotation))
+            for section in sections:
+                check(section)
+            assert sections or field.description, f"{owner.__name__}.{name}"
+
+    check(RunConfig)

@@ -1,0 +1,157 @@
+"""What a run is said to do and cost, against numbers worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from parallel.dims import Dims
+from train.config.comparison import comparison_rows
+from train.config.describe import activation_bytes, describe, memory_per_process, schedule_line
+from train.config.run import RunConfig
+
+
+def small(**sections: dict[str, Any]) -> RunConfig:
+    """2 layers of width 8, sequences of 3 tokens of a vocabulary of 5."""
+    tree: dict[str, Any] = {
+        "run": {"folder": "nowhere"},
+        "data": {},
+        "model": {
+            **{"num_layers": 2, "hidden_size": 8, "num_heads": 2, "sequence_length": 3},
+            **{"vocab_size": 5, "bias": False},
+        },
+        "train": {"steps": 10, "global_batch_size": 12, "micro_batch_size": 2},
+    }
+    for name, changes in sections.items():
+        tree[name] = tree.get(name, {}) | changes
+    return RunConfig.model_validate(tree)
+
+
+# A block: LayerNorms 8 + 8, q, k, v 8 x 24, output 8 x 8, feed-forward 2 x 8 x 32 = 784.
+# Embeddings: 5 x 8 + 3 x 8 = 64. The last LayerNorm: 8.
+BLOCK, EMBEDDINGS = 784, 64
+PARAMETERS = 2 * BLOCK + EMBEDDINGS + 8
+
+
+def test_counts_are_those_worked_out_by_hand() -> None:
+    about = describe(small(), Dims(world_size=2), samples_per_epoch=40)
+    assert about["model"]["parameters"] == PARAMETERS
+    assert about["model"]["embedding_parameters"] == EMBEDDINGS
+    assert about["model"]["block_parameters"] == [BLOCK, BLOCK]
+    # 6 x (2 blocks x (4 x 64 + 2 x 8 x 32) + head 5 x 8) + 12 x 2 x 8 x 3
+    assert about["model"]["flops_per_token"] == 6 * (2 * 768 + 40) + 576
+    assert about["training"]["tokens_per_step"] == 36
+    assert about["training"]["tokens"] == 360
+    assert about["training"]["epochs"] == 10 * 12 / 40
+    assert about["training"]["flops"] == 360 * about["model"]["flops_per_token"]
+    assert about["layout"]["accumulation_steps"] == 3
+    assert about["checkpoint_bytes"] == 3 * 4 * PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "weights", "gradients", "optimizer"),
+    [
+        # Bytes a parameter, over 4 processes.
+        (0, "fp32", 4, 4, 8),
+        (1, "fp32", 4, 4, 12 / 4),
+        (2, "fp32", 4, 4 / 4, 12 / 4),
+        (3, "fp32", 4 / 4, 4 / 4, 12 / 4),
+        (0, "bf16", 2, 4, 12),
+        (1, "bf16", 2, 4, 12 / 4),
+        (3, "bf16", 2 / 4, 4 / 4, 12 / 4),
+    ],
+)
+def test_memory_follows_the_zero_stage(
+    stage: int, precision: str, weights: float, gradients: float, optimizer: float
+) -> None:
+    config = small(parallel={"zero_stage": stage}, train={"precision": precision})
+    memory = memory_per_process(config, Dims(world_size=4), PARAMETERS)
+    wanted = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    assert {name: memory[name] for name in wanted} == {
+        name: int(share * PARAMETERS) for name, share in wanted.items()
+    }
+    assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
+
+
+def test_asynchronous_checkpoints_take_memory_for_their_share_of_one() -> None:
+    config = small(checkpoint={"asynchronous": True})
+    without = memory_per_process(small(), Dims(world_size=4), PARAMETERS)
+    memory = memory_per_process(config, Dims(world_size=4), PARAMETERS)
+    assert memory == without | {"snapshot": 3 * PARAMETERS, "total": memory["total"]}
+    assert memory["total"] == without["total"] + 3 * PARAMETERS  # 4 bytes, 3 numbers, 4 processes
+
+
+def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> None:
+    # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes.
+    assert activation_bytes(small().model, 2, 4) == 2 * 3 * (2 * 128 * 4 + 60)
+    recomputing = small(model={"recompute": "block"}).model
+    assert activation_bytes(recomputing, 2, 4) == 2 * 3 * ((2 * 8 + 128) * 4 + 60)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "line"),
+    [
+        ({}, "cosine from 0.0006 to 6e-05 at step 10"),
+        (
+            {"warmup_steps": 2, "decay_steps": 8, "final_ratio": 0.5},
+            "up to 0.0006 in 2 steps, cosine from 0.0006 to 0.0003 at step 8",
+        ),
+        ({"kind": "constant"}, "constant 0.0006"),
+        ({"kind": "constant", "warmup_steps": 3}, "up to 0.0006 in 3 steps, then constant"),
+    ],
+)
+def test_the_schedule_is_a_line(schedule: dict[str, Any], line: str) -> None:
+    assert schedule_line(small(schedule=schedule)) == line
+
+
+@pytest.mark.parametrize(
+    ("factorization", "rank", "parameters", "matrix_rank"),
+    [("cp", 556, 57_029_664, 556), ("tr", 149, 57_399_264, 596)],  # 4 x 149
+)
+def test_factorized_experts_stand_beside_what_others_cost(
+    factorization: str, rank: int, parameters: int, matrix_rank: int
+) -> None:
+    feed_forward = {
+        "kind": "mumoe",
+        "factorization": factorization,
+        "num_experts": [128, 2],
+        "rank": rank,
+    }
+    # GPT-2 124M without biases.
+    model: dict[str, Any] = {
+        **{"num_layers": 12, "hidden_size": 768, "num_heads": 12, "sequence_length": 1024},
+        **{"vocab_size": 50257, "bias": False, "feed_forward": feed_forward},
+    }
+    one_level = model | {"feed_forward": feed_forward | {"num_experts": [256]}}
+    about = describe(small(model=one_level), Dims(world_size=1))["model"]
+    found = about["factorized_experts"]
+    assert (found["rank"], found["num_experts"]) == (rank, [256])
+    ours, dense, dense_moe, sparse_moe = found["compared"].values()
+    assert ours["feed_forward_parameters"] == parameters
+    assert ours["parameters"] == about["parameters"]
+    assert ours["flops_per_token"] == about["flops_per_token"]
+    assert (ours["experts_per_block"], ours["expert_matrix_rank"]) == (256, matrix_rank)
+    assert dense["feed_forward_parameters"] == 12 * 4_718_592
+    assert (dense["experts_per_block"], dense["expert_matrix_rank"]) == (1, 768)
+    # 256 whole MLPs and a router of 768 x 256: 14.5B.
+    assert dense_moe["feed_forward_parameters"] == 12 * (256 * 4_718_592 + 196_608)
+    assert sparse_moe["feed_forward_parameters"] == dense_moe["feed_forward_parameters"]
+    # Dense: 6 x (12 x 12 x 768^2 + 768 x 50257) + 12 x 12 x 768 x 1024; an expert is 6 x 12 x
+    # 4,718,592 of it.
+    assert dense["flops_per_token"] == 6 * (12 * 12 * 768**2 + 768 * 50257) + 144 * 768 * 1024
+    expert, router = 6 * 12 * 4_718_592, 6 * 12 * 196_608
+    assert dense_moe["flops_per_token"] == dense["flops_per_token"] + 255 * expert + router
+    assert sparse_moe["flops_per_token"] == dense["flops_per_token"] + expert + router
+    # As many experts in two levels.
+    levels = describe(small(model=model), Dims(world_size=1))["model"]["factorized_experts"]
+    assert levels["compared"]["this run"]["experts_per_block"] == 256
+    assert levels["compared"]["dense MoE"] == dense_moe
+    assert "level_std is 0" in dict(comparison_rows(levels))["  note"]
+    assert "  note" not in dict(comparison_rows(levels | {"level_std": 0.1}))
+    assert "  note" not in dict(comparison_rows(found))
+
+
+def test_one_expert_is_compared_with_the_dense_model_alone() -> None:
+    feed_forward = {"kind": "mumoe", "num_experts": [1], "rank": 3}
+    model = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))["model"]
+    assert list(model["factorized_experts"]["compared"]) == ["this run", "dense"]
+    assert describe(small(), Dims(world_size=1))["model"]["factorized_experts"] is None

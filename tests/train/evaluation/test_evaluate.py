@@ -1,0 +1,181 @@
+"""Perplexity: against an independent computation, and the same by any number of processes."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from data.text.dataset import PreparedData
+from launch.output import strict
+from parallel.weights import load_model
+from tests.helpers.reference import reference_of
+from tests.helpers.runs import evaluation, run, write_config
+from train.evaluation.evaluate import result_table
+from train.tasks.scoring import Score, perplexities
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    folder = tmp_path_factory.mktemp("evaluated")
+    config = write_config(folder / "config.yaml", prepared_path, train__steps=20)
+    workers(2).run(run, config)
+    return folder / "run"
+
+
+def reference_loss(run_folder, data, split, stride):
+    """Sum of nats by transformers, one window at a time, from the raw file; and how many tokens.
+
+    What transformers does not have runs through our model, without a cache or a batch.
+    """
+    model = load_model(run_folder)
+    dense = model.config.feed_forward.kind == "dense"
+    reference = reference_of(model)[0].eval() if dense else model
+    manifest = json.loads((data / "manifest.json").read_text())
+    tokens = np.fromfile(data / f"{split}.bin", manifest["dtype"]).astype(np.int64)
+    stream = torch.cat([torch.tensor([manifest["tokenizer"]["end_of_text_id"]]),
+                        torch.from_numpy(tokens)])  # fmt: skip
+    length, total, scored = 32, 0.0, 0
+    while scored < len(tokens):
+        # Scores targets scored .. stop, the last of a window that begins as early as it can.
+        stop = min(scored + (length if scored == 0 else stride), len(tokens))
+        begin = max(0, stop - length)
+        if scored and stop == len(tokens):  # our last window starts on the stride and is short
+            begin = scored - (length - stride)
+        with torch.no_grad():
+            logits = reference(stream[None, begin:stop]).logits[0].double()
+        picked = logits.log_softmax(-1).gather(1, stream[begin + 1 : stop + 1, None])[:, 0]
+        total -= picked[scored - begin :].sum().item()
+        scored = stop
+    return total, scored
+
+
+EVERYDAY = [("dense", "validation", 32), ("cp", "test", 8)]
+CASES = [
+    *EVERYDAY,
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            *(
+                ("dense", split, stride)
+                for split in ("validation", "test")
+                for stride in (32, 8, 5)
+            ),
+            *((kind, "validation", 8) for kind in ("cp", "smoe", "tr")),
+        ]
+        if case not in EVERYDAY
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "split", "stride"), CASES)
+def test_perplexity_equals_an_independent_computation(
+    workers, finished, trained, prepared_path, kind, split, stride
+):
+    finished = finished if kind == "dense" else trained(kind)
+    overrides = (f"evaluation.stride={stride}",)
+    result = workers(1).run(evaluation, finished, split=split, overrides=overrides)[0]
+    nats, tokens = reference_loss(finished, prepared_path, split, stride)
+    info = PreparedData.open(prepared_path).manifest.splits[split]
+    assert result["tokens_scored"] == tokens == info.tokens
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-4)
+    assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert result["word_perplexity"] == pytest.approx(math.exp(nats / info.words), rel=1e-3)
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / info.bytes, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size"),
+    [
+        ("dense", 3),
+        ("smoe", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("dense", 1), ("dense", 64), ("cp", 3), ("tr", 64))
+        ),
+    ],
+)
+def test_two_processes_score_what_one_scores(workers, finished, trained, kind, batch_size):
+    finished = finished if kind == "dense" else trained(kind)
+    # Windows that neither the batch size nor the processes divide, and more room than windows.
+    overrides = (f"evaluation.batch_size={batch_size}", "evaluation.stride=7")
+    one = workers(1).run(evaluation, finished, overrides=overrides)[0]
+    two = workers(2).run(evaluation, finished, overrides=overrides)
+    assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two[0]["tokens_scored"] == one["tokens_scored"]
+
+
+def test_more_context_scores_better(workers, finished):
+    scores = [
+        workers(1).run(evaluation, finished, overrides=(f"evaluation.stride={stride}",))[0]["loss"]
+        for stride in (4, 32)
+    ]
+    assert scores[0] < scores[1]
+
+
+def test_bf16_is_near_fp32(workers, finished):
+    full = workers(1).run(evaluation, finished)[0]["loss"]
+    half = workers(1).run(evaluation, finished, overrides=("train.precision=bf16",))[0]["loss"]
+    assert half == pytest.approx(full, rel=5e-3)
+    assert half != full
+
+
+def test_measures_by_hand():
+    # 12 nats over 4 tokens, 3 words, 10 bytes.
+    result = perplexities(Score(12.0, 4), words=3, bytes_=10)
+    assert result["loss"] == 3.0
+    assert result["perplexity"] == pytest.approx(20.0855, rel=1e-5)
+    assert result["word_perplexity"] == pytest.approx(54.5982, rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(1.2 / 0.693147, rel=1e-5)
+
+
+def test_a_split_without_a_word_has_no_perplexity_a_word(
+    workers, finished, tmp_path, texts, prepared_path
+):
+    from data.text.prepare import prepare
+
+    (tmp_path / "blank.txt").write_text(" \n\t \n" * 50)
+    prepare(
+        str(texts), str(prepared_path), tmp_path / "data",
+        validation_source=str(tmp_path / "blank.txt"), report=print,
+    )  # fmt: skip
+    result = workers(1).run(evaluation, finished, data=str(tmp_path / "data"))[0]
+    assert result["words"] == 0
+    assert strict(result)["word_perplexity"] is None
+    assert result["bits_per_byte"] > 0
+    rows = dict(line.split("  ", 1) for line in result_table(result).splitlines())
+    assert rows["word perplexity"] == "none: the split is white space alone, without a word"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("model.num_layers=1",), "model.num_layers: evaluation cannot change it"),
+        (("evaluation.stride=33",), "stride 33"),
+        (("data.path=nowhere",), "nowhere"),
+        (("evaluation.strid=3",), "unknown key evaluation.strid"),
+    ],
+)
+def test_bad_options_are_refused(finished, overrides, expected):
+    with pytest.raises(ValueError, match=expected) as caught:
+        evaluation(finished, overrides=overrides)
+    assert caught.value.exit_status == 2
+
+
+def test_a_data_folder_may_have_any_name(workers, finished, prepared_path, tmp_path):
+    other = tmp_path / "sp ace: é #1"
+    shutil.copytree(prepared_path, other)
+    result = workers(1).run(evaluation, finished, data=str(other))[0]
+    assert result["data"] == str(other)
+
+
+def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):
+    from data.text.prepare import prepare
+
+    prepare(str(texts), "train:500", tmp_path / "other", report=print)
+    with pytest.raises(ValueError, match="their token ids mean different things"):
+        evaluation(finished, data=str(tmp_path / "other"))

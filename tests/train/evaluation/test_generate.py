@@ -1,0 +1,294 @@
+"""Generation: with a cache and without, against transformers, windows, choice and streaming."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from data.text.tokenizers.files import load_tokenizer
+from launch.cli import run as polyad
+from model.build import build_model, materialize
+from model.gpt2 import GPT2Config
+from tests.helpers.huggingface import save_reference
+from tests.helpers.reference import reference_of
+from tests.helpers.runs import run, write_config
+from train.errors import ConfigError
+from train.evaluation.generate import (
+    Sampling,
+    TextStream,
+    choose,
+    generate,
+    generate_ids,
+    probabilities,
+)
+
+GREEDY = Sampling(temperature=0)
+
+
+def small_model(dtype=torch.float32, **overrides):
+    config = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16}
+    model = build_model(GPT2Config.model_validate(config | {"vocab_size": 61} | overrides))
+    materialize(model, seed=0)
+    torch.manual_seed(1)
+    with torch.no_grad():  # far from the initial values, so that the choices are not all the same
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model.to(dtype).eval()
+
+
+def ids_of(model, prompt, count=40, sampling=GREEDY, **options):
+    return list(generate_ids(model, prompt, max_tokens=count, sampling=sampling, **options))
+
+
+KINDS = [
+    (torch.float32, {"kind": "dense"}),
+    (torch.float64, {"kind": "dense"}),
+    (torch.float64, {"kind": "mumoe", "factorization": "cp", "num_experts": [8]}),
+    (torch.float32, {"kind": "mumoe", "factorization": "tr", "num_experts": [4, 3]}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "section"), KINDS)
+@pytest.mark.parametrize("prompt", [[3], [5, 6, 7, 8], list(range(15)), list(range(16)), [9] * 40])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(seed=3), Sampling(temperature=1.5, top_p=0.9, seed=4)]
+)
+def test_a_cache_changes_no_token(dtype, section, prompt, sampling):
+    # 60 tokens of a window of 16: it slides several times.
+    model = small_model(dtype, feed_forward=section)
+    tokens = ids_of(model, prompt, 60, sampling)
+    assert tokens == ids_of(model, prompt, 60, sampling, use_cache=False)
+    assert len(tokens) == 60
+    assert len(set(tokens)) > 3
+
+
+def test_the_window_slides_by_half_and_keeps_the_end_of_a_long_prompt():
+    model = small_model()
+    prompt = list(range(20))
+    tokens = ids_of(model, prompt, 30)
+    ids, start = list(prompt), 4  # the last 16 of 20
+    for token in tokens:
+        if len(ids) - start > 16:
+            start = len(ids) - 8
+        with torch.no_grad():
+            assert token == model(torch.tensor([ids[start:]])).logits[0, -1].argmax()
+        ids.append(token)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_the_shortest_windows_work(length):
+    model = small_model(sequence_length=length)
+    assert ids_of(model, [1, 2, 3], 9) == ids_of(model, [1, 2, 3], 9, use_cache=False)
+
+
+def test_greedy_tokens_equal_transformers():
+    model = small_model(sequence_length=64)
+    reference, _ = reference_of(model)
+    prompt = torch.tensor([[4, 8, 15, 16, 23, 42]])
+    mask = torch.ones_like(prompt)
+    expected = reference.eval().generate(
+        prompt, attention_mask=mask, max_new_tokens=50, do_sample=False, eos_token_id=None
+    )
+    assert ids_of(model, prompt[0].tolist(), 50) == expected[0, 6:].tolist()
+
+
+def test_it_ends_before_a_token_that_stops_it_and_never_chooses_beyond_the_vocabulary():
+    model = small_model()
+    tokens = ids_of(model, [3])
+    stop = tokens[5]
+    assert ids_of(model, [3], stop_ids=(stop,)) == tokens[: tokens.index(stop)]
+    assert max(ids_of(model, [3], sampling=Sampling(temperature=9.0), vocab_size=7)) < 7
+
+
+def test_choice_follows_probability_and_top_p_by_hand():
+    # Probabilities 0.5, 0.3, 0.15, 0.05. The first two make 0.8 >= 0.7; at 0.5 the first is enough.
+    logits = torch.tensor([0.3, 0.05, 0.5, 0.15]).log()
+
+    def shares(sampling):
+        generator = sampling.generator()
+        drawn = [choose(logits, sampling, generator) for _ in range(4000)]
+        return [drawn.count(token) / 4000 for token in range(4)]
+
+    assert shares(Sampling()) == pytest.approx([0.3, 0.05, 0.5, 0.15], abs=0.03)
+    # 0.5 and 0.3 of 0.8.
+    assert shares(Sampling(top_p=0.7)) == pytest.approx([0.375, 0, 0.625, 0], abs=0.03)
+    assert shares(Sampling(top_p=0.5)) == [0, 0, 1, 0]
+    assert shares(Sampling(top_p=1e-9)) == [0, 0, 1, 0]
+    assert shares(Sampling(temperature=0)) == [0, 0, 1, 0]
+    assert shares(Sampling(temperature=1e-310)) == [0, 0, 1, 0]  # below what 1 / x has room for
+    # Squares 0.09, 0.0025, 0.25, 0.0225 of 0.365.
+    expected = [0.2466, 0.0068, 0.6849, 0.0616]
+    assert shares(Sampling(temperature=0.5)) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"top_k": 1}, [0, 0, 1, 0]),
+        ({"top_k": 2}, [3 / 8, 0, 5 / 8, 0]),  # 0.3 and 0.5 of 0.8
+        ({"top_k": 3}, [6 / 19, 0, 10 / 19, 3 / 19]),  # of 0.95
+        ({"top_k": 4}, [0.3, 0.05, 0.5, 0.15]),
+        ({"top_k": 10**30}, [0.3, 0.05, 0.5, 0.15]),
+        # Temperature first: the squares 0.09, 0.25 and 0.0225 of 0.3625, the fourth is left out.
+        ({"top_k": 3, "temperature": 0.5}, [0.09 / 0.3625, 0, 0.25 / 0.3625, 0.0225 / 0.3625]),
+        # Then top-k, then top-p of what it leaves. The first has 0.5 of all and 10/19 = 0.526 of
+        # three: at 0.52 it is enough of three alone, of all the second one has to come along.
+        ({"top_k": 3, "top_p": 0.52}, [0, 0, 1, 0]),
+        ({"top_p": 0.52}, [3 / 8, 0, 5 / 8, 0]),
+        # At 0.8 of three: 10/19 is not enough, 16/19 is.
+        ({"top_k": 3, "top_p": 0.8}, [3 / 8, 0, 5 / 8, 0]),
+        # Squares: the first has 0.25 of 0.365 = 0.685 of all, and 0.25 of 0.34 = 0.735 of two.
+        ({"top_k": 2, "top_p": 0.7, "temperature": 0.5}, [0, 0, 1, 0]),
+        ({"top_p": 0.7, "temperature": 0.5}, [0.09 / 0.34, 0, 0.25 / 0.34, 0]),
+    ],
+)
+def test_temperature_top_k_and_top_p_work_in_this_order_by_hand(options, expected):
+    logits = torch.tensor([0.3, 0.05, 0.5, 0.15], dtype=torch.float64).log()
+    assert probabilities(logits, Sampling(**options)).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_of_equally_likely_tokens_exactly_k_are_left():
+    logits = torch.tensor([1.0, 3.0, 3.0, 3.0])
+    assert probabilities(logits, Sampling(top_k=2)).tolist() == [0, 0.5, 0.5, 0]
+
+
+def test_the_likeliest_of_one_token_is_greedy_at_any_temperature():
+    model = small_model()
+    hot = Sampling(temperature=5.0, top_k=1, seed=9)
+    assert ids_of(model, [3], sampling=hot) == ids_of(model, [3])
+
+
+def test_a_seed_gives_the_same_tokens_whatever_was_drawn_before():
+    model = small_model()
+    first = ids_of(model, [3], sampling=Sampling(seed=5))
+    torch.rand(7)
+    assert ids_of(model, [3], sampling=Sampling(seed=5)) == first
+    assert ids_of(model, [3], sampling=Sampling(seed=6)) != first
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"temperature": -1.0}, "--temperature: -1.0"),
+        ({"temperature": float("nan")}, "--temperature: nan"),
+        ({"top_k": 0}, "--top-k: 0 is not allowed: 1 or more"),
+        ({"top_k": -3}, "--top-k: -3"),
+        ({"top_p": 0.0}, "--top-p: 0.0"),
+        ({"top_p": 1.1}, "--top-p: 1.1"),
+        ({"seed": -1}, "--seed: -1"),
+    ],
+)
+def test_bad_numbers_are_refused(options, word):
+    with pytest.raises(ConfigError, match=word):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()])
+def test_weights_that_are_not_finite_choose_no_token(sampling):
+    model = small_model()
+    with torch.no_grad():
+        next(model.parameters())[3, 0] = torch.nan
+    with pytest.raises(ConfigError, match="a model of mine: its logits are not finite"):
+        ids_of(model, [3], sampling=sampling, name="a model of mine")
+
+
+def test_text_comes_in_whole_characters(prepared):
+    tokenizer = prepared.tokenizer()
+    text = "x = '漢字 🙂🙂'  # ünï\n\ndef"
+    ids = tokenizer.encode(text)
+    assert len(ids) > 10
+    for cut in range(len(ids)):
+        prompt = ids[:cut]
+        if tokenizer.decode(prompt).endswith("\ufffd"):
+            continue
+        stream = TextStream(tokenizer, prompt)
+        pieces = [stream.push(token) for token in ids[cut:]]
+        assert "\ufffd" not in "".join(pieces)
+        assert tokenizer.decode(prompt) + "".join(pieces) + stream.end() == text
+    stream = TextStream(tokenizer, [])
+    emoji = tokenizer.encode("🙂")
+    assert [stream.push(token) for token in emoji[:-1]] == [""] * (len(emoji) - 1)
+    assert "\ufffd" in stream.end()
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    folder = tmp_path_factory.mktemp("finished")
+    workers(1).run(run, write_config(folder / "config.yaml", prepared_path, train__steps=20))
+    return folder / "run"
+
+
+@pytest.mark.distributed
+def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path):
+    command = ["generate", str(finished), "--prompt", "def f(", "--max-tokens", "60"]
+    assert polyad([*command, "--json", "-", "--seed", "2"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["prompt"] == "def f("
+    assert len(result["token_ids"]) == 60 or result["ended_by"] == "end_of_text"
+    assert polyad([*command, "--seed", "2", "--no-cache", "--json", str(tmp_path / "x.json")]) == 0
+    captured = capfd.readouterr()
+    assert captured.out == result["prompt"] + result["text"] + "\n"
+    assert "tokens/s" in captured.err
+    again = json.loads((tmp_path / "x.json").read_text())
+    assert again["token_ids"] == result["token_ids"]
+    assert (again["cache"], result["cache"]) == (False, True)
+    assert polyad([*command, "--temperature", "2", "--top-k", "1", "--json", "-"]) == 0
+    likeliest = json.loads(capfd.readouterr().out)
+    assert (likeliest["top_k"], result["top_k"]) == (1, None)
+    greedy = generate(finished, "def f(", max_tokens=60, sampling=GREEDY)
+    assert likeliest["token_ids"] == greedy["token_ids"]
+
+
+@pytest.mark.distributed
+def test_an_empty_prompt_begins_a_document(finished, prepared):
+    result = generate(finished, "", max_tokens=3, sampling=GREEDY)
+    assert result["prompt_ids"] == [prepared.tokenizer().end_of_text_id]
+
+
+@pytest.mark.distributed
+def test_a_hugging_face_folder_generates_as_the_run_it_was_made_of(finished, tmp_path):
+    from train.exchange.convert import convert
+
+    convert(finished, tmp_path / "theirs", "huggingface")
+    ours = generate(finished, "import", sampling=GREEDY)
+    theirs = generate(tmp_path / "theirs", "import", sampling=GREEDY)
+    assert theirs["token_ids"] == ours["token_ids"]
+    half = generate(finished, "import", sampling=GREEDY, precision="bf16", max_tokens=5)
+    assert len(half["token_ids"]) == 5
+
+
+@pytest.mark.distributed
+def test_bad_input_is_one_line(finished, tmp_path, prepared_path, capfd):
+    def refused(path, *options):
+        assert polyad(["generate", str(path), "--prompt", "x", *map(str, options)]) == 2
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        lines = captured.err.splitlines()
+        assert len(lines) == 1
+        return lines[0]
+
+    assert "no such folder" in refused(tmp_path / "none")
+    assert "--top-p: 2.0" in refused(finished, "--top-p", 2)
+    assert "at least 1" in refused(finished, "--max-tokens", 0)
+    assert "--top-k: '0' is not a whole number of at least 1" in refused(finished, "--top-k", 0)
+    assert "no such tokenizer" in refused(finished, "--tokenizer", tmp_path / "none")
+    save_reference(tmp_path / "theirs", vocab_size=300)
+    capfd.readouterr()
+    assert "name one with --tokenizer" in refused(tmp_path / "theirs")
+    tokenizer = prepared_path / "tokenizer.json"
+    line = refused(tmp_path / "theirs", "--tokenizer", tokenizer)
+    assert "the tokenizer has 400 tokens, the model 300" in line
+    shutil.copy(tokenizer, tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": "<no>"}')
+    assert "'<no>'" in refused(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text('{"eos_token": 5}')
+    assert "tokenizer_config.json: eos_token" in refused(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        generate(finished, "\udcff")
+
+
+def test_the_vocabulary_is_every_token(prepared_path):
+    tokenizer = load_tokenizer(prepared_path / "tokenizer.json")
+    assert sorted(tokenizer.vocabulary().values()) == list(range(400))
+    assert tokenizer.vocabulary()[tokenizer.end_of_text] == tokenizer.end_of_text_id

@@ -1,0 +1,320 @@
+"""lm-eval on a checkpoint: its requests against transformers, and whole tasks on local data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from parallel.weights import load_model
+from tests.helpers.runs import run, write_config
+from train import harness
+from train.errors import ConfigError
+from train.evaluation.lm_eval_adapter import PolyadLM
+from train.exchange.convert import convert
+from train.harness import make_known
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def finished(workers, tmp_path_factory, prepared_path):
+    folder = tmp_path_factory.mktemp("finished")
+    workers(1).run(run, write_config(folder / "config.yaml", prepared_path, train__steps=30))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(finished, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "theirs"
+    convert(finished, folder, "huggingface")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(exported):
+    model = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True).eval()
+    return model, AutoTokenizer.from_pretrained(exported, local_files_only=True)
+
+
+def requests(kind, *arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=given, idx=number)
+        for number, given in enumerate(arguments)
+    ]
+
+
+def log_likelihood(reference, context, continuation):
+    """Token by token, each with as many of the 32 tokens before it as its window has."""
+    model, _ = reference
+    ids, total, greedy = context + continuation, 0.0, True
+    for number in range(len(continuation)):
+        # The window that scores it: windows of 32 targets, the last one moved back.
+        stop = min(len(continuation), (number // 32 + 1) * 32) + len(context)
+        position = len(context) + number
+        begin = max(0, stop - 33)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[begin:position]])).logits[0, -1].double()
+        total += logits.log_softmax(-1)[ids[position]].item()
+        greedy &= int(logits.argmax()) == ids[position]
+    return total, greedy
+
+
+TEXTS = [
+    ("def f(x):", " return x"),
+    ("import os\n", "import sys\n" * 3),
+    ("", "class A:"),
+    ("x " * 60, "= 1"),  # a context longer than the window
+    ("a", " b" * 50),  # a continuation longer than the window
+    ("trailing space ", "moves over"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size"),
+    [("dense", 1), ("dense", 4), ("dense", "auto"), ("smoe", 4), ("cp", 4), ("tr", "auto")],
+)
+def test_log_likelihoods_equal_transformers(finished, trained, reference, kind, batch_size):
+    if kind != "dense":  # what transformers does not have: our model, a token at a time
+        finished = trained(kind)
+        reference = load_model(finished), reference[1]
+    model = PolyadLM(str(finished), batch_size=batch_size)
+    answers = model.loglikelihood(requests("loglikelihood", *TEXTS), disable_tqdm=True)
+    tokenizer = reference[1]
+    for (context, continuation), (total, greedy) in zip(TEXTS, answers, strict=True):
+        stripped = context.rstrip()
+        whole = tokenizer(context + continuation)["input_ids"]
+        first = tokenizer(stripped)["input_ids"]
+        behind = whole[len(first) :]
+        expected = log_likelihood(reference, first or [tokenizer.eos_token_id], behind)
+        assert total == pytest.approx(expected[0], abs=1e-3, rel=1e-5)
+        assert greedy == expected[1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_there_is_always_a_context_and_something_to_score(finished, reference, batch_size):
+    model = PolyadLM(str(finished), batch_size=batch_size)
+    encode, end = model.tok_encode, model.eot_token_id
+    assert len(encode("in")) == len(encode("i")) == 1  # lm-eval leaves nothing of "n"
+    cases = {
+        (" ", "x"): ([end], encode(" x")),
+        ("\n \n", "x"): ([end], encode("\n \nx")),
+        ("i", "n"): (encode("i"), encode("n")),
+    }
+    answers = model.loglikelihood(requests("loglikelihood", *cases), disable_tqdm=True)
+    for (total, greedy), (context, continuation) in zip(answers, cases.values(), strict=True):
+        expected = log_likelihood(reference, context, continuation)
+        assert total == pytest.approx(expected[0], abs=1e-3, rel=1e-5)
+        assert greedy == expected[1]
+
+
+def test_what_greedy_decoding_says_is_greedy(finished):
+    model = PolyadLM(str(finished))
+    options = {"until": [], "max_gen_toks": 5}
+    said = model.generate_until(requests("generate_until", ("def", options)), disable_tqdm=True)
+    ids = model.tok_encode("def")
+    answer = model._loglikelihood_tokens([(None, ids, model.tok_encode("def" + said[0])[1:])])
+    if model.tok_encode("def" + said[0])[:1] == ids:  # the text is cut where it was generated
+        assert answer[0][1]
+
+
+@pytest.mark.parametrize("text", ["x", "def f():\n    return 1\n", "import os\n" * 40])
+def test_rolling_log_likelihoods_equal_transformers(finished, reference, text):
+    model = PolyadLM(str(finished), batch_size=3)
+    (total,) = model.loglikelihood_rolling(
+        requests("loglikelihood_rolling", (text,)), disable_tqdm=True
+    )
+    ids = reference[1](text)["input_ids"]
+    expected, _ = log_likelihood(reference, [reference[1].eos_token_id], ids)
+    assert total == pytest.approx(expected, abs=1e-3, rel=1e-5)
+
+
+def test_everything_equals_lm_evals_own_hugging_face_model(finished, exported):
+    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face model needs accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(pretrained=str(exported), device="cpu", batch_size=2, max_length=32)
+    ours = PolyadLM(str(finished), batch_size=2)
+    texts = [pair for pair in TEXTS if len(pair[1]) < 60]  # theirs refuses longer ones
+    expected = theirs.loglikelihood(requests("loglikelihood", *texts))
+    for a, b in zip(ours.loglikelihood(requests("loglikelihood", *texts)), expected, strict=True):
+        assert a[0] == pytest.approx(b[0], abs=1e-3, rel=1e-5)
+        assert a[1] == b[1]
+    long = requests("loglikelihood_rolling", ("import os\n" * 40,), ("x",))
+    expected = theirs.loglikelihood_rolling(long)
+    assert ours.loglikelihood_rolling(long) == pytest.approx(expected, abs=1e-3, rel=1e-5)
+    options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    asked = requests("generate_until", ("def f(x):\n", options), ("import os\n" * 9, options))
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+def test_generation_ends_before_the_first_mark_and_within_its_length(finished):
+    model = PolyadLM(str(finished))
+
+    def say(**options):
+        asked = requests("generate_until", ("import ", options))
+        return model.generate_until(asked, disable_tqdm=True)[0]
+
+    free = say(max_gen_toks=20)
+    assert free
+    mark = free[len(free) // 2]
+    assert say(max_gen_toks=20, until=[mark, "never"]) == free[: free.index(mark)]
+    assert say(max_gen_toks=20, until=mark) == free[: free.index(mark)]
+    assert free.startswith(say(max_new_tokens=5))
+    assert say(max_gen_toks=20, temperature=0.9) == free  # without do_sample it is greedy
+    sampled = say(max_gen_toks=20, do_sample=True, temperature=2.0, top_p=0.99)
+    assert sampled != free
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"batch_size": "many"}, "batch_size: 'many'"),
+        ({"batch_size": 0.5}, "batch_size: 0.5"),
+        ({"batch_size": "²"}, "batch_size: '²'"),
+        ({"precision": "fp16"}, "precision: 'fp16' is not allowed: fp32, bf16"),
+        ({"checkpoint": "nowhere"}, "nowhere: there is no such folder"),
+    ],
+)
+def test_bad_arguments_are_refused(finished, arguments, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        PolyadLM(**({"checkpoint": str(finished)} | arguments))
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 4}, "num_beams: 4"),
+        ({"max_gen_toks": "x"}, "max_gen_toks: 'x' is not a number"),
+        ({"temperature": [1]}, r"temperature: \[1\] is not a number"),
+    ],
+)
+def test_options_that_are_not_built_are_refused(finished, options, words):
+    asked = requests("generate_until", ("x", options))
+    with pytest.raises(ConfigError, match=words):
+        PolyadLM(str(finished)).generate_until(asked, disable_tqdm=True)
+
+
+def test_an_option_that_says_nothing_is_its_default(finished):
+    model = PolyadLM(str(finished))
+    options = {"max_gen_toks": 5, "temperature": None, "top_p": None, "until": None}
+    asked = requests("generate_until", ("x", options), ("x", {"max_gen_toks": 5}))
+    said, expected = model.generate_until(asked, disable_tqdm=True)
+    assert said == expected
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder of three tasks over local files, one of each kind of request."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {"question": "import", "choices": [" os", " zebra"], "answer": 0, "text": "import os\n"},
+        {"question": "def", "choices": [" f(x):", " )("], "answer": 0, "text": "x = 1\n" * 30},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+    }
+    specific = {
+        "polyad_choice": {
+            "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}],
+        },
+        "polyad_rolling": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "bits_per_byte"}],
+        },
+        "polyad_generate": {
+            "output_type": "generate_until", "doc_to_text": "{{question}}",
+            "doc_to_target": " os", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    }  # fmt: skip
+    for name, task in specific.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | data | task))
+    return folder
+
+
+def harness_command(tmp_path, *command, tasks, finished, name="polyad"):
+    arguments = [
+        "--model", name, "--model_args", f"checkpoint={finished}", "--include_path", str(tasks),
+        "--tasks", "polyad_choice,polyad_rolling,polyad_generate", "--batch_size", "2",
+        "--output_path", str(tmp_path / "results"),
+    ]  # fmt: skip
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    return subprocess.run(
+        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=os.environ | offline,
+    )  # fmt: skip
+
+
+def results_of(tmp_path):
+    (path,) = (tmp_path / "results").rglob("results_*.json")
+    return json.loads(path.read_text())
+
+
+def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
+    done = harness_command(tmp_path, "-m", "train.harness", tasks=tasks, finished=finished)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = results_of(tmp_path)
+    assert results["results"]["polyad_choice"]["acc,none"] in (0.0, 0.5, 1.0)
+    assert "exact_match,none" in results["results"]["polyad_generate"]
+    nats = bytes_ = 0
+    for text in ("import os\n", "x = 1\n" * 30):
+        ids = reference[1](text)["input_ids"]
+        nats -= log_likelihood(reference, [reference[1].eos_token_id], ids)[0]
+        bytes_ += len(text.encode())
+    expected = nats / 0.6931471805599453 / bytes_
+    bits = results["results"]["polyad_rolling"]["bits_per_byte,none"]
+    assert bits == pytest.approx(expected, rel=1e-5)
+    assert results["config"]["model_num_parameters"] > 10_000
+
+
+def test_plain_lm_eval_knows_it_once_registered(finished, tasks, tmp_path):
+    # As Python reads .pth files at its start, in a folder that is not the environment's own.
+    harness.register(tmp_path)
+    code = (
+        "import sys, site; site.addsitedir(sys.argv.pop(1)); sys.argv.pop(0);"
+        "import runpy; runpy.run_module('lm_eval', run_name='__main__')"
+    )
+    command = ["-c", code, str(tmp_path), "lm_eval"]
+    done = harness_command(tmp_path, *command, tasks=tasks, finished=finished)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "polyad_choice" in results_of(tmp_path)["results"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"none/polyad_lm_eval\.pth: cannot be written"):
+        harness.register(tmp_path / "none")
+
+
+def test_registration_does_nothing_in_other_processes(tmp_path):
+    path = harness.register(tmp_path)
+    code = (
+        f"import sys, site; site.addsitedir({str(tmp_path)!r});"
+        "assert not {'train', 'lm_eval', 'torch'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_the_registry_has_polyad_beside_lm_evals_own():
+    make_known()
+    make_known()
+    assert get_model("polyad") is PolyadLM
+    assert get_model("dummy").__name__ == "DummyLM"

@@ -1,0 +1,274 @@
+"""`polyad evaluate --compare` and `--attack` on whole runs."""
+
+import json
+import math
+import shutil
+import tempfile
+
+import pytest
+import torch
+
+from data.text.attack import WordSwap
+from data.text.dataset import PreparedData
+from data.text.prepare import prepare
+from launch.cli import run as polyad
+from launch.output import strict
+from parallel.weights import load_model
+from tests.helpers.runs import evaluation, records, reseal, run, write_config
+from train.errors import ConfigError
+from train.evaluation.evaluate import result_table
+from train.evaluation.stability import compare, comparison_table
+from train.experts.report.charts import number
+from train.experts.report.command import report
+
+pytestmark = pytest.mark.distributed
+
+SECTIONS = {
+    "smoe": {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"},
+    "mumoe": {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]},
+    "dense": {"kind": "dense"},
+}
+LOG = {"fluctuation": True, "fluctuation_tokens": 320}
+
+
+@pytest.fixture(scope="module")
+def runs(workers, tmp_path_factory, prepared_path):
+    """A finished run of each kind, by one process, with checkpoints of steps 3 and 6."""
+    folders = {}
+    for kind, section in SECTIONS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        changes = {"model__feed_forward": section, "log": LOG if kind != "dense" else {}}
+        workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
+        folders[kind] = folder / "run"
+    return folders
+
+
+def checkpoint(run_folder, step):
+    return run_folder / "checkpoints" / f"step-{step:08}"
+
+
+@pytest.mark.parametrize("kind", ["smoe", "mumoe"])
+def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
+    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), tokens=3200)[0]
+    assert set(result["layers"]) == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
+    for layer in (*result["layers"].values(), result["mean"]):
+        assert (layer["top1"], layer["set"], layer["entropy_ratio"]) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["smoe", "mumoe"])
+def test_two_checkpoints_differ_as_the_loop_says(workers, runs, kind):
+    # The loop measured the same on its way, with the engine that trained.
+    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 3), tokens=320)[0]
+    record = records(runs[kind])[-1]
+    assert (result["step"], result["compared_step"], result["probe_tokens"]) == (6, 3, 320)
+    assert 0 < result["mean"]["top1"] < 1
+    for name, layer in result["layers"].items():
+        for measure in ("top1", "set", "entropy_ratio"):
+            logged = record[f"fluctuation/{name}/{measure}"]
+            assert layer[measure] == pytest.approx(logged, abs=2 / 320)
+        ratio = layer["entropy"] / layer["compared_entropy"]
+        assert layer["entropy_ratio"] == pytest.approx(ratio)
+        assert 0 < layer["entropy"] < math.log(12)
+
+
+def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
+    # The experts of every token of 20 windows, straight from the routers.
+    data = PreparedData.open(prepared_path)
+    split, found = data.split("validation"), []
+    stream = [data.manifest.tokenizer.end_of_text_id, *split.read(0, split.num_tokens).tolist()]
+    total = math.ceil(split.num_tokens / 32)
+    assert total > 40
+    for step in (3, 6):
+        model, seen = load_model(checkpoint(runs["smoe"], step)), []
+        model.blocks[0].feed_forward.router.register_forward_hook(
+            lambda module, given, output, seen=seen: seen.append(output.selected.expert_ids_NK)
+        )
+        for window in range(20):
+            begin = 32 * (window * total // 20)
+            with torch.no_grad():
+                model(torch.tensor([stream[begin : begin + 32]]))
+        found.append(torch.cat(seen))
+    before, now = found
+    options = {"tokens": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
+    result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
+    layer = result["layers"]["blocks.0.feed_forward"]
+    assert result["probe_tokens"] == len(now) == 20 * 32
+    first = (before[:, 0] != now[:, 0]).double().mean().item()
+    other = (before.sort(-1).values != now.sort(-1).values).any(-1).double().mean().item()
+    assert 0 < first <= other < 1
+    assert layer["top1"] == pytest.approx(first, abs=2 / len(now))
+    assert layer["set"] == pytest.approx(other, abs=2 / len(now))
+
+
+def test_padding_is_no_token(workers, runs, prepared_path):
+    tokens = PreparedData.open(prepared_path).split("validation").num_tokens
+    assert tokens % 32  # the last window is not full
+    options = {"tokens": tokens, "overrides": ("evaluation.batch_size=16",)}
+    result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
+    assert result["probe_tokens"] == tokens
+
+
+def test_two_processes_compare_as_one(workers, runs):
+    # Windows that neither the batch size nor the processes divide.
+    options = {"tokens": 32 * 13, "overrides": ("evaluation.batch_size=3",)}
+    results = [
+        workers(size).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
+        for size in (1, 2)
+    ]
+    assert [result["processes"] for result in results] == [1, 2]
+    assert results[0]["probe_tokens"] == results[1]["probe_tokens"] == 32 * 13
+    for name, layer in results[0]["layers"].items():
+        assert results[1]["layers"][name] == pytest.approx(layer, abs=1e-9)
+
+
+def test_the_table_is_aligned(workers, runs):
+    result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), tokens=64)[0]
+    lines = comparison_table(result).splitlines()
+    block = lines[lines.index("") + 1 :]
+    assert len({len(line) for line in block}) == 1
+    assert [line.split()[0] for line in block[1:]] == [*result["layers"], "mean"]
+
+
+def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
+    heading = "Tokens whose first expert changed"
+    for kind in ("smoe", "mumoe"):
+        result = report(runs[kind], output=tmp_path / "page.html", tokens=0)
+        record = records(runs[kind])[-1]
+        assert result["fluctuation"]["top1"] == record["fluctuation/top1"]
+        names = {"block 0": "blocks.0.feed_forward/top1", "block 1": "blocks.1.feed_forward/top1"}
+        said = ", ".join(
+            f"{label} {number(record[f'fluctuation/{key}'])}"
+            for label, key in (names | {"mean": "top1"}).items()
+        )
+        page = (tmp_path / "page.html").read_text()
+        assert f"<title>step 6: {said}</title>" in page
+        assert heading in page
+        assert "Entropy of routing, over that of the checkpoint before" in page
+    report(runs["dense"], output=tmp_path / "page.html", tokens=0)
+    assert heading not in (tmp_path / "page.html").read_text()
+
+
+def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = (str(checkpoint(runs["smoe"], step)) for step in (6, 3))
+    assert (
+        polyad(["evaluate", first, "--compare", second, "--probe-tokens", "64", "--json", "-"]) == 0
+    )
+    result = json.loads(capfd.readouterr().out)
+    assert (result["probe_tokens"], result["probe_windows"]) == (64, 2)
+    assert polyad(["evaluate", first, "--attack", "word-swap", "--rate", "0.5", "--json", "-"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result["attack"]["kind"] == "word-swap"
+    assert result["attack"]["seed"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--attack", "word-swap"), "--attack word-swap: needs --rate"),
+        (("--attack", "letters", "--rate", "0.1"), "--attack: invalid choice: 'letters'"),
+        (("--attack", "word-swap", "--rate", "1.5"), "--rate: '1.5' is not a number from 0 to 1"),
+        (("--attack", "word-swap", "--rate=-0.5"), "--rate: '-0.5' is not a number from 0 to 1"),
+        (("--attack", "word-swap", "--rate", "nan"), "--rate: 'nan' is not a number from 0 to 1"),
+        (("--attack", "word-swap", "--rate", "0", "--seed", "x"), "--seed: 'x' is not a whole"),
+        (("--rate", "0.1"), "--rate: 0.1 means nothing without --attack"),
+        (("--seed", "0"), "--seed: 0 means nothing without --attack"),
+        (("--probe-tokens", "9"), "--probe-tokens: 9 means nothing without --compare"),
+        (("--compare", ".", "--probe-tokens", "0"), "--probe-tokens: '0' is not a whole number"),
+        (
+            ("--compare", ".", "--attack", "word-swap", "--rate", "0"),
+            "is not allowed with --compare",
+        ),
+        (("--compare", "nowhere"), "nowhere: there is no such folder"),
+    ],
+)
+def test_bad_options_are_one_line(runs, capfd, options, expected):
+    assert polyad(["evaluate", str(runs["smoe"]), *options]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert expected in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def refused(*arguments, **options):
+    with pytest.raises(ConfigError, match=r"^(--compare|data\.path): ") as caught:
+        compare(*arguments, **options)
+    assert caught.value.exit_status == 2
+    return str(caught.value)
+
+
+def test_other_models_are_refused(runs):
+    text = refused(runs["smoe"], runs["mumoe"])
+    assert f"--compare: {checkpoint(runs['mumoe'], 6)}: is of another model: " in text
+    assert "model.feed_forward." in text
+    assert "has no experts" not in text
+    text = refused(runs["dense"], checkpoint(runs["dense"], 3))
+    assert "has model.feed_forward.kind: dense, and no experts" in text
+
+
+def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts, prepared_path):
+    # The same tokenizer and another part of the text.
+    prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.3,
+            report=lambda line: None)  # fmt: skip
+    config = write_config(
+        tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=SECTIONS["smoe"],
+        train__steps=1,
+    )  # fmt: skip
+    workers(1).run(run, config)
+    text = refused(runs["smoe"], tmp_path / "run")
+    assert "was trained on other data than" in text
+    assert "--data names the text that both are to read" in text
+    result = workers(1).run(
+        compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), tokens=64
+    )[0]
+    assert result["data"] == str(prepared_path)
+
+
+def test_another_tokenizer_is_refused(runs, tmp_path, texts):
+    prepare(str(texts), "train:500", tmp_path / "other", report=lambda line: None)
+    first, second = (checkpoint(runs["smoe"], step) for step in (6, 3))
+    text = refused(first, second, data=str(tmp_path / "other"))
+    assert "their token ids mean different things" in text
+    # Of the compared checkpoint alone.
+    copy = tmp_path / "checkpoints" / second.name
+    shutil.copytree(second, copy)
+    change_state(copy, tokenizer_fingerprint="0" * 64)
+    text = refused(first, copy)
+    assert f"the checkpoint of --compare {copy} with 000000000000" in text
+    assert "their token ids mean different things" in text
+
+
+def change_state(folder, **values):
+    """Writes other values into a checkpoint's state, with its manifest."""
+    path = folder / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    reseal(folder)
+
+
+def test_no_attack_is_the_clean_evaluation(workers, runs):
+    clean = workers(1).run(evaluation, runs["smoe"])[0]
+    same = workers(1).run(evaluation, runs["smoe"], attack=WordSwap(0.0, 3))[0]
+    timing = {"seconds", "tokens_per_second", "attack", "word"}
+    assert {k: v for k, v in same.items() if k not in timing} == {
+        k: v for k, v in clean.items() if k not in timing
+    }
+    assert clean["attack"] is None
+    assert same["attack"] == {
+        "kind": "word-swap", "rate": 0.0, "seed": 3, "words": clean["words"], "replaced": 0,
+    }  # fmt: skip
+
+
+def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
+    attack = WordSwap(0.3, 1)
+    one = workers(1).run(evaluation, runs["dense"], attack=attack)[0]
+    again = workers(1).run(evaluation, runs["dense"], attack=attack)[0]
+    two = workers(2).run(evaluation, runs["dense"], attack=attack)
+    assert one["loss"] == again["loss"]
+    assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert one["attack"] == two[0]["attack"]
+    assert one["attack"]["replaced"] / one["words"] == pytest.approx(0.3, abs=0.1)
+    other = workers(1).run(evaluation, runs["dense"], attack=WordSwap(0.3, 2))[0]
+    assert other["loss"] != one["loss"]
+    table = result_table(strict(one))
+    assert f"{one['attack']['replaced']:,} of {one['words']:,} words are AAA" in table

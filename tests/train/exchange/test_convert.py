@@ -1,0 +1,329 @@
+"""Weights to Hugging Face and back: bitwise, and equal to transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.text.dataset import PreparedData
+from launch.cli import run as polyad
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.fragments import MASTER
+from parallel.weights import load_model
+from tests.helpers.huggingface import save_reference
+from tests.helpers.runs import (
+    FEED_FORWARDS,
+    evaluation,
+    newest,
+    reseal,
+    run,
+    run_expecting_error,
+    weights_of,
+    write_config,
+)
+from tests.helpers.training import tensors
+from train.config.resolve import need_tokenizer, tokenizer_of
+from train.errors import ConfigError
+from train.exchange.convert import conversion_table, convert
+
+pytestmark = pytest.mark.distributed
+
+
+def test_transformers_loads_an_export_to_equal_logits(finished, exported):
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        exported, local_files_only=True, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert theirs.dtype == torch.float32
+    ids = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = theirs.eval()(ids).logits, load_model(finished)(ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_export_has_the_tokenizer(exported, prepared_path):
+    theirs = AutoTokenizer.from_pretrained(exported, local_files_only=True)
+    ours = PreparedData.open(prepared_path).tokenizer()
+    for text in ["def f(x):\n    return x", " ünï 漢字 🙂", "", "a  b\n\n\tc"]:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.end_of_text_id
+    assert theirs.vocab_size == ours.vocab_size
+    config = json.loads((exported / "config.json").read_text())
+    assert config["eos_token_id"] == ours.end_of_text_id
+
+
+def test_transformers_generates_from_an_export_what_it_generates_by_hand(exported):
+    theirs = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(exported, local_files_only=True)
+    inputs = tokenizer("import ", return_tensors="pt")
+    output = theirs.generate(**inputs, max_new_tokens=5, do_sample=False)
+    assert output.shape[1] >= inputs["input_ids"].shape[1] + 1
+
+
+def test_polyad_to_huggingface_to_polyad_is_bitwise(finished, exported, tmp_path):
+    convert(exported, tmp_path / "back", "polyad")
+    before, after = weights_of(newest(finished)), weights_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    original, back = Checkpoint(newest(finished)), Checkpoint(tmp_path / "back")
+    assert back.model_config() == original.model_config()
+    assert back.state.tokenizer_fingerprint == original.state.tokenizer_fingerprint
+    assert back.training_step == 0
+    assert {field for _, field in tensors(tmp_path / "back")} == {MASTER}
+
+
+@pytest.mark.parametrize(("shard_size", "tied"), [("5GB", True), ("20KB", True), ("5GB", False)])
+def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size, tied):
+    options = {"shard_size": shard_size, "tie_word_embeddings": tied}
+    reference = save_reference(tmp_path / "theirs", **options)
+    first = convert(tmp_path / "theirs", tmp_path / "ours", "polyad")
+    assert "no tokenizer" in conversion_table(first)
+    second = convert(tmp_path / "ours", tmp_path / "again", "huggingface")
+    assert second["parameters"] == sum(p.numel() for p in reference.parameters())
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    expected = dict(reference.named_parameters())
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[name], expected[name]) for name in again)
+    ours, theirs = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("again", "theirs")
+    )
+    said = ours.keys() & theirs.keys() - {"bos_token_id", "eos_token_id"}
+    assert len(said) > 15
+    assert {key: ours[key] for key in said} == {key: theirs[key] for key in said}
+
+
+def test_an_import_is_evaluated_like_the_run_it_came_from(
+    workers, finished, exported, tmp_path, prepared_path
+):
+    convert(exported, tmp_path / "back", "polyad")
+    data = str(prepared_path)
+    stride = ("evaluation.stride=8",)
+    before = workers(1).run(evaluation, finished, overrides=stride)[0]
+    after = workers(1).run(evaluation, tmp_path / "back", data=data, overrides=stride)[0]
+    assert after["loss"] == pytest.approx(before["loss"], rel=1e-6)
+    assert after["tokens_scored"] == before["tokens_scored"]
+
+
+STARTS = [
+    *(("dense", form, *layout)
+      for form in ("huggingface", "polyad") for layout in ((1, 0), (2, 1), (2, 3))),
+    ("dense", "safetensors", 2, 3),
+    ("smoe", "safetensors", 1, 1),
+    ("cp", "safetensors", 2, 3),
+    ("cp", "run", 1, 1),
+    ("tr", "safetensors", 1, 0),
+    ("tr", "run", 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "form", "processes", "stage"), STARTS)
+def test_a_run_starts_from_any_form(
+    workers, trained, exported, tmp_path, prepared_path, kind, form, processes, stage
+):
+    finished = trained(kind)
+    source = exported if form == "huggingface" else finished
+    if form == "polyad":
+        source = tmp_path / "converted"
+        convert(exported, source, "polyad")
+    elif form == "safetensors":
+        source = tmp_path / "converted"
+        convert(finished, source, "safetensors")
+    # A rate of zero and no decay: the first checkpoint holds what the run started from.
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, checkpoint__init_from=str(source),
+        model__feed_forward=FEED_FORWARDS[kind], train__steps=1, parallel__zero_stage=stage,
+        optimizer__learning_rate=1e-30, optimizer__weight_decay=0.0, evaluation__every=0,
+    )  # fmt: skip
+    workers(processes).run(run, config)
+    before = weights_of(newest(finished))
+    after = weights_of(tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["smoe", "cp", "tr"])
+def test_what_transformers_does_not_have_is_refused_with_the_way_that_is_left(
+    trained, tmp_path, capfd, kind
+):
+    destination = tmp_path / "theirs"
+    assert polyad(["convert", str(trained(kind)), str(destination), "--to", "huggingface"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"model.feed_forward.kind: {FEED_FORWARDS[kind]['kind']!r}: " in line
+    assert "transformers has no such architecture" in line
+    assert "`--to safetensors` writes the weights under our names" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_conversions_side_by_side_do_not_meet(finished, tmp_path, monkeypatch):
+    # The second begins while the first has everything but its name.
+    original, began = Path.rename, []
+
+    def rename(self, target):
+        if not began:
+            began.append(self)
+            convert(finished, tmp_path / "new", "safetensors")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(ConfigError, match="new: exists and is not an empty folder"):
+        convert(finished, tmp_path / "new", "huggingface")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert (tmp_path / "new" / "config.yaml").is_file()  # the quicker one's, whole
+    assert load_file(tmp_path / "new" / "model.safetensors")
+
+
+def test_zeros_are_written_for_biases_that_a_model_lacks(workers, tmp_path, prepared_path):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, model__bias=False, train__steps=1
+    )
+    workers(1).run(run, config)
+    result = convert(tmp_path / "run", tmp_path / "theirs", "huggingface")
+    assert "zeros were written" in result["notes"][0]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", local_files_only=True)
+    biases = [p for name, p in theirs.named_parameters() if name.endswith("bias")]
+    assert len(biases) == 2 * 6 + 1
+    assert not any(bias.any() for bias in biases)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, logits = theirs.eval()(ids).logits, load_model(tmp_path / "run")(ids).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_checkpoint_can_be_used_where_its_data_is_not(finished, tmp_path, prepared_path):
+    shutil.copytree(newest(finished), tmp_path / "alone")
+    config = (tmp_path / "alone" / "config.yaml").read_text().replace(str(prepared_path), "gone")
+    (tmp_path / "alone" / "config.yaml").write_text(config)
+    assert (tmp_path / "alone" / "tokenizer.json").exists()
+    reseal(tmp_path / "alone")
+    result = convert(tmp_path / "alone", tmp_path / "theirs", "huggingface")
+    assert result["tokenizer"]
+
+
+def test_the_tokenizer_of_an_older_checkpoint_is_that_of_its_data(finished, tmp_path):
+    shutil.copytree(newest(finished), tmp_path / "old")
+    (tmp_path / "old" / "tokenizer.json").unlink()
+    reseal(tmp_path / "old")
+    old, new = Checkpoint(tmp_path / "old"), Checkpoint(newest(finished))
+    assert tokenizer_of(old).fingerprint == tokenizer_of(new).fingerprint
+    old.state = old.state.model_copy(update={"tokenizer_fingerprint": "other"})
+    assert tokenizer_of(old) is None
+    with pytest.raises(ValueError, match="name one with --tokenizer"):
+        need_tokenizer(old, None)
+
+
+def test_another_tokenizer_is_refused(finished, tmp_path, prepared_path, texts):
+    from data.text.prepare import prepare
+
+    prepare(str(texts), "train:300", tmp_path / "other", report=print)
+    checkpoint = Checkpoint(newest(finished))
+    assert need_tokenizer(checkpoint, str(prepared_path)).vocab_size == 400
+    with pytest.raises(ValueError, match="token ids mean different things"):
+        need_tokenizer(checkpoint, str(tmp_path / "other"))
+
+
+def test_a_start_from_another_model_or_tokenizer_is_refused(
+    workers, exported, tmp_path, prepared_path, texts
+):
+    from data.text.prepare import prepare
+
+    def refused(config, *overrides):
+        _, text, status = workers(1).run(run_expecting_error, config, *overrides)[0]
+        assert status == 2
+        return text
+
+    init = {"checkpoint__init_from": str(exported)}
+    config = write_config(tmp_path / "a.yaml", prepared_path, **init)
+    assert "model.num_heads 4 there, 2 here" in refused(config, "model.num_heads=2")
+    assert "model.dropout" not in refused(config, "model.num_heads=2", "model.dropout=0.5")
+    prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.3, report=print)
+    text = refused(config, f"data.path={tmp_path / 'other'}")
+    assert "their token ids mean different things" in text
+    llama = tmp_path / "llama"
+    llama.mkdir()
+    (llama / "config.json").write_text('{"model_type": "llama"}')
+    text = refused(config, f"checkpoint.init_from={llama}")
+    assert "model_type: 'llama' is not supported; 'gpt2' is" in text
+
+
+def test_a_tokenizer_with_the_same_ids_in_another_file_is_accepted(
+    workers, exported, tmp_path, prepared_path
+):
+    # As when data were prepared with vocab.json and merges.txt, and the folder has tokenizer.json.
+    shutil.copytree(exported, tmp_path / "theirs")
+    file = tmp_path / "theirs" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["pre_tokenizer"]["use_regex"] = False
+    file.write_text(json.dumps(tree))
+    config = write_config(
+        tmp_path / "a.yaml", prepared_path, train__steps=1,
+        checkpoint__init_from=str(tmp_path / "theirs"),
+    )  # fmt: skip
+    assert workers(1).run(run, config) == [1]
+
+
+def test_bad_conversions_are_one_line_and_leave_nothing(finished, exported, tmp_path, capfd):
+    def refused(*arguments):
+        assert polyad(["convert", *map(str, arguments)]) == 2
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 1
+        return lines[0]
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("precious")
+    line = refused(finished, tmp_path / "full", "--to", "huggingface")
+    assert f"{tmp_path / 'full'}: exists and is not an empty folder" in line
+    line = refused(exported, tmp_path / "new", "--to", "huggingface")
+    assert "--to polyad and --to safetensors are the other ways" in line
+    line = refused(finished, tmp_path / "new", "--to", "polyad")
+    assert "--to huggingface and --to safetensors are the other ways" in line
+    assert "no such folder" in refused(tmp_path / "none", tmp_path / "new", "--to", "polyad")
+    assert "'huggingface', 'polyad'" in refused(exported, tmp_path / "new", "--to", "onnx")
+    assert "--to" in refused(exported, tmp_path / "new")
+    shutil.copytree(exported, tmp_path / "bad")
+    data = (tmp_path / "bad" / "model.safetensors").read_bytes()
+    (tmp_path / "bad" / "model.safetensors").write_bytes(data[:-4])
+    assert "is damaged" in refused(tmp_path / "bad", tmp_path / "new", "--to", "polyad")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "full"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(finished, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "x")
+
+    monkeypatch.setattr("train.exchange.convert.write_safetensors", full)
+    with pytest.raises(OSError, match="No space"):
+        convert(finished, tmp_path / "new", "huggingface")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_current_folder_may_be_the_destination(exported, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = convert(exported, Path("."), "polyad")
+    assert set(result["files"]) == {path.name for path in (tmp_path / "here").iterdir()}
+    assert "folder: runs/here\n" in (tmp_path / "here" / "config.yaml").read_text()
+
+
+def test_an_empty_destination_may_exist_and_the_result_is_json(finished, tmp_path, capfd):
+    (tmp_path / "new").mkdir()
+    command = [
+        "convert",
+        str(finished),
+        str(tmp_path / "new"),
+        "--to",
+        "huggingface",
+        "--json",
+        "-",
+    ]
+    assert polyad(command) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert set(result["files"]) == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert result["notes"] == []

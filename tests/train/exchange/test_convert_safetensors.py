@@ -1,0 +1,165 @@
+"""Weights to safetensors with our names and back: bitwise, and every fault one line."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch.cli import run as polyad
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.fragments import MASTER
+from parallel.weights import load_model
+from tests.helpers.runs import (
+    FEED_FORWARDS,
+    evaluation,
+    newest,
+    run_expecting_error,
+    write_config,
+)
+from tests.helpers.training import tensors
+from train.evaluation.generate import Sampling, generate
+from train.exchange.convert import conversion_table, convert
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_polyad_to_safetensors_to_polyad_to_safetensors_is_bitwise(trained, plain, tmp_path, kind):
+    original = Checkpoint(newest(trained(kind)))
+    stored = load_file(plain(kind) / "model.safetensors")
+    buffers = {name for name, fields in original.tensors.items() if "buffer" in fields}
+    assert bool(buffers) == (kind == "smoe")  # a balancing bias, head entropies
+    assert stored.keys() == original.shapes().keys() | buffers
+    for name, value in stored.items():
+        field = "buffer" if name in buffers else MASTER
+        assert torch.equal(value, original.whole(name, field)), name
+    files = {path.name for path in plain(kind).iterdir()}
+    assert files == {"config.yaml", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    result = convert(plain(kind), tmp_path / "back", "polyad")
+    assert (result["notes"], result["tokenizer"]) == ([], True)
+    before, after = tensors(newest(trained(kind))), tensors(tmp_path / "back")
+    assert after.keys() == {key for key in before if key[1] in {MASTER, "buffer"}}
+    assert all(torch.equal(after[key], before[key]) for key in after)
+    back = Checkpoint(tmp_path / "back")
+    assert back.model_config() == original.model_config()
+    assert back.state.tokenizer_fingerprint == original.state.tokenizer_fingerprint
+    convert(tmp_path / "back", tmp_path / "again", "safetensors")
+    for name in files:
+        assert (tmp_path / "again" / name).read_bytes() == (plain(kind) / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_a_folder_of_safetensors_computes_and_generates_as_its_run(trained, plain, kind):
+    ids = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, actual = (load_model(path)(ids) for path in (trained(kind), plain(kind)))
+    assert torch.equal(actual.logits, expected.logits)
+    options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
+    ours, theirs = (generate(p, "def ", **options) for p in (trained(kind), plain(kind)))
+    assert theirs["token_ids"] == ours["token_ids"]
+
+
+def test_dense_weights_go_round_all_three_formats(exported, plain, tmp_path):
+    convert(exported, tmp_path / "plain", "safetensors")
+    convert(tmp_path / "plain", tmp_path / "theirs", "huggingface")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "theirs" / name).read_bytes() == (exported / name).read_bytes()
+    ours, direct = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "plain", plain("dense"))
+    )
+    assert ours.keys() == direct.keys()
+    assert all(torch.equal(ours[name], direct[name]) for name in ours)
+
+
+def spoiled(plain, tmp_path, change):
+    shutil.copytree(plain("cp"), tmp_path / "plain")
+    change(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def retensored(change):
+    def apply(folder):
+        path = folder / "model.safetensors"
+        save_file(change(load_file(path)), path)
+
+    return apply
+
+
+def rewritten(old, new):
+    def apply(folder):
+        text = (folder / "config.yaml").read_text()
+        assert old in text
+        (folder / "config.yaml").write_text(text.replace(old, new))
+
+    return apply
+
+
+GATE = "blocks.1.feed_forward.gate.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: (f / "config.yaml").unlink(), ["config.yaml: there is no such file", "`model`"]),
+        (lambda f: (f / "config.yaml").write_text("a: [\n"), ["config.yaml: cannot be read"]),
+        (lambda f: (f / "config.yaml").write_text("x: 1"), ["has no section `model`"]),
+        (rewritten("num_heads: 4", "num_heads: many"), ["model.num_heads: "]),
+        (rewritten("vocab_size: 400", "vocab_size: null"), ["model.vocab_size: is missing"]),
+        (rewritten("num_layers: 2", "num_layers: 9000"), ["no tensor blocks.8999."]),
+        (
+            rewritten("hidden_size: 32\n  num_heads", f"hidden_size: {2**31 - 4}\n  num_heads"),
+            ["asks for more numbers"],
+        ),
+        (retensored(lambda t: {n: v for n, v in t.items() if n != GATE}), [f"no tensor {GATE}"]),
+        (retensored(lambda t: t | {"new": torch.ones(1)}), ["unknown tensor new"]),
+        (
+            retensored(lambda t: t | {GATE: torch.ones(15, 32)}),
+            [f"{GATE} is [15, 32], config.yaml says [16, 32]"],
+        ),
+        (retensored(lambda t: t | {GATE: t[GATE].long()}), [f"{GATE} is I64", "F32, F16, BF16"]),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(
+                (f / "model.safetensors").read_bytes()[:-4]
+            ),
+            ["model.safetensors: is damaged"],
+        ),
+    ],
+)
+def test_a_folder_of_safetensors_with_a_fault_is_one_line(plain, tmp_path, capfd, change, words):
+    folder = spoiled(plain, tmp_path, change)
+    capfd.readouterr()  # of the run, if this is the first to need one
+    assert polyad(["convert", str(folder), str(tmp_path / "new"), "--to", "polyad"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert all(word in line for word in [str(folder), *words]), line
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_start_from_safetensors_of_another_model_is_refused(
+    workers, plain, tmp_path, prepared_path
+):
+    init = {"checkpoint__init_from": str(plain("cp")), "model__feed_forward": FEED_FORWARDS["tr"]}
+    config = write_config(tmp_path / "config.yaml", prepared_path, **init)
+    _, text, status = workers(1).run(run_expecting_error, config)[0]
+    assert status == 2
+    assert f"{plain('cp')}: is of another model: blocks.0.feed_forward." in text
+
+
+def test_only_a_checkpoint_is_evaluated_and_the_way_to_one_is_said(plain):
+    with pytest.raises(ValueError, match=r"is a folder of weights; `polyad convert .* --to polyad"):
+        evaluation(plain("cp"))
+
+
+def test_weights_that_are_not_finite_are_converted_with_a_note(plain, tmp_path):
+    def spoil(stored):
+        stored[GATE][3, 4] = torch.nan
+        stored["final_norm.bias"][0] = torch.inf
+        return stored
+
+    folder = spoiled(plain, tmp_path, retensored(spoil))
+    result = convert(folder, tmp_path / "new", "polyad")
+    assert result["notes"] == [
+        f"NaN or infinity in {GATE} and 1 more: written as they are, of no use to anyone"
+    ]
+    assert "note         NaN or infinity in blocks.1." in conversion_table(result)
+    assert Checkpoint(tmp_path / "new").whole(GATE)[3, 4].isnan()

@@ -1,0 +1,294 @@
+"""Sparse upcycling: what a dense model becomes computes what it computed, and trains."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from launch.cli import run as polyad
+from model.build import build_model, initial_value, initial_values
+from model.gpt2 import GPT2Config
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model
+from tests.helpers.huggingface import save_reference
+from tests.helpers.runs import evaluation, records, run, write_config
+from train.evaluation.generate import Sampling, generate
+from train.exchange.convert import conversion_table, convert
+from train.exchange.upcycle import Upcycling
+
+SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
+
+
+def save_dense(folder, *, bias, inner):
+    """Dense weights under our names, far from their initial values, biases too."""
+    section = SIZES | {"vocab_size": 400, "bias": bias, "feed_forward": {"hidden_size": inner}}
+    config = GPT2Config.model_validate(section)
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        name: value + 0.1 * torch.randn(value.shape, generator=generator)
+        for name, value in initial_values(build_model(config), 3)
+    }
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": config.model_dump(mode="json")}))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Dense models by name: a folder of safetensors, checkpoints, one of transformers."""
+    folder = tmp_path_factory.mktemp("dense")
+    save_dense(folder / "plain", bias=True, inner=None)
+    save_dense(folder / "no-bias", bias=False, inner=48)
+    for name, source in {"checkpoint": "plain", "no-bias-checkpoint": "no-bias"}.items():
+        convert(folder / source, folder / name, "polyad")
+    save_reference(folder / "huggingface", n_layer=4, n_inner=80, shard_size="20KB")
+    return folder
+
+
+def logits_of(model):
+    ids_BT = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model.double()(ids_BT).logits
+
+
+CASES = [
+    ("plain", "num_experts=4"),
+    ("plain", "num_experts=4,top_k=4,placement=2,score=cosine"),
+    ("checkpoint", "num_experts=4,top_k=3,graph=attention,placement=[0,3],balancing_rate=0.01"),
+    ("checkpoint", "num_experts=3,top_k=2,graph=similarity,similarity=cosine,experts=loop"),
+    ("no-bias", "num_experts=8,score=random,graph=attention"),
+    ("no-bias-checkpoint", "num_experts=2,top_k=2,placement=[1],lower_entropy_only=false"),
+    ("huggingface", "num_experts=4"),
+    ("huggingface", "num_experts=5,top_k=5,placement=2,graph=similarity"),
+    ("huggingface", "num_experts=4,placement=[1,2],graph=attention,final_top_k=4"),
+]
+
+
+@pytest.mark.parametrize(("source", "text"), CASES)
+def test_copied_experts_give_the_dense_logits(sources, tmp_path, source, text):
+    result = convert(sources / source, tmp_path / "new", "polyad", Upcycling(text))
+    assert "at first its logits are the dense model's, but for rounding" in result["notes"]
+    model = load_model(tmp_path / "new")
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
+    routing = [block.feed_forward for block in model.blocks if block.feed_forward.gate_columns()]
+    config = model.config.feed_forward
+    assert len(routing) == sum(config.routes(block) for block in range(4)) > 0
+    dense = logits_of(load_model(sources / source))
+    torch.testing.assert_close(logits_of(model), dense, atol=1e-10, rtol=0)
+    # Whoever is chosen: with other routers, and however far top_k has grown.
+    generator = torch.Generator().manual_seed(2)
+    for layer in routing:
+        for tensor in (*layer.router.score.parameters(), *layer.router.score.buffers()):
+            tensor.data += torch.randn(tensor.shape, generator=generator).abs()
+        layer.router.selection.update(torch.rand(config.num_experts, generator=generator), 0.7)
+    torch.testing.assert_close(logits_of(model), dense, atol=1e-10, rtol=0)
+
+
+def test_a_router_starts_as_in_a_new_run_of_the_seed(sources, tmp_path):
+    text = "num_experts=4,score=random,graph=attention,final_top_k=3,seed=6"
+    convert(sources / "plain", tmp_path / "new", "polyad", Upcycling(text))
+    upcycled = Checkpoint(tmp_path / "new")
+    fresh = build_model(upcycled.model_config())
+    buffers = {name for name, fields in upcycled.tensors.items() if "buffer" in fields}
+    assert {name.partition("router.")[2] for name in buffers} == {
+        "score.weight", "graph.head_entropy", "selection.num_selected",
+    }  # fmt: skip
+    for name in buffers:
+        assert torch.equal(upcycled.buffer(name), initial_value(fresh, name, 6)), name
+    text = "num_experts=4,score=cosine,seed=6"
+    convert(sources / "plain", tmp_path / "cosine", "polyad", Upcycling(text))
+    name, upcycled = (
+        "blocks.1.feed_forward.router.score.projection",
+        Checkpoint(tmp_path / "cosine"),
+    )
+    fresh = build_model(upcycled.model_config())
+    assert torch.equal(upcycled.whole(name), initial_value(fresh, name, 6))
+    assert not torch.equal(upcycled.whole(name), initial_value(fresh, name, 7))
+
+
+def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):
+    def weights(folder, text):
+        convert(sources / "plain", tmp_path / folder, "polyad", Upcycling(text))
+        checkpoint = Checkpoint(tmp_path / folder)
+        return {name: checkpoint.whole(name) for name in checkpoint.shapes()}
+
+    exact = weights("exact", "num_experts=4,placement=2")
+    noisy = weights("noisy", "num_experts=4,placement=2,noise=1e-2")
+    again = weights("again", "num_experts=4,placement=2,noise=0.01")
+    other = weights("other", "num_experts=4,placement=2,noise=0.01,seed=2")
+    for name, value in exact.items():
+        assert torch.equal(again[name], noisy[name]), name
+        if not name.endswith(("experts.up", "experts.down")):
+            assert torch.equal(noisy[name], value), name
+            continue
+        assert not torch.equal(other[name], noisy[name]), name
+        added = (noisy[name] - value).std().item()
+        assert added == pytest.approx(0.01 * value[0].std().item(), rel=0.05)
+    logits = [logits_of(load_model(tmp_path / folder)) for folder in ("exact", "noisy")]
+    assert 1e-4 < (logits[0] - logits[1]).abs().max() < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("num_experts=4,top_k=1", "with top_k 1 an expert's output is multiplied by its score"),
+        ("num_experts=4,noise=0.5", "noise is 0.5"),
+        (
+            "num_experts=4,capacity_factor=1.0,allow_leak=true,noise=1",
+            "capacity_factor drops tokens; noise is 1",
+        ),
+    ],
+)
+def test_a_note_says_where_logits_differ_and_they_do(sources, tmp_path, text, why):
+    result = convert(sources / "plain", tmp_path / "new", "polyad", Upcycling(text))
+    note = f"at first its logits are not the dense model's: {why}"
+    assert note in result["notes"]
+    assert f"note         {note}" in conversion_table(result)
+    difference = logits_of(load_model(tmp_path / "new")) - logits_of(load_model(sources / "plain"))
+    assert difference.abs().max() > 1e-2
+
+
+def test_the_command_says_what_it_made_and_safetensors_are_possible(sources, tmp_path, capfd):
+    text = "num_experts=4,top_k=2"
+    command = ["convert", str(sources / "checkpoint"), str(tmp_path / "new"), "--upcycle", text]
+    assert polyad([*command, "--to", "polyad", "--json", "-"]) == 0
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert result["format"] == "polyad"
+    assert captured.err.startswith(f"converting: {result['parameters'] * 4 / 1e6:,.1f} MB in 0:0")
+    state = Checkpoint(tmp_path / "new").state
+    assert state.upcycled == text
+    assert state.converted_from == str(sources / "checkpoint")
+    command[1:3] = [str(sources / "plain"), str(tmp_path / "weights")]
+    assert polyad([*command, "--to", "safetensors"]) == 0
+    direct, plain = load_model(tmp_path / "new"), load_model(tmp_path / "weights")
+    assert torch.equal(logits_of(plain), logits_of(direct))
+
+
+REFUSED = [
+    ("top_k=2", ["num_experts is missing, as in num_experts=8,top_k=2"]),
+    ("num_experts=8,top_j=2", ["unknown key 'top_j'; the nearest is top_k"]),
+    ("num_experts=8,zzz=2", ["unknown key 'zzz'; there are noise, seed, num_experts, top_k, "]),
+    ("num_experts=8,kind=smoe", ["unknown key 'kind'"]),
+    ("num_experts=8,top_k", ["'top_k' is not key=value, as in num_experts=8,top_k=2"]),
+    ("", ["'' is not key=value"]),
+    ("num_experts=8,num_experts=9", ["num_experts stands twice"]),
+    ("num_experts=8,noise=1,noise=1", ["noise stands twice"]),
+    ("num_experts=8,placement=[1", ["placement=[1: is not YAML"]),
+    (
+        "num_experts=8,top_k=9",
+        ["model.feed_forward.top_k: 9 is more than model.feed_forward.num_experts: 8"],
+    ),
+    ("num_experts=1", ["model.feed_forward.num_experts: 1 is not allowed"]),
+    ("num_experts=eight", ["model.feed_forward.num_experts: 'eight' is not allowed"]),
+    ("num_experts=8,top_k=", ["model.feed_forward.top_k: None is not allowed"]),
+    ("num_experts=8,top_k=1.5", ["model.feed_forward.top_k: 1.5 is not allowed"]),
+    ("num_experts=8,score=dot", ["model.feed_forward.score: 'dot'", "'linear'"]),
+    ("num_experts=8,placement=[1,4]", ["placement: [1, 4] is not allowed", "blocks 0 to 3"]),
+    ("num_experts=8,placement=5", ["placement: 5 is not allowed", "at least one has to route"]),
+    (
+        "num_experts=8,expert_hidden_size=64",
+        ["model.feed_forward.expert_hidden_size: 64 does not fit", "plain have 128 inner units"],
+    ),
+    (
+        "num_experts=8,placement=2,dense_hidden_size=127",
+        ["model.feed_forward.dense_hidden_size: 127 does not fit", "128 inner units"],
+    ),
+    ("num_experts=8,expert_hidden_size=wide", ["expert_hidden_size: 'wide' is not allowed"]),
+    ("num_experts=8,capacity_factor=1.0", ["allow_leak: true allows it"]),
+    ("num_experts=8,noise=-0.1", ["noise: -0.1 is not allowed", "greater than or equal to 0"]),
+    ("num_experts=8,noise=.nan", ["noise: nan is not allowed", "finite number"]),
+    ("num_experts=8,noise=nan", ["noise: 'nan' is not allowed", "valid number"]),
+    ("num_experts=8,noise=.inf", ["noise: inf is not allowed", "finite number"]),
+    ("num_experts=8,noise=some", ["noise: 'some' is not allowed", "valid number"]),
+    ("num_experts=8,noise=true", ["noise: True is not allowed", "valid number"]),
+    ("num_experts=8,noise=", ["noise: None is not allowed"]),
+    ("num_experts=8,seed=-1", ["seed: -1 is not allowed"]),
+    ("num_experts=8,seed=1.5", ["seed: 1.5 is not allowed"]),
+    ("num_experts=9000000000000000000", ["asks for more numbers than a tensor can have"]),
+    (
+        "num_experts=100000000000",
+        ["makes a model of 13,416,000,000,125,184", " bytes; ", "has room for"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
+    sources, tmp_path, capfd, text, words
+):
+    command = ["convert", str(sources / "plain"), str(tmp_path / "new"), "--to", "polyad"]
+    assert polyad([*command, f"--upcycle={text}"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert all(word in line for word in [f"--upcycle {text}: ", *words]), line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sources_and_formats_that_are_none_are_one_line(sources, tmp_path, capfd):
+    def refused(source, to):
+        command = ["convert", str(source), str(tmp_path / "new"), "--to", to]
+        assert polyad([*command, "--upcycle", "num_experts=4"]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert not (tmp_path / "new").exists()
+        return line
+
+    for name in ("plain", "checkpoint", "huggingface"):
+        line = refused(sources / name, "huggingface")
+        assert "--upcycle num_experts=4: --to huggingface is not allowed" in line
+    convert(sources / "plain", tmp_path / "sparse", "polyad", Upcycling("num_experts=4"))
+    capfd.readouterr()
+    line = refused(tmp_path / "sparse", "polyad")
+    assert f"{tmp_path / 'sparse'}: model.feed_forward.kind: 'smoe' is not allowed" in line
+    assert "no such folder" in refused(tmp_path / "none", "polyad")
+
+
+@pytest.fixture(scope="module")
+def upcycled(trained, tmp_path_factory):
+    """A trained dense run, with its tokenizer, as a sparse mixture."""
+    folder = tmp_path_factory.mktemp("upcycled") / "start"
+    text = "num_experts=4,top_k=2,graph=attention"
+    assert convert(trained("dense"), folder, "polyad", Upcycling(text))["tokenizer"]
+    return folder
+
+
+@pytest.mark.distributed
+def test_it_is_evaluated_and_generates_as_the_dense_model(
+    workers, trained, upcycled, prepared_path
+):
+    dense, sparse = (
+        workers(1).run(evaluation, path, data=str(prepared_path))[0]
+        for path in (trained("dense"), upcycled)
+    )
+    assert sparse["loss"] == pytest.approx(dense["loss"], rel=1e-6)
+    options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
+    ours, theirs = (generate(p, "def ", **options) for p in (trained("dense"), upcycled))
+    assert theirs["token_ids"] == ours["token_ids"]
+
+
+@pytest.mark.distributed
+def test_a_run_with_experts_over_processes_goes_on_from_the_dense_loss(
+    workers, trained, upcycled, tmp_path, prepared_path
+):
+    def losses(name, source, steps, **changes):
+        (tmp_path / name).mkdir()
+        config = write_config(
+            tmp_path / name / "config.yaml", prepared_path, checkpoint__init_from=str(source),
+            train__steps=steps, evaluation__every=0, **changes,
+        )  # fmt: skip
+        assert workers(2).run(run, config) == [steps, steps]
+        return [line["loss"] for line in records(tmp_path / name / "run")]
+
+    (dense,) = losses("dense", trained("dense"), 1)
+    section = yaml.safe_load((upcycled / "config.yaml").read_text())["model"]["feed_forward"]
+    sparse = losses(
+        "sparse", upcycled, 4, model__feed_forward=section,
+        parallel__expert_parallel_size=2, parallel__zero_stage=1,
+    )  # fmt: skip
+    assert sparse[0] == pytest.approx(dense, abs=1e-5)
+    assert sparse[-1] < sparse[0]
+    # Each expert saw tokens of its own, and is a copy no longer.
+    (newest,) = (tmp_path / "sparse" / "run" / "checkpoints").glob("step-00000004")
+    up_EDF = Checkpoint(newest).whole("blocks.1.feed_forward.experts.up")
+    assert all((up_EDF[0] - other_DF).abs().max() > 1e-4 for other_DF in up_EDF[1:])

@@ -1,0 +1,245 @@
+"""Routing fluctuation: by hand on made-up choices, and in whole runs by any number of processes."""
+
+import math
+
+import pytest
+import torch
+
+from data.text.dataset import PreparedData
+from data.text.windows import EvaluationWindows, SpreadWindows
+from model.smoe.selection import Selected
+from parallel.weights import load_model
+from tests.helpers.runs import records, run, run_expecting_error, write_config
+from train.evaluation.stability import compare
+from train.experts.fluctuation import (
+    Probe,
+    differences,
+    encode,
+    expert_codes,
+    fluctuation_record,
+    shares,
+)
+from train.experts.probing import Decision, RoutedLayer
+
+SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
+MUMOE = {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]}
+MEASURES = ("top1", "set", "entropy_ratio")
+LAYER = RoutedLayer(name="blocks.0.feed_forward", levels=(4,))
+
+
+def chosen(ids_MK, scores_ME):
+    scores_ME = torch.tensor(scores_ME)
+    ids_MK = torch.tensor(ids_MK)
+    selected = Selected(scores_ME.gather(-1, ids_MK), ids_MK)
+    return encode(Decision(levels=[scores_ME], selected=selected), expert_codes(4))
+
+
+def test_fluctuation_by_hand():
+    even, decided = [0.25] * 4, [0.5, 0.5, 0.0, 0.0]
+    before = chosen([[0, 1], [0, 1], [2, 3], [3, 1], [1, 2]], [even] * 5)
+    # The same; the order alone; another second; another first; both.
+    now = chosen([[0, 1], [1, 0], [2, 0], [0, 1], [0, 3]], [decided] * 5)
+    sums = differences(now, before)
+    assert sums.tolist() == pytest.approx([3, 3, 5 * math.log(2), 5 * math.log(4)])
+    result = shares(sums[None], 5, [LAYER])[LAYER.name]
+    assert (result.top1, result.set) == (3 / 5, 3 / 5)
+    assert result.entropy_ratio == pytest.approx(0.5)
+    assert fluctuation_record({"a": result, "b": result})["fluctuation/top1"] == 3 / 5
+
+
+def test_another_number_of_experts_is_another_set():
+    before = chosen([[0], [2]], [[0.25] * 4] * 2)
+    now = chosen([[0, 1], [2, 3]], [[0.25] * 4] * 2)
+    assert differences(now, before)[:2].tolist() == [0, 2]
+
+
+def test_the_experts_of_a_mumoe_are_its_leaves_and_its_support():
+    # Levels of 3 and 2 experts. Top leaves by hand: (1, 0) -> 2, (2, 1) -> 5, (0, 0) -> 0.
+    first = [[0.4, 0.6, 0.0], [0.0, 0.0, 1.0], [0.7, 0.2, 0.1]]
+    second = [[1.0, 0.0], [0.3, 0.7], [0.5, 0.5]]
+    codes_S = expert_codes(5)
+
+    def encoded(first, second):
+        levels = [torch.tensor(first), torch.tensor(second)]
+        return encode(Decision(levels=levels, selected=None), codes_S)
+
+    before = encoded(first, second)
+    assert before.first_M.tolist() == [2, 5, 0]
+    assert before.set_M.tolist() == [
+        int(codes_S[used].sum()) for used in ([0, 1, 3], [2, 3, 4], [0, 1, 2, 3, 4])
+    ]
+    nats = -0.4 * math.log(0.4) - 0.6 * math.log(0.6)
+    assert before.entropy_M[0].item() == pytest.approx(nats)
+    # Another leaf of the same support; another support with the same leaf; nothing.
+    now = encoded([[0.6, 0.4, 0.0], *first[1:]], [second[0], [0.0, 1.0], second[2]])
+    assert differences(now, before)[:2].tolist() == [1, 1]
+
+
+def test_codes_of_sets_are_different():
+    codes_S = expert_codes(64)
+    pairs = torch.combinations(torch.arange(64))
+    sums = codes_S[pairs].sum(-1).tolist() + codes_S.tolist() + [0]
+    assert len(set(sums)) == len(sums)
+
+
+def test_the_probe_set_lies_evenly_over_the_split(prepared_path):
+    data = PreparedData.open(prepared_path)
+    windows = EvaluationWindows(data.split("validation"), 32, 32, 0)
+    assert len(windows) > 20
+    for tokens, count in ((1, 1), (32, 1), (33, 2), (320, 10), (10**9, len(windows))):
+        spread = SpreadWindows([windows], tokens)
+        assert len(spread) == count
+        for number in range(count):
+            expected = windows[number * len(windows) // count]
+            assert all(map(torch.equal, spread[number], expected))
+        with pytest.raises(IndexError):
+            spread[count]
+    both = SpreadWindows([windows, windows], 10**9)
+    assert len(both) == 2 * len(windows)
+    assert torch.equal(both[len(windows) + 3].input_T, windows[3].input_T)
+
+
+def train(workers, folder, data, processes, *overrides, **changes):
+    # Windows that neither the batch size nor the processes divide.
+    log = {"fluctuation": True, "fluctuation_tokens": 32 * 11, "tensorboard": True}
+    changes = {"model__feed_forward": SMOE, "log": log} | changes
+    config = write_config(
+        folder / "config.yaml", data, checkpoint__every=2, evaluation__batch_size=2, **changes
+    )
+    workers(processes).run(run, config, *overrides)
+    return records(folder / "run")
+
+
+def fluctuation_of(record):
+    return {
+        name: value
+        for name, value in record.items()
+        if name.startswith("fluctuation/") and name != "fluctuation/seconds"
+    }
+
+
+@pytest.fixture(scope="module")
+def one_process(workers, tmp_path_factory, prepared_path):
+    folder = tmp_path_factory.mktemp("one")
+    return folder, train(workers, folder, prepared_path, 1)
+
+
+@pytest.mark.distributed
+def test_every_checkpoint_but_the_first_has_a_record(one_process):
+    folder, lines = one_process
+    assert [bool(fluctuation_of(line)) for line in lines] == [False] * 3 + [True, False, True]
+    assert [line["step"] for line in lines if "fluctuation/seconds" in line] == [2, 4, 6]
+    layers = [f"blocks.{block}.feed_forward" for block in (0, 1)]
+    for line in (lines[3], lines[5]):
+        values = fluctuation_of(line)
+        assert set(values) == {
+            f"fluctuation/{prefix}{measure}"
+            for prefix in ("", *(f"{layer}/" for layer in layers))
+            for measure in MEASURES
+        }
+        for measure in MEASURES:
+            each = [values[f"fluctuation/{layer}/{measure}"] for layer in layers]
+            assert values[f"fluctuation/{measure}"] == pytest.approx(sum(each) / 2)
+        # At this learning rate some tokens change, and not all.
+        assert 0 < values["fluctuation/top1"] < 1
+        assert 0 < values["fluctuation/set"] < 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
+    points = [(p.step, p.value) for p in board.Scalars("fluctuation/top1")]
+    assert points == [
+        (line["step"], pytest.approx(line["fluctuation/top1"])) for line in (lines[3], lines[5])
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("parallel", [{}, {"parallel__expert_parallel_size": 2},
+                                      {"parallel__tensor_parallel_size": 2}])  # fmt: skip
+def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepared_path, parallel):
+    lines = train(workers, tmp_path, prepared_path, 2, **parallel)
+    for ours, theirs in zip(lines, one_process[1], strict=True):
+        # Rounding may turn a token that stands between two experts.
+        assert fluctuation_of(ours) == pytest.approx(fluctuation_of(theirs), abs=3 / 350)
+
+
+@pytest.mark.distributed
+def test_a_run_that_goes_on_compares_with_the_checkpoint_it_goes_on_from(
+    workers, one_process, tmp_path, prepared_path
+):
+    train(workers, tmp_path, prepared_path, 1, "train.steps=4")
+    lines = train(workers, tmp_path, prepared_path, 1)
+    assert [fluctuation_of(line) for line in lines] == [
+        fluctuation_of(line) for line in one_process[1]
+    ]
+
+
+@pytest.mark.distributed
+def test_logging_changes_nothing_else(workers, one_process, tmp_path, prepared_path):
+    lines = train(workers, tmp_path, prepared_path, 1, log={})
+    assert not any("fluctuation/seconds" in line for line in lines)
+    assert [line["loss"] for line in lines] == [line["loss"] for line in one_process[1]]
+
+
+@pytest.mark.distributed
+def test_compiled_blocks_are_read_too(one_process):
+    model = load_model(one_process[0] / "run")
+    input_BT = torch.arange(64).view(2, 32)
+    scored_BT = torch.ones_like(input_BT, dtype=torch.bool)
+    probe = Probe(model, model, torch.device("cpu"))
+    plain = probe.read(input_BT, scored_BT)
+    for block in model.blocks:
+        block.compile(backend="eager")  # what traces a block, without what writes code
+    with torch.no_grad():
+        model(input_BT)  # from now on there is a program that knows of no hook
+    for ours, theirs in zip(probe.read(input_BT, scored_BT), plain, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.distributed
+def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepared_path):
+    lines = train(
+        workers, tmp_path, prepared_path, 2, model__feed_forward=MUMOE, parallel__zero_stage=3
+    )
+    run_folder = tmp_path / "run"
+    before = run_folder / "checkpoints" / "step-00000004"
+    whole = workers(1).run(compare, run_folder, before, tokens=32 * 11)[0]
+    assert 0 < whole["mean"]["top1"] < 1
+    for name, layer in whole["layers"].items():
+        for measure in MEASURES:
+            logged = lines[-1][f"fluctuation/{name}/{measure}"]
+            assert logged == pytest.approx(layer[measure], abs=3 / 350)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.feed_forward.kind=dense", "log.fluctuation: true is not allowed with "
+         "model.feed_forward.kind: dense"),
+        ("checkpoint.every=0", "log.fluctuation: true is not allowed with checkpoint.every: 0"),
+        ("log.fluctuation_tokens=0", "log.fluctuation_tokens: 0 is not allowed"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_logged_is_refused(tmp_path, prepared_path, override, expected):
+    section = {"kind": "dense"} if "dense" in override else SMOE
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, model__feed_forward=section, log__fluctuation=True
+    )
+    name, text, status = run_expecting_error(config, override)
+    assert (name, status) == ("ConfigError", 2)
+    assert expected in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+def test_data_without_a_validation_split_is_refused(tmp_path, texts, prepared_path):
+    from data.text.prepare import prepare
+
+    prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.0,
+            report=lambda line: None)  # fmt: skip
+    config = write_config(
+        tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=SMOE, log__fluctuation=True
+    )
+    name, text, status = run_expecting_error(config)
+    assert (name, status) == ("ConfigError", 2)
+    assert "has no validation split to compare routing on" in text

@@ -1,0 +1,152 @@
+"""Out of memory, for real: child processes with few addresses end with one line of advice."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from parallel.dims import Dims
+from tests.helpers.runs import run, write_config
+from train.config.run import RunConfig, load_config
+from train.guard.memory import is_out_of_memory, to_build, to_evaluate, to_train, to_validate
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT = "1.5"  # GiB beside the libraries; a small run and the stacks of its threads take a third
+LOGITS = ("model.vocab_size=200000", "train.global_batch_size=72", "evaluation.max_windows=null")
+"""72 samples x 32 tokens x 2e5 logits x 4 bytes = 1.7 GiB; weights and moments take 0.1."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, prepared_path: Path) -> Path:
+    return write_config(tmp_path / "config.yaml", prepared_path)
+
+
+def limited(rank: int, *arguments: object, processes: int = 1) -> str:
+    """Standard error of a command that fails, whose process RANK may have LIMIT GiB more."""
+    words = ["-m", "tests.helpers.limited", LIMIT, str(rank), *map(str, arguments)]
+    if processes > 1:
+        torchrun = ("-m", "launch.torchrun", "--standalone", "--nproc-per-node", str(processes))
+        words = [*torchrun, *words]
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    done = subprocess.run(
+        [sys.executable, *words],
+        **{"capture_output": True, "text": True, "timeout": 300, "cwd": ROOT},
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def error_line(stderr: str) -> str:
+    """The line that says it; there is one."""
+    (line,) = [line for line in stderr.splitlines() if "polyad: error: " in line]
+    return line
+
+
+def test_a_step_that_does_not_fit_names_size_use_and_keys(config: Path) -> None:
+    line = error_line(limited(0, "train", config, *LOGITS, "train.micro_batch_size=72"))
+    assert line.startswith("polyad: error: out of memory in step 1, on rank 0 of 1: ")
+    asked = re.search(r": ([\d.]+) GiB more were asked for; the process holds [\d.]+ GiB", line)
+    assert asked
+    assert float(asked[1]) == pytest.approx(72 * 32 * 2e5 * 4 / 2**30, abs=0.01)
+    assert (
+        "change train.micro_batch_size=36 (now 72), then model.recompute=block (now none); "
+        "there is no checkpoint yet"
+    ) in line
+
+
+def test_validation_that_does_not_fit_names_its_own_batch_size(config: Path) -> None:
+    small = ("train.global_batch_size=1", "train.micro_batch_size=1", "train.steps=1")
+    line = error_line(limited(0, "train", config, *LOGITS, *small, "evaluation.batch_size=90"))
+    assert "out of memory in validation, on rank 0 of 1: " in line
+    assert "change evaluation.batch_size=45 (now 90)" in line
+
+
+def test_an_engine_that_does_not_fit_is_one_line(config: Path) -> None:
+    # 15e6 x 32 x 4 bytes of embedding: 1.8 GiB.
+    line = error_line(limited(0, "train", config, "model.vocab_size=15000000"))
+    assert "out of memory building the engine, on rank 0 of 1: " in line
+    assert "change no key of this layout: start more processes, or take a smaller model" in line
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_rank_that_fails_speaks_and_the_other_does_not_wait_for_it(config: Path) -> None:
+    keys = ("train.global_batch_size=144", "train.micro_batch_size=72")
+    stderr = limited(1, "train", config, *LOGITS, *keys, processes=2)  # a collective waits 30 min
+    line = error_line(stderr)
+    assert "out of memory in step 1, on rank 1 of 2: " in line
+    assert (
+        "change train.micro_batch_size=36 (now 72), then model.recompute=block (now none), "
+        "then parallel.zero_stage=2 (now 1), then parallel.tensor_parallel_size=2 (now 1)"
+    ) in line
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_going_on_and_evaluating_know_the_run(workers, config: Path, tmp_path: Path) -> None:
+    few = ("train.micro_batch_size=4", "train.steps=1", "evaluation.max_windows=1")
+    workers(1).run(run, config, *LOGITS, *few)
+    line = error_line(limited(0, "train", config, *LOGITS, "train.micro_batch_size=72"))
+    assert "in step 2, on rank 0" in line
+    assert line.endswith("; the last checkpoint is of step 1")
+    line = error_line(limited(0, "evaluate", tmp_path / "run", "evaluation.batch_size=90"))
+    assert "out of memory evaluating validation, on rank 0 of 1: " in line
+    assert "; change evaluation.batch_size=45 (now 90), then train.precision=bf16" in line
+
+
+def changed(config: Path, *overrides: str) -> RunConfig:
+    return load_config(config, overrides)
+
+
+def test_the_micro_batch_advised_keeps_the_accumulation_whole(config: Path) -> None:
+    layout = Dims(world_size=4)
+    now = changed(config, "train.global_batch_size=480", "train.micro_batch_size=12")
+    # 480 / (4 m) is whole for m = 10 and not for 11.
+    assert to_train(now, layout)[0] == "train.micro_batch_size=10 (now 12)"
+    now = changed(config, "train.global_batch_size=4", "train.micro_batch_size=1")
+    assert to_train(now, layout)[0] == "model.recompute=block (now none)"
+
+
+def test_only_keys_that_can_be_changed_are_advised(config: Path) -> None:
+    # Stage 3 cannot be compiled; 4 heads are cut in 2 or 4 parts.
+    compiled = changed(config, "model.compile=true", "parallel.zero_stage=2")
+    assert to_build(compiled, Dims(world_size=2)) == ["parallel.tensor_parallel_size=2 (now 1)"]
+    last = changed(config, "parallel.tensor_parallel_size=4", "parallel.zero_stage=3")
+    assert to_build(last, Dims(world_size=8, tensor_parallel_size=4)) == []
+    # Stage 3 does not hold experts; 4 of them are spread over 2 or 4 processes.
+    experts = changed(
+        config, "model.feed_forward={kind: smoe, num_experts: 4}", "parallel.zero_stage=2"
+    )
+    assert to_build(experts, Dims(world_size=4)) == [
+        "parallel.expert_parallel_size=2 (now 1)",
+        "parallel.tensor_parallel_size=2 (now 1)",
+    ]
+    recomputed = changed(config, "model.recompute=block", "train.micro_batch_size=1")
+    assert to_train(recomputed, Dims(world_size=1)) == []
+    assert to_validate(recomputed, Dims(world_size=1)) == []
+    assert to_evaluate(changed(config, "train.precision=bf16", "evaluation.batch_size=1")) == []
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [lambda: torch.empty(2**60), lambda: bytearray(2**60), lambda: np.empty(2**57)],
+    ids=["torch", "python", "numpy"],
+)
+def test_errors_of_every_allocator_are_told_from_others(allocate) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    assert is_out_of_memory(caught.value)
+    wrapped = ValueError("while compiling")
+    wrapped.__cause__ = caught.value
+    assert is_out_of_memory(wrapped)
+    with pytest.raises(RuntimeError) as other:
+        torch.ones(2) @ torch.ones(3)
+    assert not is_out_of_memory(other.value)

@@ -1,0 +1,292 @@
+"""Spikes: what counts as one, by hand; runs that warn, skip, and go back without a bad batch."""
+
+import itertools
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
+from tests.helpers.spikes import (
+    console_with_bad_batches,
+    error_with_bad_batches,
+    run_with_bad_batches,
+    run_without,
+)
+from tests.helpers.training import tensors
+from train.guard.limits import NO_LIMITS, Limits
+from train.guard.monitor import MonitorConfig
+from train.guard.spikes import batches_left_out, limits_of, remember, spike_line
+from train.state import TrainState
+
+MONITOR = {"monitor__spike_warmup": 8, "monitor__spike_window": 16}
+STEPS, BAD = 16, 11  # global batch 11 is that of step 12, judged by 11 steps before it
+
+
+def state_of(losses, norms):
+    config, state = MonitorConfig(spike_warmup=8, spike_window=8), TrainState()
+    for loss, norm in zip(losses, norms, strict=True):
+        remember(config, state, loss, norm)
+    return config, state
+
+
+def test_limits_by_hand():
+    # Losses 1..8: median 4.5, distances .5 .5 1.5 1.5 2.5 2.5 3.5 3.5 with median 2.
+    # Norms e^0 .. e^7: the logarithms have median 3.5 and the same distances.
+    config, state = state_of(range(1, 9), [math.exp(k) for k in range(8)])
+    limits = limits_of(config, state)
+    assert limits.loss == pytest.approx(4.5 + 10 * 1.4826 * 2)
+    assert limits.grad_norm == pytest.approx(math.exp(3.5 + 10 * 1.4826 * 2))
+    assert limits_of(config, state_of(range(1, 8), [1.0] * 7)[1]) == NO_LIMITS  # still warming up
+    silent = MonitorConfig(spike_action="none", spike_warmup=8, spike_window=8)
+    assert limits_of(silent, state) == NO_LIMITS
+
+
+def test_equal_values_have_room_around_them():
+    config, state = state_of([2.0] * 8, [3.0] * 8)
+    limits = limits_of(config, state)
+    assert limits.loss == pytest.approx(2.0 + 10 * 0.01 * 2.0)
+    assert limits.grad_norm == pytest.approx(3.0 * math.e)
+    assert limits.exceeded(2.21, 1.0)
+    assert limits.exceeded(2.0, 8.2)
+    assert not limits.exceeded(0.1, 0.0)  # lower is no spike
+    assert not limits.exceeded(math.nan, 1e9)  # skipped for another reason
+    assert not limits.exceeded(2.0, math.inf)
+
+
+def test_the_window_moves_and_wild_values_do_not_move_the_median():
+    config, state = state_of([9.0] * 20 + [2.0] * 6 + [500.0] * 2, [1.0] * 28)
+    assert state.recent_losses == [2.0] * 6 + [500.0] * 2
+    assert limits_of(config, state).loss == pytest.approx(2.2)
+
+
+def test_normal_numbers_are_hardly_ever_spikes_and_outliers_are():
+    # Ten standard deviations: the estimate over 128 numbers is good to some 10%.
+    generator = np.random.default_rng(0)
+    config, state = MonitorConfig(), TrainState()
+    seen = 0
+    for _ in range(3000):
+        loss, norm = (
+            3.0 + 0.05 * generator.standard_normal(),
+            math.exp(0.3 * generator.standard_normal()),
+        )
+        limits = limits_of(config, state)
+        seen += limits.exceeded(loss, norm)
+        if limits != NO_LIMITS:
+            assert limits.exceeded(3.0 + 0.05 * 16, norm)
+            assert limits.exceeded(loss, math.exp(0.3 * 18))
+        remember(config, state, loss, norm)
+    assert seen == 0
+
+
+def test_a_window_shorter_than_its_warmup_is_refused():
+    with pytest.raises(ValueError, match=r"monitor\.spike_warmup: 64 is more than .*window: 10"):
+        MonitorConfig(spike_window=10)
+
+
+def test_a_line_names_the_first_documents_of_each_part():
+    event = {
+        "step": 7, "action": "rewind", "rewound_to": 4, "loss": 9.5, "loss_limit": 3.25,
+        "grad_norm": 1.0, "grad_norm_limit": math.inf,
+        "documents": {"a": [1, 2, 3, 4, 5, 6], "b": [9]},
+    }  # fmt: skip
+    assert spike_line(event) == (
+        "step 7: spike: loss 9.5000 (limit 3.2500), norm 1.00 (limit inf); the run goes back to "
+        "step 4, on without this batch; documents of a 1, 2, 3, 4 and 2 more; of b 9 (spikes.jsonl)"
+    )
+
+
+def test_a_list_of_spikes_that_a_crash_cut_is_read_up_to_there(tmp_path):
+    assert batches_left_out(tmp_path) == []
+    lines = [{"action": "rewind", "batch": 9}, {"action": "skip", "batch": 2}]
+    text = "\n".join(map(json.dumps, lines))
+    (tmp_path / "spikes.jsonl").write_text(text + '\n{"action": "rewind", "ba')
+    assert batches_left_out(tmp_path) == [9]
+
+
+def spikes(folder):
+    return [json.loads(line) for line in (folder / "spikes.jsonl").read_text().splitlines()]
+
+
+def same(one, other):
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.fixture
+def config(tmp_path, prepared_path):
+    return write_config(
+        tmp_path / "config.yaml", prepared_path, **MONITOR,
+        train__steps=STEPS, checkpoint__every=5, evaluation__every=0, model__dropout=0.1,
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
+    results = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
+    assert [outcome for outcome, _ in results] == [(STEPS, [])] * 2
+    (event,) = spikes(tmp_path / "run")
+    assert (event["step"], event["batch"], event["action"]) == (BAD + 1, BAD, "warn")
+    assert event["loss"] > event["loss_limit"]
+    (documents,) = event["documents"].values()
+    assert documents
+    record = records(tmp_path / "run")[BAD]
+    assert record["spike"] == event
+    assert not record["skipped"]
+    (line,) = [line for _, said in results for line in said.splitlines() if "spike" in line]
+    assert line.startswith(f"step {BAD + 1}: spike: loss ")
+    silent = f"run.folder={tmp_path / 'silent'}"
+    workers(2).run(
+        run_with_bad_batches, config, "loss", (BAD,), silent, "monitor.spike_action=none"
+    )
+    assert not (tmp_path / "silent" / "spikes.jsonl").exists()
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert same(tmp_path / "run" / last, tmp_path / "silent" / last)
+
+
+# Each stage in the everyday suite, in one precision and for one reason.
+EVERYDAY = [
+    (0, "fp32", "loss"),
+    (1, "bf16", "gradient"),
+    (2, "fp32", "gradient"),
+    (3, "bf16", "loss"),
+]
+STAGES = [
+    pytest.param(*case, marks=[] if case in EVERYDAY else [pytest.mark.slow])
+    for case in itertools.product((0, 1, 2, 3), ("fp32", "bf16"), ("loss", "gradient"))
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("stage", "precision", "what"), STAGES)
+def test_a_skipped_spike_leaves_the_weights_as_they_were(
+    workers, config, tmp_path, stage, precision, what
+):
+    options = ("monitor.spike_action=skip", f"parallel.zero_stage={stage}", "checkpoint.every=1")
+    options += (f"train.precision={precision}", f"train.steps={BAD + 2}")
+    workers(2).run(run_with_bad_batches, config, what, (BAD,), *options)
+    folder = tmp_path / "run"
+    event = next(event for event in spikes(folder) if event["batch"] == BAD)
+    exceeded = Limits(event["loss_limit"], event["grad_norm_limit"])
+    assert (event["action"], event["batch"]) == ("skip", BAD)
+    assert (event["loss"] > exceeded.loss) == (what == "loss")
+    # A loss 6 times as high has a gradient 6 times as long, which may be too long as well.
+    assert event["grad_norm"] > exceeded.grad_norm or what == "loss"
+    lines = records(folder)
+    assert lines[BAD]["skipped"]
+    assert sum(line["skipped"] for line in lines) == len(spikes(folder)) < 3
+    assert lines[-1]["skipped_steps"] == 0  # those are the ones that were not finite
+    steps = [folder / "checkpoints" / f"step-{BAD + k:08d}" for k in range(3)]
+    assert same(steps[0], steps[1])
+    assert not same(steps[1], steps[2])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        (1, "dense"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(0, "smoe"), (3, "cp"), (2, "smoe"), (2, "tr"), (0, "dense")]
+        ],
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
+    workers, tmp_path, prepared_path, stage, kind
+):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, **MONITOR, model__feed_forward=FEED_FORWARDS[kind],
+        train__steps=STEPS, checkpoint__every=5, evaluation__every=0, model__dropout=0.1,
+        parallel__zero_stage=stage, optimizer__learning_rate=0.003,
+        checkpoint__asynchronous=stage in (0, 2),  # the one that it goes back to is on its way
+    )  # fmt: skip
+    back = "monitor.spike_action=rewind"
+    assert (
+        workers(2).run(run_with_bad_batches, config, "loss", (BAD,), back) == [(STEPS, [BAD])] * 2
+    )
+    folder = tmp_path / "run"
+    (event,) = spikes(folder)
+    assert (event["action"], event["step"], event["rewound_to"]) == ("rewind", BAD + 1, 10)
+    lines = records(folder)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["rewind"]["batch"] for line in lines if "rewind" in line] == [BAD]
+    other = f"run.folder={tmp_path / 'other'}"
+    assert workers(2).run(run_without, config, (BAD,), other) == [STEPS] * 2
+    assert [line["loss"] for line in lines] == [
+        line["loss"] for line in records(tmp_path / "other")
+    ]
+    last = f"checkpoints/step-{STEPS:08d}"
+    assert same(folder / last, tmp_path / "other" / last)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("through", [pytest.param("checkpoint", marks=pytest.mark.slow), "list"])
+def test_a_batch_left_out_stays_out_on_another_layout(workers, config, tmp_path, through):
+    """Two processes go back, and stop; one goes on, from a checkpoint after it or before it."""
+    options = ("monitor.spike_action=rewind", "train.steps=15")
+    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), *options)
+    folder = tmp_path / "run"
+    if through == "list":
+        shutil.rmtree(folder / "checkpoints" / "step-00000015")  # killed before it was written
+    else:
+        (folder / "spikes.jsonl").unlink()
+    # Nothing would stop the batch now: it is not taken for a spike.
+    done = workers(1).run(
+        run_with_bad_batches, config, "loss", (BAD,), "monitor.spike_action=none", "train.steps=17"
+    )
+    assert done == [(17, [BAD])]
+    other = f"run.folder={tmp_path / 'other'}"
+    workers(2).run(run_without, config, (BAD,), other, "train.steps=17", "model.dropout=0.1")
+    ours, theirs = ([line["loss"] for line in records(tmp_path / n)] for n in ("run", "other"))
+    assert len(ours) == 17
+    # Dropout draws other numbers on one process; a batch too many would be six times off.
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.distributed
+def test_without_a_checkpoint_a_spike_is_skipped(workers, config, tmp_path):
+    options = ("monitor.spike_action=rewind", "checkpoint.every=0")
+    assert workers(2).run(run_with_bad_batches, config, "loss", (BAD,), *options)[0] == (STEPS, [])
+    (event,) = spikes(tmp_path / "run")
+    assert event["action"] == "skip"
+    assert event["no_checkpoint"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("action", "key"),
+    [
+        pytest.param("skip", "monitor.max_skips", marks=pytest.mark.slow),
+        ("rewind", "monitor.max_rewinds"),
+    ],
+)
+def test_too_many_spikes_end_the_run(workers, config, tmp_path, action, key):
+    bad = tuple(range(BAD, BAD + 4))
+    name, text, status = workers(2).run(
+        error_with_bad_batches, config, "loss", bad, f"monitor.spike_action={action}", f"{key}=2"
+    )[0]
+    assert (name, status) == ("RunError", 1)
+    assert f"{key}: 2" in text
+    assert [event["batch"] for event in spikes(tmp_path / "run")][:2] == [BAD, BAD + 1]
+
+
+@pytest.mark.distributed
+def test_the_estimate_goes_on_where_it_was(workers, config, tmp_path):
+    """A spike right after a resumption is judged by the steps before the stop, and alike."""
+    whole, halves = (f"run.folder={tmp_path / n}" for n in ("whole", "halves"))
+    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), whole)
+    workers(2).run(run, config, halves, f"train.steps={BAD}")
+    workers(2).run(run_with_bad_batches, config, "loss", (BAD,), halves)
+    assert spikes(tmp_path / "whole") == spikes(tmp_path / "halves")
+    states = [
+        json.loads((tmp_path / n / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
+        for n in ("whole", "halves")
+    ]
+    for key in ("recent_losses", "recent_grad_norms", "spikes"):
+        assert states[0][key] == states[1][key]
+    assert len(states[0]["recent_losses"]) == STEPS

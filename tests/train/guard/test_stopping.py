@@ -1,0 +1,190 @@
+"""Signals: all ranks agree on a step, save it, and end with the status that is documented."""
+
+import functools
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from launch.machine import END_WITH_PARENT
+from parallel.checkpoint.commit import complete_checkpoints
+from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
+from tests.helpers.runs import records, write_config
+from tests.helpers.training import tensors
+
+pytestmark = pytest.mark.distributed
+
+LONG = ("train.steps=100000", "checkpoint.every=0", "evaluation.every=0")
+GRACE = 25
+
+
+@pytest.fixture
+def config(tmp_path, prepared_path):
+    return write_config(tmp_path / "config.yaml", prepared_path, log__tensorboard=False)
+
+
+def lines(folder):
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def stop(run, number, *ranks):
+    begun = time.monotonic()
+    run.signal(number, *ranks)
+    statuses = run.wait(GRACE + 10)
+    assert time.monotonic() - begun < GRACE
+    return statuses
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "workers"),
+    [
+        (signal.SIGTERM, (), 0),
+        (signal.SIGUSR1, (1,), 0),
+        pytest.param(signal.SIGINT, (0,), 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, (1,), 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, (), 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, (), 0, marks=pytest.mark.slow),
+    ],
+)
+def test_in_a_step_all_ranks_save_the_same_one(forks, config, tmp_path, number, ranks, workers):
+    run = forks.start(tmp_path, ["train", str(config), *LONG, f"data.num_workers={workers}"])
+    run.until(lambda: lines(tmp_path) >= 3)
+    assert stop(run, number, *ranks) == [128 + number] * 2
+    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    done = lines(tmp_path)
+    assert newest.name == f"step-{done:08d}"  # the step that it was in, and nothing after it
+    said = [line for line in run.text().splitlines() if line.startswith("polyad: error: ")]
+    name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
+    assert said == [f"polyad: error: {name}; the same command goes on from {newest}"]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {".lock", "checkpoints", "config.yaml", "environment.json", "metrics.jsonl"}
+    again = forks.start(tmp_path, ["train", str(config), *LONG[1:], f"train.steps={done + 2}"])
+    assert again.wait() == [0, 0]
+    assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, done + 3))
+
+
+def test_while_it_starts_there_is_nothing_to_save(forks, config, tmp_path):
+    run = forks.start(tmp_path, ["train", str(config), *LONG])
+    run.until(lambda: (tmp_path / "run" / ".lock").exists())
+    assert stop(run, signal.SIGTERM) == [143, 143]
+    found = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert len(found) == (lines(tmp_path) > 0)  # the first step may have begun
+    assert "stopped by SIGTERM; " in run.text()
+
+
+@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
+    """And everything is as if nothing had happened, the records too."""
+    steps = 4 if last else 6
+    options = [
+        f"train.steps={steps}", "evaluation.every=4", "evaluation.max_windows=null",
+        "evaluation.batch_size=1", "evaluation.stride=1", "model.dropout=0.1", "checkpoint.every=0",
+    ]  # fmt: skip
+    run = forks.start(tmp_path, ["train", str(config), *options])
+    run.until(lambda: lines(tmp_path) == 3)
+    state = tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json"
+    time.sleep(0.3)  # step 4 takes some 30 ms, its validation seconds
+    assert stop(run, signal.SIGTERM) == [143, 143]
+    assert lines(tmp_path) == 3
+    assert json.loads(state.read_text())["unfinished"]["step"] == 4
+    options[3:5] = ["evaluation.batch_size=64", "evaluation.stride=8"]  # quicker, and may change
+    assert forks.start(tmp_path, ["train", str(config), *options]).wait() == [0, 0]
+    ours = records(tmp_path / "run")
+    whole = [*options, f"run.folder={tmp_path / 'whole'}"]
+    assert forks.start(tmp_path, ["train", str(config), *whole]).wait() == [0, 0]
+    theirs = records(tmp_path / "whole")
+    keys = ("step", "loss", "grad_norm", "validation_loss", "tokens", "skipped")
+    assert [{k: r.get(k) for k in keys} for r in ours] == [
+        {k: r.get(k) for k in keys} for r in theirs
+    ]
+    name = f"checkpoints/step-{steps:08d}"
+    one, other = tensors(tmp_path / "run" / name), tensors(tmp_path / "whole" / name)
+    assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_in_a_save_it_is_finished(forks, config, tmp_path):
+    run = forks.start(tmp_path, ["train", str(config), *LONG, "checkpoint.every=1"])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    run.until(lambda: lines(tmp_path) > 1 and any(checkpoints.glob(".step-*.partial")))
+    assert stop(run, signal.SIGTERM) == [143, 143]
+    newest = complete_checkpoints(checkpoints)[-1]
+    assert newest.name == f"step-{lines(tmp_path):08d}"
+    assert not any(checkpoints.glob(".step-*.partial"))
+
+
+def test_one_process_stops_at_once_before_its_first_step(forks, config, tmp_path):
+    run = forks.start(tmp_path, ["train", str(config), *LONG], processes=1)
+    time.sleep(0.05)
+    assert stop(run, signal.SIGTERM) == [143]
+
+
+def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tmp_path):
+    """Its peer is frozen, so that it waits in a collective, where no handler of Python runs."""
+    options = [*LONG, "monitor.grace_seconds=1.5"]
+    run = forks.start(tmp_path, ["train", str(config), *options])
+    run.until(lambda: lines(tmp_path) >= 2)
+    run.signal(signal.SIGSTOP, 1)
+    time.sleep(0.5)
+    begun = time.monotonic()
+    run.signal(signal.SIGTERM)
+    run.until(lambda: bool(not run.running() or run.pids[0] in run.statuses), 20)
+    assert 1.4 < time.monotonic() - begun < 10
+    assert run.statuses[run.pids[0]] == 143
+    assert "SIGTERM; the step did not end within 1.5 s; no checkpoint was written" in run.text()
+    run.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, processes, number):
+    """A terminal, Slurm and torchrun may all tell a process of the same one."""
+    before = functools.partial(slow_saves, tmp_path)
+    run = forks.start(tmp_path, ["train", str(config), *LONG], processes=processes, before=before)
+    run.until(lambda: lines(tmp_path) >= 2)
+    run.signal(number)
+    run.until(lambda: (tmp_path / "saving").exists())
+    for again in (signal.SIGINT, number):
+        time.sleep(0.1)
+        run.signal(again)
+    assert run.wait(GRACE) == [128 + number] * processes
+    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert newest.name == f"step-{lines(tmp_path):08d}"
+    assert f"; the same command goes on from {newest}" in run.text()
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
+    forks, config, tmp_path, launched
+):
+    """What `polyad study` or torchrun started is sent one Ctrl-C by the terminal and by them."""
+    forks.start(tmp_path, ["--version"]).wait()  # so that there is a server
+    parent = {END_WITH_PARENT: str(forks.process_id)} if launched else {}
+    run = forks.start(
+        tmp_path, ["train", str(config), *LONG], processes=1,
+        before=functools.partial(slow_steps, tmp_path), **parent,
+    )  # fmt: skip
+    run.until(lambda: (tmp_path / "step").exists())
+    for _ in range(2):
+        time.sleep(0.1)
+        run.signal(signal.SIGINT)
+    assert run.wait(GRACE) == [130]
+    found = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [path.name for path in found] == ["step-00000001"] * launched
+
+
+def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
+    before = functools.partial(leave_the_shell, tmp_path)
+    shell = forks.start(tmp_path, ["train", str(config), *LONG], processes=1, before=before)
+    assert shell.wait() == [0]
+    process = int((tmp_path / "process").read_text())
+    os.kill(process, signal.SIGTERM)
+    until = time.monotonic() + GRACE
+    while os.path.exists(f"/proc/{process}") and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{process}")
+    (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert f"stopped by SIGTERM; the same command goes on from {newest}" in shell.text()

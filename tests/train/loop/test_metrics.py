@@ -1,0 +1,80 @@
+"""What a run reports: rates, lines, and records that survive a crash."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from train.loop.metrics import (
+    Clock,
+    LogConfig,
+    bar,
+    console_line,
+    drop_records_after,
+    duration,
+    peak_flops,
+    peak_memory_bytes,
+)
+
+RECORD = {
+    "step": 5, "loss": 3.25, "grad_norm": 0.5, "learning_rate": 6e-4, "tokens_per_second": 1234.5,
+    "memory_bytes": 2**30, "mfu": 0.125, "skipped": False, "skipped_steps": 0,
+}  # fmt: skip
+
+
+def test_a_line_has_progress_rate_and_time_left():
+    line = console_line(RECORD, 20, 75)
+    assert line.startswith("step  5/20 [####------------]  loss 3.2500")
+    for part in ("1,234 tok/s", "mfu 12.5%", "1.00 GiB", "1:15 left"):
+        assert part in line
+    skipped = console_line(RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None}, 20, 75)
+    assert "SKIPPED (2 so far)" in skipped
+    assert "mfu" not in skipped
+
+
+def test_durations_and_bars():
+    assert [duration(s) for s in (0, 59.6, 3661, float("nan"))] == [
+        "0:00",
+        "1:00",
+        "1:01:01",
+        "-:--",
+    ]
+    assert [bar(share, 4) for share in (0, 0.5, 1, 2)] == ["[----]", "[##--]", "[####]", "[####]"]
+
+
+def test_time_left_counts_this_processs_steps_alone(monkeypatch):
+    now = iter([100.0, 110.0])
+    monkeypatch.setattr("train.loop.metrics.time.monotonic", lambda: next(now))
+    # 5 steps in 10 seconds after going on at 10: 2 seconds a step, 85 to go.
+    assert Clock(10, 100).left(15) == 170.0
+
+
+def test_mfu_refers_to_the_named_device_or_number():
+    assert peak_flops(LogConfig(device="a100"), "bf16") == 312e12
+    assert peak_flops(LogConfig(device="a100"), "fp32") == 19.5e12
+    assert peak_flops(LogConfig(peak_tflops=2.5), "fp32") == 2.5e12
+    if not torch.cuda.is_available():
+        assert peak_flops(LogConfig(), "bf16") is None
+
+
+def test_records_behind_a_step_and_half_lines_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3, 4)]
+    path.write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    drop_records_after(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+def test_peak_memory_is_this_processs_own():
+    ballast = torch.ones(150_000_000)  # 600 MB here, and none of it there
+    code = (
+        "import torch; from train.loop.metrics import peak_memory_bytes\n"
+        "print(peak_memory_bytes(torch.device('cpu')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ballast.sum() > 0
+    assert peak_memory_bytes(torch.device("cpu")) - int(done.stdout) > 400e6

@@ -1,0 +1,62 @@
+"""Statistics of a step: means over its micro-batches, and what is said of them."""
+
+import math
+
+import pytest
+import torch
+
+from model.mumoe.gating import Gated
+from model.mumoe.statistics import gate_statistics
+from parallel import comm
+from train.loop.routing import RoutingMean, console_summary, measures, routing_record
+
+pytestmark = pytest.mark.distributed
+
+
+def statistics(rows):
+    gated = Gated([torch.tensor(rows, dtype=torch.float32)], None, None)
+    return gate_statistics(gated)._replace(name="blocks.0.feed_forward")
+
+
+def averaged(*ranks):
+    """The statistics of a step, from the micro-batches of each rank."""
+    comm.initialize()
+    mean = RoutingMean()
+    for rows in ranks[comm.rank()]:
+        mean.add((statistics(rows),))
+    _, (stats,) = mean.over_ranks(torch.zeros(()))
+    return stats
+
+
+def test_an_expert_is_unused_if_no_token_of_the_step_used_it_on_any_process(workers):
+    first, second = [[0.6, 0.4, 0, 0], [1, 0, 0, 0]], [[0, 1e-30, 1, 0], [0, 0, 1, 0]]
+    assert [measures(statistics(rows))["unused"] for rows in (first, second)] == [0.5, 0.5]
+    accumulated = workers(1).run(averaged, [first, second])
+    spread = workers(2).run(averaged, [first, first], [second, first])
+    assert [measures(stats)["unused"] for stats in (*accumulated, *spread)] == [0.25] * 3
+
+
+def test_a_step_of_micro_batches_is_one_batch(workers):
+    first, second = [[0.6, 0.4, 0, 0], [1, 0, 0, 0]], [[0, 0, 0.5, 0.5], [0.25] * 4]
+    whole = measures(statistics(first + second))
+    for stats in (*workers(1).run(averaged, [first, second]),
+                  *workers(2).run(averaged, [first], [second])):  # fmt: skip
+        ours = measures(stats)
+        assert ours.keys() == whole.keys()
+        for name, value in whole.items():
+            assert ours[name] == pytest.approx(value, rel=1e-6), name
+    entropy = -(0.6 * math.log(0.6) + 0.4 * math.log(0.4))
+    assert whole["effective_experts"] == pytest.approx((math.exp(entropy) + 1 + 2 + 4) / 4)
+    assert whole["dominant"] == [0.5, 0, 0.25, 0.25]
+    assert whole["dominated"] == 0.75
+
+
+def test_the_console_says_how_many_experts_a_token_has():
+    stats = statistics([[1, 0, 0, 0], [0.25] * 4])
+    line = console_summary(routing_record((stats,)))
+    assert line == ["load 2.50x", "experts 2.5", "a>=.5 50%"]
+
+
+def test_numbers_of_single_experts_are_short_and_zero_stays_zero():
+    load = measures(statistics([[1 / 3, 2 / 3, 0]]))["load"]
+    assert load == [0.333333, 0.666667, 0.0]

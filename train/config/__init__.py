@@ -1,0 +1,1 @@
+"""What a run is: its configuration, checked, and what it will do."""

@@ -1,0 +1,55 @@
+"""The first line of a start: where the run stands, from what it goes on, and what is left."""
+
+import sys
+from pathlib import Path
+
+from parallel.checkpoint.checkpoint import Checkpoint
+from train.config.plan import Plan
+from train.state import TrainState
+
+
+def nothing_is_left(plan: Plan, state: TrainState) -> bool:
+    """Whether the run is finished: all steps done, and the validation after the last one.
+
+    Args:
+        plan: the run's.
+        state: where it stands.
+    """
+    return state.step == plan.config.train.steps and state.unfinished is None
+
+
+def first_line(plan: Plan, state: TrainState) -> str:
+    """What a start says before it builds anything.
+
+    Args:
+        plan: the run's, with the checkpoint that it goes on from, if there is one.
+        state: where it stands.
+    """
+    steps, folder = plan.config.train.steps, Path(plan.config.run.folder)
+    if plan.resume is None:
+        return f"begins anew: {steps:,} steps to do, in {folder}{_weights(plan)}"
+    place, left = plan.resume.folder, steps - state.step
+    if nothing_is_left(plan, state):
+        line = (
+            f"nothing is left to do: all {steps:,} steps are done; the last checkpoint is {place}"
+        )
+    elif left:
+        line = f"goes on from step {state.step:,} of {steps:,} ({left:,} left), from {place}"
+    else:
+        line = f"goes on after step {state.step:,}, the last, with its validation, from {place}"
+    start = plan.config.checkpoint.init_from
+    unused = f"; checkpoint.init_from: {start} is for a new run, and not used" if start else ""
+    return line + unused
+
+
+def say_first_line(plan: Plan, state: TrainState) -> None:
+    """Prints it; for the main process alone."""
+    print(first_line(plan, state), file=sys.stderr, flush=True)
+
+
+def _weights(plan: Plan) -> str:
+    if isinstance(plan.init, Checkpoint):
+        return f", with the weights of step {plan.init.training_step:,}, {plan.init.folder}"
+    if plan.init is not None:
+        return f", with the weights of {plan.config.checkpoint.init_from}"
+    return ""

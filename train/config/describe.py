@@ -1,0 +1,354 @@
+"""What a run will do and cost, from its configuration alone: `polyad validate`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from model.build import build_model, count_parameters
+from model.gpt2 import GPT2Config, flops_per_token
+from model.smoe.config import SparseMoEConfig
+from model.smoe.experts import Experts
+from parallel.dims import Dims
+from train.config.comparison import comparison_rows, factorized_experts
+from train.config.environment import check_compiler
+from train.config.plan import plan_run
+from train.config.rules import validate
+from train.config.run import RunConfig, load_config
+from train.errors import ConfigError
+from train.loop.optimizer import num_state_tensors
+
+PRECISION_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def describe_run(
+    path: Path, overrides: Sequence[str], world_size: int, *, with_data: bool = True
+) -> dict[str, Any]:
+    """Checks a run as its start would, and describes it.
+
+    Args:
+        path: the configuration.
+        overrides: `key=value`.
+        world_size: processes that will run it.
+        with_data: whether the data folder is read; without it the configuration has to say
+            `model.vocab_size`, and the run's folder is not looked at.
+
+    Returns:
+        JSON values, as `describe` makes them, and the step the run would go on from.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    if with_data:
+        plan = plan_run(path, overrides, world_size)
+        config, dims = plan.config, plan.dims
+        samples = plan.data.samples(config.model.sequence_length, config.seed)
+        epoch, step = samples.samples_per_epoch, plan.resume.training_step if plan.resume else 0
+    else:
+        config, epoch, step = load_config(path, overrides), None, None
+        dims = validate(config, world_size)
+        if config.model.vocab_size is None:
+            raise ConfigError(
+                "model.vocab_size: null takes it from the data; without the data a number is "
+                "needed, as in model.vocab_size=50257"
+            )
+    check_compiler(config)
+    return describe(config, dims, samples_per_epoch=epoch) | {"goes_on_from_step": step}
+
+
+def describe(
+    config: RunConfig, dims: Dims, *, samples_per_epoch: int | None = None
+) -> dict[str, Any]:
+    """What a run will do and cost.
+
+    Args:
+        config: resolved: `model.vocab_size` is a number.
+        dims: the layout.
+        samples_per_epoch: of the data; None where it is not known.
+
+    Returns:
+        JSON values; `description_table` shows them to a person.
+    """
+    model = build_model(config.model)
+    parameters = count_parameters(model)
+    train = config.train
+    tokens_per_step = train.global_batch_size * config.model.sequence_length
+    samples = train.steps * train.global_batch_size
+    flops = flops_per_token(config.model)
+    state_tensors = num_state_tensors(config.optimizer)
+    experts = expert_parameters(model)
+    active = active_expert_parameters(config, experts)
+    return {
+        "run": config.run.folder,
+        "model": {
+            "kind": config.model.kind,
+            "parameters": parameters,
+            "active_parameters": parameters - experts + active,
+            "experts": _experts(config),
+            "factorized_experts": factorized_experts(config.model),
+            "embedding_parameters": _count(model, "token_embedding", "position_embedding", "head"),
+            "block_parameters": [
+                count_parameters(block) for block in model.get_submodule("blocks").children()
+            ],
+            "flops_per_token": flops,
+        },
+        "training": {
+            "steps": train.steps,
+            "tokens_per_step": tokens_per_step,
+            "tokens": train.steps * tokens_per_step,
+            "epochs": samples / samples_per_epoch if samples_per_epoch else None,
+            "flops": flops * train.steps * tokens_per_step,
+            "precision": train.precision,
+            "optimizer": config.optimizer.kind,
+            "schedule": schedule_line(config),
+        },
+        "layout": {
+            "processes": dims.world_size,
+            "data_parallel_size": dims.data_parallel_size,
+            "tensor_parallel_size": dims.tensor_parallel_size,
+            "expert_parallel_size": dims.expert_parallel_size,
+            "zero_stage": config.parallel.zero_stage,
+            "micro_batch_size": train.micro_batch_size,
+            "accumulation_steps": dims.accumulation_steps(
+                train.global_batch_size, train.micro_batch_size
+            ),
+        },
+        "memory_bytes_per_process": memory_per_process(config, dims, parameters, experts),
+        "checkpoint_bytes": 4 * parameters * (1 + state_tensors),
+    }
+
+
+def expert_parameters(model: nn.Module) -> int:
+    """Counts the parameters that expert parallelism spreads."""
+    return sum(
+        count_parameters(module) for module in model.modules() if isinstance(module, Experts)
+    )
+
+
+def active_expert_parameters(config: RunConfig, parameters: int) -> int:
+    """Of the experts' parameters, those that one token uses.
+
+    Args:
+        config: the run's.
+        parameters: of all experts.
+    """
+    feed_forward = config.model.feed_forward
+    if not isinstance(feed_forward, SparseMoEConfig):
+        return parameters
+    return parameters * feed_forward.top_k // feed_forward.num_experts
+
+
+def _experts(config: RunConfig) -> dict[str, Any] | None:
+    feed_forward = config.model.feed_forward
+    if not isinstance(feed_forward, SparseMoEConfig):
+        return None
+    routed = [block for block in range(config.model.num_layers) if feed_forward.routes(block)]
+    return {
+        "num_experts": feed_forward.num_experts,
+        "top_k": feed_forward.top_k,
+        "score": feed_forward.score,
+        "graph": feed_forward.graph,
+        "causal_graph": feed_forward.causal_graph,
+        "blocks": routed,
+    }
+
+
+def memory_per_process(
+    config: RunConfig, dims: Dims, parameters: int, experts: int = 0
+) -> dict[str, int]:
+    """An estimate of what a process holds at the peak of a step, in bytes.
+
+    With P parameters (over T tensor-parallel processes, P / T of them), D data-parallel processes,
+    s bytes a number of the precision:
+
+        weights       s P          / D from stage 3
+        gradients     4 P          / D from stage 2    (bf16: accumulated in fp32)
+        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments; fp32 at
+                                                        stage 0 steps its weights themselves: m 0)
+        buffers       2 s min(bucket_size, P)          (reduction and gathering)
+        activations   see `activation_bytes`
+        snapshot      4 (1 + n) P  / all processes     (asynchronous checkpoints; always in the
+                                                        host's memory)
+
+    Of experts, each of E expert-parallel processes holds 1 / E, and D / E processes hold the same.
+
+    Python and its libraries, some 0.4 GB, and what allocators waste are not in it; of activations,
+    what tensor parallelism saves is not taken off.
+
+    Args:
+        config: the run's, resolved.
+        dims: the layout.
+        parameters: P, experts included.
+        experts: those of them that expert parallelism spreads.
+
+    Returns:
+        Bytes by name, and their `total`.
+    """
+    stage, size = config.parallel.zero_stage, PRECISION_BYTES[config.train.precision]
+    shared = (parameters - experts) // dims.tensor_parallel_size  # and at most 5% more
+    own_experts = experts // (dims.tensor_parallel_size * dims.expert_parallel_size)
+    ranks = dims.data_parallel_size
+    expert_ranks = ranks // dims.expert_parallel_size
+    masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
+    moments = num_state_tensors(config.optimizer)
+    bucket = min(config.parallel.bucket_size, shared + own_experts)
+
+    def held(is_sharded: bool) -> int:
+        """Elements that a process holds of something that ZeRO shards or not."""
+        return shared // ranks + own_experts // expert_ranks if is_sharded else shared + own_experts
+
+    parts = {
+        "weights": size * held(stage >= 3),
+        "gradients": 4 * held(stage >= 2),
+        "optimizer": 4 * (masters + moments) * held(stage >= 1),
+        "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
+        "activations": activation_bytes(config.model, config.train.micro_batch_size, size),
+    }
+    if config.checkpoint.asynchronous:
+        parts["snapshot"] = 4 * (1 + moments) * parameters // dims.world_size
+    return parts | {"total": sum(parts.values())}
+
+
+def activation_bytes(model: GPT2Config, micro_batch_size: int, size: int) -> int:
+    """A rough estimate of what the backward pass needs from the forward pass, in bytes.
+
+    A token leaves 8 D + 2 F numbers in a dense block of width D and inner width F: the inputs of
+    both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the
+    feed-forward, and its inner values before and after the activation function (Korthikanti et al.
+    2022, section 4, without the attention matrix, which fused attention never stores).
+    Recomputation keeps the block's input alone, and one block at a time is whole again. The output
+    adds logits, and their log-softmax and gradient in fp32.
+
+    Args:
+        model: its configuration, with the vocabulary size filled in.
+        micro_batch_size: samples in a forward pass.
+        size: bytes of a number.
+
+    Returns:
+        Bytes.
+    """
+    width = model.hidden_size
+    each = [8 * width + f.saved_numbers_per_token(width) for f in model.block_feed_forwards()]
+    blocks = sum(each)
+    if model.recompute == "block":
+        blocks = model.num_layers * width + max(each)
+    output = model.known_vocab_size() * (size + 8)
+    return micro_batch_size * model.sequence_length * (blocks * size + output)
+
+
+def schedule_line(config: RunConfig) -> str:
+    """The learning rate over the run, in words."""
+    schedule, peak = config.schedule, config.optimizer.learning_rate
+    start = f"up to {peak:g} in {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
+    if schedule.kind == "constant":
+        return f"{start}, then constant" if start else f"constant {peak:g}"
+    end = schedule.decay_steps or config.train.steps
+    fall = f"cosine from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
+    return f"{start}, {fall}" if start else fall
+
+
+def description_table(description: dict[str, Any]) -> str:
+    """A description for a person.
+
+    Args:
+        description: what `describe` made.
+
+    Returns:
+        Aligned lines.
+    """
+    rows = [
+        ("run", _run_row(description)),
+        *_model_rows(description["model"]),
+        *_training_rows(description["training"]),
+        ("layout", _layout_row(description["layout"])),
+        ("memory", _memory_row(description["memory_bytes_per_process"])),
+        ("checkpoint", _bytes(description["checkpoint_bytes"])),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _run_row(description: dict[str, Any]) -> str:
+    step = description.get("goes_on_from_step")
+    state = {None: "data and folder not looked at", 0: "a new run"}.get(
+        step, f"goes on from step {step}"
+    )
+    return f"{description['run']}  ({state})"
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    low, high = min(model["block_parameters"]), max(model["block_parameters"])
+    block = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    factorized = model["factorized_experts"]
+    return [
+        ("model", f"{model['kind']}, {len(model['block_parameters'])} blocks"),
+        (
+            "parameters",
+            f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}, "
+            f"a block {block})",
+        ),
+        *_expert_rows(model),
+        *(comparison_rows(factorized) if factorized else []),
+        ("FLOPs a token", f"{model['flops_per_token']:.3g}  (forward and backward)"),
+    ]
+
+
+def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    experts = model["experts"]
+    if experts is None:
+        return []
+    graph = "no graph" if experts["graph"] == "none" else f"{experts['graph']} graph"
+    if not experts["causal_graph"]:
+        graph += " over later tokens too, which leaks what is to be predicted"
+    return [
+        ("active", f"{model['active_parameters']:,}  (of one token)"),
+        (
+            "experts",
+            f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "
+            f"{experts['top_k']} a token; {experts['score']} score, {graph}",
+        ),
+    ]
+
+
+def _training_rows(training: dict[str, Any]) -> list[tuple[str, str]]:
+    epochs = training["epochs"]
+    seen = f", {epochs:.2f} epochs of the data" if epochs is not None else ""
+    return [
+        ("steps", f"{training['steps']:,} of {training['tokens_per_step']:,} tokens"),
+        ("tokens", f"{training['tokens']:,}{seen}"),
+        ("FLOPs", f"{training['flops']:.3g}"),
+        ("optimizer", f"{training['optimizer']}, {training['precision']}"),
+        ("learning rate", training["schedule"]),
+    ]
+
+
+def _layout_row(layout: dict[str, Any]) -> str:
+    tensor, expert = (
+        f"{kind} parallel {layout[f'{kind}_parallel_size']}, "
+        if layout[f"{kind}_parallel_size"] > 1
+        else ""
+        for kind in ("tensor", "expert")
+    )
+    return (
+        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, "
+        f"{tensor}{expert}ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} "
+        f"micro-batches of {layout['micro_batch_size']} a step in each"
+    )
+
+
+def _memory_row(memory: dict[str, int]) -> str:
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items() if name != "total")
+    return f"about {_bytes(memory['total'])} a process, beside the libraries' own  ({parts})"
+
+
+def _count(model: nn.Module, *prefixes: str) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefixes))
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

@@ -1,0 +1,75 @@
+"""What a result depends on beside its configuration: command, code, versions, machine."""
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.config.run import RunConfig
+from train.errors import ConfigError
+from train.state import package_versions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """JSON values that say what ran: `environment.json` of a run."""
+    # An installed copy may lie inside somebody else's checkout, which says nothing about the code.
+    ours = _git("rev-parse", "--show-prefix") == ""
+    return {
+        "command": shlex.join(["polyad", *sys.argv[1:]]),
+        "git_commit": _git("rev-parse", "HEAD") if ours else None,
+        "git_diff": _git("diff", "HEAD") if ours else None,
+        "versions": package_versions(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "torch_threads": torch.get_num_threads(),
+        "world_size": world_size,
+    }
+
+
+def write_environment(folder: Path, world_size: int) -> None:
+    """Writes `environment.json`; that of an earlier start is kept under `earlier`."""
+    path = folder / "environment.json"
+    earlier: list[Any] = []
+    if path.exists():
+        try:
+            previous = json.loads(path.read_text(encoding="utf-8"))
+            earlier = [*previous.pop("earlier", []), previous]
+        except (ValueError, RecursionError, AttributeError):
+            earlier = []
+    now = describe_environment(world_size) | {"earlier": earlier}
+    path.write_text(json.dumps(now, indent=1), encoding="utf-8")
+
+
+def check_compiler(config: RunConfig) -> None:
+    """Checks that there is a C++ compiler if one is wanted: torch.compile needs it, nothing else.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if config.model.compile and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"model.compile: true needs a C++ compiler, and there is no {compiler}; install one "
+            f"(Debian: apt install g++), name it in CXX, or set model.compile=false"
+        )
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the code; None where it is not a checkout."""
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,209 @@
+"""What a configuration leaves to the data: the vocabulary, and whether the two belong together."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import ConfigDict
+
+from data.config import DataConfig
+from data.errors import DataError
+from data.text.dataset import PreparedData
+from data.text.manifest import TOKENIZER_FILES
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.tokenizer import Tokenizer
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.records import Record
+from parallel.checkpoint.state_file import State
+from parallel.checkpoint.tensor_folder import check_file, read_form
+from parallel.weights import Weights
+from train.config.run import RunConfig, parse_config
+from train.errors import ConfigError
+
+
+def open_data(
+    path: str | None,
+    tokenizer_fingerprint: str | None,
+    owner: str,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> PreparedData:
+    """Opens prepared data and checks that its tokenizer is the one the weights know.
+
+    Args:
+        path: the folder, from `data.path`.
+        tokenizer_fingerprint: that of the weights; None if there are none yet.
+        owner: who has those weights, for the error.
+        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
+            the same id is as good.
+
+    Raises:
+        DataError: it is missing, damaged, or made with another tokenizer.
+    """
+    if path is None:
+        raise ConfigError("data.path: is missing; `polyad prepare` makes such a folder")
+    try:
+        prepared = PreparedData.open(Path(path))
+    except DataError as error:
+        raise ConfigError(f"data.path: {error}") from None
+    check_tokenizer(f"data.path: {path}", prepared, tokenizer_fingerprint, owner, tokenizer)
+    return prepared
+
+
+def check_tokenizer(
+    key: str,
+    data: PreparedData,
+    fingerprint: str | None,
+    owner: str,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+) -> None:
+    """Checks that data was made with the tokenizer that weights know.
+
+    Args:
+        key: that of the data and its value, for the error.
+        data: prepared.
+        fingerprint: of the weights' tokenizer; None if there are none yet.
+        owner: who has those weights, for the error.
+        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
+            the same id is as good.
+
+    Raises:
+        ConfigError: it was made with another.
+    """
+    theirs = data.manifest.tokenizer.fingerprint
+    if fingerprint is None or fingerprint == theirs:
+        return
+    ours = tokenizer()
+    if ours is None or not same_ids(ours, data.tokenizer()):
+        raise ConfigError(
+            f"{key} was made with tokenizer {theirs[:12]}, the {owner} with {fingerprint[:12]}: "
+            f"their token ids mean different things"
+        )
+
+
+def data_named(config: DataConfig) -> str:
+    """The key that names the data, and what it says, for an error."""
+    if config.mixture is None:
+        return f"data.path: {config.path}"
+    return f"data.mixture: {', '.join(source.path for source in config.mixture)}"
+
+
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether token ids mean the same in two tokenizers; they may cut text differently."""
+    return one.end_of_text == other.end_of_text and one.vocabulary() == other.vocabulary()
+
+
+def tokenizer_of(weights: Weights) -> Tokenizer | None:
+    """The tokenizer whose ids a model knows: the one beside its weights, or that of its data.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: there is one, and it is damaged or cannot be read.
+    """
+    if not isinstance(weights, Checkpoint):
+        return _folder_tokenizer(weights.folder)
+    known = weights.state.tokenizer_fingerprint
+    own = [weights.small_file(name) for name in TOKENIZER_FILES]
+    beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
+    for file in (*own, *beside):
+        if file is not None and file.is_file():
+            tokenizer = load_tokenizer(file, weights.state.end_of_text)
+            if known in (None, tokenizer.fingerprint):
+                return tokenizer
+    return None
+
+
+def _data_folders(checkpoint: Checkpoint) -> list[Path]:
+    """Where the tokenizer is of a checkpoint that was written before they had one."""
+    data = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder)).data
+    paths = [source.path for source in data.mixture] if data.mixture else [data.path]
+    return [Path(path).expanduser() for path in paths if path is not None]
+
+
+def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
+    """The tokenizer that a user names, or that of the weights; its ids are all in the model.
+
+    Args:
+        weights: the model's.
+        given: a tokenizer.json, a SentencePiece .model or the folder of one; None takes that of the
+            weights.
+
+    Raises:
+        ConfigError: there is none, or it is not the one that the weights know.
+        DataError: it cannot be read.
+    """
+    own = tokenizer_of(weights)
+    state = weights.state if isinstance(weights, Checkpoint) else State()
+    tokenizer = own
+    if given is not None:
+        tokenizer = load_tokenizer(given, state.end_of_text)
+        known = state.tokenizer_fingerprint
+        right = same_ids(own, tokenizer) if own else known in (None, tokenizer.fingerprint)
+        if not right:
+            raise ConfigError(
+                f"--tokenizer {given}: is not the one that {weights.folder} was trained with: "
+                f"their token ids mean different things"
+            )
+    if tokenizer is None:
+        raise ConfigError(
+            f"{weights.folder}: has no tokenizer beside it; name one with --tokenizer"
+        )
+    model_size = weights.shapes()["token_embedding.weight"][0]
+    if tokenizer.vocab_size > model_size:
+        raise ConfigError(
+            f"{given or weights.folder}: the tokenizer has {tokenizer.vocab_size} tokens, the "
+            f"model {model_size}"
+        )
+    return tokenizer
+
+
+class _Token(Record):
+    model_config = ConfigDict(extra="ignore")
+
+    content: str
+
+
+class _TokenizerConfig(Record):
+    """What is read of transformers' `tokenizer_config.json`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    eos_token: str | _Token | None = None
+
+
+def _folder_tokenizer(folder: Path) -> Tokenizer | None:
+    names = {path.name for path in folder.iterdir()}
+    if not names & set(TOKENIZER_FILES) and not {"vocab.json", "merges.txt"} <= names:
+        return None
+    for name in (*TOKENIZER_FILES, "vocab.json", "merges.txt"):
+        if name in names:
+            check_file(folder / name, ConfigError)
+    end_of_text = None
+    if "tokenizer_config.json" in names:
+        about = read_form(folder / "tokenizer_config.json", _TokenizerConfig, ConfigError)
+        token = about.eos_token
+        end_of_text = token.content if isinstance(token, _Token) else token
+    return load_tokenizer(folder, end_of_text)
+
+
+def resolve(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Fills in what comes from the data, and what one key decides of another.
+
+    Args:
+        config: the tree.
+        vocab_size: of the data's tokenizer.
+
+    Returns:
+        The tree with `model.vocab_size` set, and the feed-forward's rank as a number.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {wanted} is less than the {vocab_size} tokens of the tokenizer of "
+            f"{data_named(config.data)}"
+        )
+    feed_forward = config.model.known_feed_forward()
+    model = config.model.model_copy(
+        update={"vocab_size": wanted or vocab_size, "feed_forward": feed_forward}
+    )
+    return config.model_copy(update={"model": model})

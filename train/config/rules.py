@@ -1,0 +1,151 @@
+"""Rules of a configuration that hold between its sections, or between a run and its next start."""
+
+from pathlib import Path
+
+from model.build import ModelConfig
+from model.smoe.config import SparseMoEConfig
+from parallel.dims import Dims
+from train.config.run import RunConfig
+from train.config.text import flatten
+from train.errors import ConfigError
+
+# Keys, or whole sections, that a run may change when it goes on. All others make it another run.
+MAY_CHANGE_ON_RESUME = (
+    # What the data is, by path or mixture, its fingerprint says.
+    "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "train.steps",
+    "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
+    "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
+    "model.compile",
+    # How fresh weights start, which a run that goes on does not have.
+    "model.feed_forward.scale_residual_init",
+)  # fmt: skip
+
+
+def validate(config: RunConfig, world_size: int) -> Dims:
+    """Checks what one section cannot know of another.
+
+    Args:
+        config: the tree.
+        world_size: processes that will run it.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ConfigError: two keys contradict each other.
+        LayoutError: degrees or batch sizes do not fit the processes.
+    """
+    dims = Dims(
+        world_size=world_size,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        expert_parallel_size=config.parallel.expert_parallel_size,
+    )
+    check_tensor_parallel(config.model, dims.tensor_parallel_size)
+    check_experts(config, dims.expert_parallel_size)
+    check_fluctuation(config)
+    train, schedule = config.train, config.schedule
+    dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
+    decay = schedule.decay_steps or train.steps
+    if schedule.warmup_steps > decay:
+        raise ConfigError(
+            f"schedule.warmup_steps: {schedule.warmup_steps} is more than the {decay} steps that "
+            f"the schedule has"
+        )
+    stride = config.evaluation.stride
+    if stride is not None and stride > config.model.sequence_length:
+        raise ConfigError(
+            f"evaluation.stride: {stride} is more than model.sequence_length: "
+            f"{config.model.sequence_length}, so tokens would be left out"
+        )
+    if config.model.compile and config.parallel.zero_stage == 3:
+        raise ConfigError(
+            "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "
+            "hooks on every module send the compiler back to eager code; use stage 0, 1 or 2"
+        )
+    return dims
+
+
+def check_tensor_parallel(model: ModelConfig, size: int) -> None:
+    """Checks that what tensor parallelism cuts has equal parts.
+
+    Raises:
+        ConfigError: it does not divide heads, width, inner width or the ranks of factors.
+    """
+    cuts = [{"model.num_heads": model.num_heads}, {"model.hidden_size": model.hidden_size}]
+    cuts += model.known_feed_forward().cut_sizes(model.hidden_size)
+    for choices in cuts:
+        if all(value % size for value in choices.values()):
+            sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
+            raise ConfigError(f"parallel.tensor_parallel_size: {size} does not divide {sizes}")
+
+
+def check_experts(config: RunConfig, size: int) -> None:
+    """Checks that experts can be spread over processes.
+
+    Raises:
+        ConfigError: there are none, they have no equal parts, or ZeRO cannot hold them.
+    """
+    feed_forward, stage = config.model.feed_forward, config.parallel.zero_stage
+    if not isinstance(feed_forward, SparseMoEConfig):
+        if size > 1:
+            raise ConfigError(
+                f"parallel.expert_parallel_size: {size} is not allowed with "
+                f"model.feed_forward.kind: {feed_forward.kind}, which has no whole experts to "
+                f"spread"
+            )
+        return
+    if feed_forward.num_experts % size:
+        raise ConfigError(
+            f"parallel.expert_parallel_size: {size} does not divide "
+            f"model.feed_forward.num_experts: {feed_forward.num_experts}"
+        )
+    if stage == 3:
+        raise ConfigError(
+            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe: DeepSpeed "
+            "does not partition experts that other processes do not have; use stage 0, 1 or 2"
+        )
+
+
+def check_fluctuation(config: RunConfig) -> None:
+    """Checks that there are experts and checkpoints whose routing can be compared.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    if not config.log.fluctuation:
+        return
+    kind = config.model.feed_forward.kind
+    if kind == "dense":
+        raise ConfigError(
+            "log.fluctuation: true is not allowed with model.feed_forward.kind: dense, which has "
+            "no experts that tokens could change"
+        )
+    if config.checkpoint.every == 0:
+        raise ConfigError(
+            "log.fluctuation: true is not allowed with checkpoint.every: 0: the one checkpoint at "
+            "the end has none before it to be compared with; take 1 or more"
+        )
+
+
+def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
+    """Checks that a configuration goes on with the run that another one began.
+
+    Raises:
+        ConfigError: keys differ that define the run; they are named with both values.
+    """
+    before, after = flatten(saved.model_dump(mode="json")), flatten(now.model_dump(mode="json"))
+    changed = [
+        f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not _may_change(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{origin}: holds another run: {'; '.join(changed[:3])}"
+            + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+            + ". Take another run.folder, or change the keys back"
+        )
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE_ON_RESUME)

@@ -1,0 +1,276 @@
+"""`polyad generate`: text from a checkpoint, one token after another.
+
+A model reads at most `sequence_length` tokens. When that many are full, the older half is let go:
+the window then begins `sequence_length // 2` tokens before the next one, and its tokens take the
+positions from 0 on. Learned positions make every key and value new at such a step, so the cache is
+filled again, once per half a window. With a cache or without, the model sees the same tokens.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.text.tokenizers.tokenizer import Tokenizer
+from model.cache import KeyValueCache
+from model.gpt2 import GPT2Config
+from parallel.weights import load_model, open_weights
+from parallel.zero import Precision
+from train.config.resolve import need_tokenizer
+from train.errors import ConfigError
+from train.experts.steering import Steering, effect, steered
+
+_UNFINISHED = "\ufffd"
+"""What the bytes of half a character decode to."""
+_OVERLAP = 6
+"""Tokens decoded before new ones: what they look like may depend on their neighbours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Chooses among so many of the likeliest tokens; None, or more than there are: among all."""
+    top_p: float = 1.0
+    """Chooses among the fewest tokens whose probability is this much of what `top_k` leaves."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"--temperature: {self.temperature} is not allowed: 0 or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"--top-k: {self.top_k} is not allowed: 1 or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p: {self.top_p} is not allowed: above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed: {self.seed} is not allowed: 0 or more, below 2^63")
+
+    def generator(self) -> torch.Generator:
+        """Random numbers that depend on the seed alone."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Chooses a token.
+
+    Args:
+        logits_V: of every token, on the CPU.
+        sampling: how.
+        generator: drawn from, unless the temperature is 0.
+
+    Returns:
+        Its id.
+    """
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial(probabilities(logits_V, sampling), 1, generator=generator))
+
+
+def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """How likely each token is chosen: temperature first, then top-k, then top-p.
+
+    Of equally likely tokens those with lower ids count as the likelier ones.
+
+    Args:
+        logits_V: of every token.
+        sampling: how; its temperature is above 0.
+
+    Returns:
+        [V], fp64; they add up to 1.
+    """
+    # The largest becomes 0, which no temperature, however low, makes infinite.
+    logits_V = logits_V.double() - logits_V.max()
+    probability_V = (logits_V / sampling.temperature).softmax(-1)
+    top_k = probability_V.numel() if sampling.top_k is None else sampling.top_k
+    if top_k < probability_V.numel():
+        _, order_V = probability_V.sort(descending=True, stable=True)
+        probability_V = probability_V.index_fill(0, order_V[top_k:], 0.0)
+        probability_V = probability_V / probability_V.sum()
+    if sampling.top_p < 1:
+        sorted_V, order_V = probability_V.sort(descending=True, stable=True)
+        before_V = sorted_V.cumsum(-1) - sorted_V  # the mass of likelier ones
+        probability_V = probability_V.index_fill(0, order_V[before_V >= sampling.top_p], 0.0)
+        probability_V = probability_V / probability_V.sum()
+    return probability_V
+
+
+def generate_ids(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop_ids: Collection[int] = (),
+    vocab_size: int | None = None,
+    use_cache: bool = True,
+    name: str = "the model",
+) -> Iterator[int]:
+    """Continues a prompt.
+
+    Args:
+        model: a GPT-2 in evaluation mode.
+        prompt: token ids, at least one; of a long prompt the last `sequence_length` are read.
+        max_tokens: the most that are generated.
+        sampling: how a token is chosen.
+        stop_ids: tokens that end it; they are not handed out.
+        vocab_size: only ids below it are chosen; None: all that the model has.
+        use_cache: keep keys and values, or run the whole window for every token.
+        name: of the model, for an error.
+
+    Yields:
+        Token ids, each as soon as it is chosen.
+
+    Raises:
+        ConfigError: the model's weights are not such that a token can be chosen.
+    """
+    config: GPT2Config = model.config  # type: ignore[assignment]
+    length, device = config.sequence_length, next(model.parameters()).device
+    generator = sampling.generator()
+    ids = list(prompt)
+    start = read = max(0, len(ids) - length)  # of the window; of what is not in the cache yet
+    cache = KeyValueCache(config.num_layers, length) if use_cache else None
+    for _ in range(max_tokens):
+        if len(ids) - start > length:
+            start = read = len(ids) - max(1, length // 2)
+            cache = KeyValueCache(config.num_layers, length) if use_cache else None
+        window = ids[read if use_cache else start :]
+        with torch.inference_mode():
+            logits_BTV = model(torch.tensor([window], device=device), cache).logits
+            logits_V = logits_BTV[0, -1, :vocab_size].cpu()
+        if not logits_V.isfinite().all():
+            raise ConfigError(
+                f"{name}: its logits are not finite: its weights hold NaN or inf, or are too large"
+            )
+        read = len(ids)
+        token = choose(logits_V, sampling, generator)
+        if token in stop_ids:
+            return
+        yield token
+        ids.append(token)
+
+
+class TextStream:
+    """Turns tokens into text as they come; half a character waits for its other half.
+
+    Args:
+        tokenizer: of the ids.
+        prompt: what stands before them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._decode = tokenizer.decode
+        self._ids = list(prompt)
+        self._shown = len(self._ids)
+        self._from = max(0, self._shown - _OVERLAP)
+
+    def push(self, token: int) -> str:
+        """Adds a token; gives the text that is certain by now, which may be empty."""
+        self._ids.append(token)
+        text = self._rest()
+        return "" if text.endswith(_UNFINISHED) else self._show(text)
+
+    def end(self) -> str:
+        """What is left, with a mark for a character that never became whole."""
+        return self._show(self._rest())
+
+    def _rest(self) -> str:
+        before = self._decode(self._ids[self._from : self._shown])
+        return self._decode(self._ids[self._from :])[len(before) :]
+
+    def _show(self, text: str) -> str:
+        self._from, self._shown = max(0, len(self._ids) - _OVERLAP), len(self._ids)
+        return text
+
+
+def generate(
+    path: Path,
+    prompt: str,
+    *,
+    tokenizer: str | None = None,
+    max_tokens: int = 100,
+    sampling: Sampling = Sampling(),  # frozen
+    use_cache: bool = True,
+    precision: Precision = "fp32",
+    steerings: Sequence[Steering] = (),
+    write: Callable[[str], object] = lambda text: None,
+) -> dict[str, Any]:
+    """Continues a text.
+
+    Args:
+        path: as of `open_weights`: a checkpoint, a run, a folder of weights.
+        prompt: the text; an empty one begins a document.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
+            checkpoint.
+        max_tokens: the most that are generated; an end of text ends earlier.
+        sampling: how a token is chosen.
+        use_cache: keep keys and values of the tokens before.
+        precision: of the weights and activations.
+        steerings: experts that the text is moved towards.
+        write: is handed the prompt, and every piece of text as it comes.
+
+    Returns:
+        The result: JSON values.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    weights = open_weights(path)
+    coder = need_tokenizer(weights, tokenizer)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
+    prompt_ids = coder.encode(prompt) or [coder.end_of_text_id]
+    model = load_model(
+        weights.folder, "cuda" if torch.cuda.is_available() else "cpu", precision=precision
+    )
+    stream, ids, pieces = TextStream(coder, prompt_ids), [], []
+    with steered(model, steerings):
+        write(prompt)
+        started = time.monotonic()
+        for token in generate_ids(
+            model,
+            prompt_ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=(coder.end_of_text_id,),
+            vocab_size=coder.vocab_size,
+            use_cache=use_cache,
+            name="; ".join((str(weights.folder), *(f"--steer {one}" for one in steerings))),
+        ):
+            ids.append(token)
+            pieces.append(stream.push(token))
+            write(pieces[-1])
+    pieces.append(stream.end())
+    write(pieces[-1])
+    seconds = time.monotonic() - started
+    length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
+    return {
+        "checkpoint": str(weights.folder),
+        "prompt": prompt,
+        "text": "".join(pieces),
+        "prompt_ids": prompt_ids,
+        "token_ids": ids,
+        "ended_by": "max_tokens" if len(ids) == max_tokens else "end_of_text",
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "cache": use_cache,
+        "precision": precision,
+        "steering": effect(model, steerings, (prompt_ids + ids)[-length:]) if steerings else [],
+        "seconds": seconds,
+        "tokens_per_second": len(ids) / max(seconds, 1e-9),
+    }

@@ -1,0 +1,231 @@
+"""What a language model owes to a graph of tokens without a mask: `polyad evaluate --leak`.
+
+Such a graph (`model.feed_forward.causal_graph: false`) lets the tokens of a window choose their
+experts by what comes later, so its loss over whole windows is not that of a model that predicts.
+The same weights without that help are scored in two ways:
+
+    prefix   the window is cut at each token before that is predicted: T forward passes for a window
+             of T tokens, and exact, so a sample of the tokens is taken. Tokens of the prefix still
+             see each other in both directions.
+    masked   every token sees itself and those before it alone, as generation with a cache does:
+             one forward pass, so the whole split.
+
+Shapes: B windows, T tokens of a window, D width, V vocabulary, W windows of all.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from data.text.windows import EvaluationWindows, window_batches
+from model.smoe.config import SparseMoEConfig
+from model.smoe.graph import Graph
+from parallel import comm
+from train.config.run import RunConfig
+from train.errors import ConfigError
+from train.tasks.loss import token_losses
+from train.tasks.scoring import score_windows
+
+GROUP = 8
+"""Windows that are cut at the same tokens, in one forward pass."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Its multiples spread evenly over the circle, however many they are."""
+
+Report = Callable[[float], None]
+
+
+class PrefixScore(NamedTuple):
+    """A sample of tokens, each scored in its window and from its prefix."""
+
+    tokens: int
+    in_window: float
+    """Nats a token, with the whole window seen."""
+    from_prefix: float
+    """Of the same tokens, with the window cut before what is predicted."""
+    standard_error: float
+    """Of the mean difference as an estimate of the split's: tokens of one window belong together.
+    NaN of a single window."""
+
+    @property
+    def difference(self) -> float:
+        """What the window's later tokens are worth, nats a token."""
+        return self.from_prefix - self.in_window
+
+
+def check_leaks(config: RunConfig, name: object) -> None:
+    """Checks that there is something to measure.
+
+    Args:
+        config: of the checkpoint.
+        name: of it, for the message.
+
+    Raises:
+        ConfigError: no graph of the model sees later tokens.
+    """
+    feed_forward = config.model.feed_forward
+    if not isinstance(feed_forward, SparseMoEConfig):
+        raise ConfigError(
+            f"--leak: {name} has model.feed_forward.kind: {feed_forward.kind}, and no graph of "
+            f"tokens; smoe has"
+        )
+    if feed_forward.causal_graph:
+        raise ConfigError(
+            f"--leak: {name} has model.feed_forward.causal_graph: true, so no token sees later "
+            f"ones; a model trained with false does"
+        )
+
+
+def measure(
+    model: nn.Module,
+    windows: EvaluationWindows,
+    *,
+    tokens: int,
+    batch_size: int,
+    world: comm.World,
+    reports: tuple[Report | None, Report | None] = (None, None),
+) -> dict[str, Any]:
+    """Scores a split again, without what comes later.
+
+    Args:
+        model: whose graphs have no mask; in evaluation mode.
+        windows: of the split.
+        tokens: about how many are scored from their prefix, evenly over the split.
+        batch_size: windows in a forward pass of the masked model.
+        world: this process.
+        reports: are told the shares done of masked and of prefix.
+
+    Returns:
+        JSON values; the same on every process.
+    """
+    with masked(model):
+        score = score_windows(model, windows, batch_size=batch_size, world=world, report=reports[0])
+    prefix = score_prefixes(model, windows, tokens=tokens, world=world, report=reports[1])
+    return {
+        "masked_loss": score.loss,
+        "masked_tokens": score.tokens,
+        "prefix_wanted": tokens,
+        "prefix_tokens": prefix.tokens,
+        "prefix_loss": prefix.from_prefix,
+        "prefix_loss_in_window": prefix.in_window,
+        "prefix_difference": prefix.difference,
+        "prefix_standard_error": prefix.standard_error,
+    }
+
+
+@contextmanager
+def masked(model: nn.Module) -> Iterator[None]:
+    """Puts the mask into all graphs of a language model for a while."""
+    graphs = [m for m in model.modules() if isinstance(m, Graph) and not m.causal]
+    for graph in graphs:
+        graph.causal = True
+    try:
+        yield
+    finally:
+        for graph in graphs:
+            graph.causal = False
+
+
+@contextmanager
+def _last_position_alone(model: nn.Module) -> Iterator[None]:
+    """Leaves the output head, a good part of a small model, the last position alone."""
+    hook = model.get_submodule("final_norm").register_forward_hook(
+        lambda module, given, x_BTD: x_BTD[:, -1:]
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def score_prefixes(
+    model: nn.Module,
+    windows: EvaluationWindows,
+    *,
+    tokens: int,
+    world: comm.World,
+    report: Report | None = None,
+) -> PrefixScore:
+    """Scores a sample of a split's tokens from what is before them alone.
+
+    Every n-th token of a window is taken, from a place on that differs from group to group of
+    windows, so that every distance from the window's beginning occurs as often.
+
+    Args:
+        model: a language model; dropout off.
+        windows: of the split.
+        tokens: about how many are scored; all if there are no more.
+        world: this process.
+        report: is told the share done.
+
+    Returns:
+        Sums over all processes; which tokens are taken does not hang on how many processes there
+        are.
+    """
+    rank, size = world.data_parallel_rank, world.data_parallel_size
+    apart = max(1, len(windows) * windows.stride // tokens)
+    count = math.ceil(len(windows) / (GROUP * size))
+    total = torch.zeros(len(_Sums._fields), dtype=torch.float64, device=world.device)
+    for number, batch in enumerate(window_batches(windows, GROUP, rank, size)):
+        input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
+        first = int(apart * (((number * size + rank) * GOLDEN) % 1))
+        places = [t for t in range(first, input_BT.shape[1], apart) if scored_BT[:, t].any()]
+        if places:
+            whole_BP = token_losses(model(input_BT).logits, target_BT)[:, places]
+            cut_BP = torch.cat([_cut_losses(model, input_BT, target_BT, t) for t in places], 1)
+            total += _sums(whole_BP, cut_BP, scored_BT[:, places])
+        if report is not None:
+            report((number + 1) / count)
+    return _prefix_score(_Sums(*comm.sum_over_samples(total, world).tolist()))
+
+
+def _cut_losses(model: nn.Module, input_BT: Tensor, target_BT: Tensor, place: int) -> Tensor:
+    """[B, 1]: the loss of what follows position `place`, with nothing after it there."""
+    with _last_position_alone(model):
+        logits_B1V = model(input_BT[:, : place + 1]).logits
+    return token_losses(logits_B1V, target_BT[:, place : place + 1])
+
+
+class _Sums(NamedTuple):
+    """Over windows: n tokens each, with a sum d of differences."""
+
+    windows: float
+    tokens: float
+    in_window: float
+    from_prefix: float
+    d_d: float
+    d_n: float
+    n_n: float
+
+
+def _sums(whole_BP: Tensor, cut_BP: Tensor, scored_BP: Tensor) -> Tensor:
+    # `where`, because a padded position may have any loss, even one that is not finite.
+    whole_B, cut_B = (x.double().where(scored_BP, 0.0).sum(1) for x in (whole_BP, cut_BP))
+    n_B, d_B = scored_BP.sum(1).double(), cut_B - whole_B
+    return torch.stack(
+        [
+            *((n_B > 0).sum().double(), n_B.sum(), whole_B.sum(), cut_B.sum()),
+            *((d_B * d_B).sum(), (d_B * n_B).sum(), (n_B * n_B).sum()),
+        ]
+    )
+
+
+def _prefix_score(sums: _Sums) -> PrefixScore:
+    """Means, and the standard error of their difference.
+
+    The mean difference is a ratio of sums over windows, sum d / sum n, whose variance is
+    W / (W - 1) sum (d - mean n)^2 / (sum n)^2 (Cochran 1977, section 6.4).
+    """
+    mean = (sums.from_prefix - sums.in_window) / sums.tokens
+    squares = sums.d_d - 2 * mean * sums.d_n + mean**2 * sums.n_n
+    error = math.nan
+    if sums.windows > 1:
+        variance = sums.windows / (sums.windows - 1) * max(squares, 0.0)
+        error = math.sqrt(variance) / sums.tokens
+    return PrefixScore(
+        int(sums.tokens), sums.in_window / sums.tokens, sums.from_prefix / sums.tokens, error
+    )

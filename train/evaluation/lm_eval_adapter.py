@@ -1,0 +1,236 @@
+"""A checkpoint as a model of lm-eval's: `--model polyad --model_args checkpoint=RUN`.
+
+`train/harness.py` makes it known to lm-eval. What is counted is what lm-eval counts for its own
+Hugging Face models: an empty context is one end-of-text token, and a text longer than the model's
+window is scored in windows of which the last has as much context as there is room for.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from tqdm import tqdm
+
+from parallel.weights import load_model, open_weights
+from parallel.zero import DTYPES, Precision
+from train.config.resolve import need_tokenizer
+from train.errors import ConfigError
+from train.evaluation.generate import Sampling, TextStream, generate_ids
+
+Scored = tuple[list[int], int]
+"""Token ids, and how many of the last ones are scored."""
+MAX_GENERATED = 256
+"""Tokens that `generate_until` stops at where a task says nothing: lm-eval's default."""
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_AUTOMATIC_BATCH = 8
+
+
+class PolyadLM(TemplateLM):
+    """lm-eval's three kinds of requests, answered by a model on one device.
+
+    Args:
+        checkpoint: a checkpoint, a run whose newest one is taken, or a Hugging Face folder.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
+            checkpoint.
+        precision: `fp32` or `bf16`.
+        batch_size: texts in a forward pass of `loglikelihood`.
+        device: where the model runs; without a GPU on the CPU in any case.
+        max_batch_size: ignored; lm-eval hands it over.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        tokenizer: str | None = None,
+        precision: Precision = "fp32",
+        batch_size: int | str | None = 1,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if precision not in DTYPES:
+            allowed = ", ".join(DTYPES)
+            raise ConfigError(f"precision: {precision!r} is not allowed: {allowed}")
+        weights = open_weights(Path(checkpoint))
+        self._coder = need_tokenizer(weights, tokenizer)
+        # lm-eval asks for "cuda:0" where the user says nothing.
+        self._device = torch.device((device or "cuda") if torch.cuda.is_available() else "cpu")
+        self.model = load_model(weights.folder, self._device, precision)
+        config: Any = self.model.config
+        self.max_length: int = config.sequence_length
+        self.batch_size = _batch_size(batch_size)
+        self._about = {"checkpoint": str(weights.folder), "precision": precision}
+
+    @property
+    def eot_token_id(self) -> int:
+        """Of the token that ends a document."""
+        return self._coder.end_of_text_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm-eval's caches."""
+        return self._coder.fingerprint
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes into its results."""
+        return self._about | {"model_num_parameters": sum(p.numel() for p in self.parameters())}
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of the model."""
+        return self.model.parameters()
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids of a text, never a special one."""
+        return self._coder.encode(string)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        answers = self._score([self._pair(*request) for request in requests], disable_tqdm)
+        for request, answer in zip(requests, answers, strict=True):
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
+        return answers
+
+    def _pair(
+        self, texts: Any, context: list[int], continuation: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Mends what lm-eval's cut between context and continuation leaves empty.
+
+        It moves white space at the end of a context to the continuation, all of it if there is no
+        more. Where the continuation has gone into the context's last token, nothing would be
+        scored, which is more likely than any other answer.
+        """
+        if not continuation and texts is not None and texts[1]:
+            continuation = self.tok_encode(texts[1])
+        return context or [self.prefix_token_id], continuation
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in nats, each after an end of text."""
+        texts = [request.args[0] for request in requests]
+        pairs = [([self.prefix_token_id], self.tok_encode(text)) for text in texts]
+        totals = [total for total, _ in self._score(pairs, disable_tqdm)]
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Continues texts until one of the strings that a task names."""
+        texts = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="generating"):
+            context, options = request.args
+            texts.append(self._generate(context, options))
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    @torch.inference_mode()
+    def _score(
+        self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood in nats, whether greedy decoding would have said the same) of each."""
+        work = [(n, window) for n, pair in enumerate(pairs) for window in self._windows(*pair)]
+        work.sort(key=lambda item: -len(item[1][0]))  # the longest first: little padding
+        totals, greedy = [0.0] * len(pairs), [True] * len(pairs)
+        starts = range(0, len(work), self.batch_size)
+        for start in tqdm(starts, disable=quiet, desc="scoring"):
+            batch = work[start : start + self.batch_size]
+            longest = len(batch[0][1][0]) - 1
+            input_BT = torch.full((len(batch), longest), self.eot_token_id)
+            for row, (_, (ids, _)) in enumerate(batch):
+                input_BT[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+            logits_BTV = self.model(input_BT.to(self._device)).logits
+            for row, (number, (ids, count)) in enumerate(batch):
+                # Padding is behind the text, where causal attention does not look.
+                logits_TV = logits_BTV[row, len(ids) - 1 - count : len(ids) - 1].float()
+                target_T = torch.tensor(ids[-count:], device=self._device)
+                picked_T = logits_TV.log_softmax(-1).gather(1, target_T[:, None])[:, 0]
+                totals[number] += picked_T.double().sum().item()
+                greedy[number] &= bool((logits_TV.argmax(-1) == target_T).all())
+        return list(zip(totals, greedy, strict=True))
+
+    def _windows(self, context: list[int], continuation: list[int]) -> Iterator[Scored]:
+        """Cuts a text into windows of at most the model's, each token scored once."""
+        ids, done = context + continuation, 0
+        while done < len(continuation):
+            count = min(self.max_length, len(continuation) - done)
+            done += count
+            stop = len(context) + done
+            # One more token than the window: the last one is only predicted.
+            yield ids[max(0, stop - self.max_length - 1) : stop], count
+
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
+        until, max_tokens, sampling = _generation_options(options)
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        if max_tokens < self.max_length:  # leave room, as lm-eval does, and the window stays
+            ids = ids[max_tokens - self.max_length :]
+        stream, text = TextStream(self._coder, ids), ""
+        for token in generate_ids(
+            self.model,
+            ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=(self.eot_token_id,),
+            vocab_size=self._coder.vocab_size,
+            name=self._about["checkpoint"],
+        ):
+            text += stream.push(token)
+            if any(mark in text for mark in until):
+                break
+        else:
+            text += stream.end()
+        return text[: min((text.find(mark) for mark in until if mark in text), default=None)]
+
+
+def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
+    """What a task asks of generation: where to end, how long, how to choose.
+
+    Raises:
+        ConfigError: it asks for what is not built.
+    """
+    rest = copy.copy(options)
+    until = rest.pop("until", None) or []
+    until = [until] if isinstance(until, str) else [mark for mark in until if mark]
+    lengths = [_number(rest, key, int) for key in _LENGTHS]
+    max_tokens = next((int(length) for length in lengths if length is not None), MAX_GENERATED)
+    sampled = bool(rest.pop("do_sample", False))
+    temperature, top_p = (_number(rest, key, float) for key in ("temperature", "top_p"))
+    if rest:
+        key = min(rest)
+        raise ConfigError(
+            f"{key}: {rest[key]!r}: generation knows until, do_sample, temperature, top_p and "
+            f"max_gen_toks"
+        )
+    temperature = 1.0 if temperature is None else temperature
+    sampling = Sampling(
+        temperature=temperature if sampled else 0.0, top_p=1.0 if top_p is None else top_p
+    )
+    return until, max_tokens, sampling
+
+
+def _number(options: dict[str, Any], key: str, kind: type[int] | type[float]) -> float | None:
+    """Takes a number out of a task's options; None where the task says nothing."""
+    value = options.pop(key, None)
+    try:
+        return None if value is None else kind(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}: {value!r} is not a number") from None
+
+
+def _batch_size(given: int | str | None) -> int:
+    text = str(given or 1)
+    if text.startswith("auto"):
+        return _AUTOMATIC_BATCH
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"batch_size: {given!r} is not allowed: a number of at least 1, or auto")
+    return int(text)

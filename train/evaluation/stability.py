@@ -1,0 +1,191 @@
+"""`polyad evaluate --compare`: which tokens two checkpoints of a model send to other experts."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.text.manifest import SplitName
+from data.text.windows import EvaluationWindows, SpreadWindows
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model, open_checkpoint
+from train.config.resolve import check_tokenizer, tokenizer_of
+from train.config.text import flatten
+from train.errors import ConfigError
+from train.evaluation.evaluate import Evaluated, Progress, open_evaluated
+from train.experts.fluctuation import Fluctuation, Probe, differences, mean, probe_batches, shares
+from train.guard.memory import explain_out_of_memory, to_evaluate
+from train.loop.device import allow_tf32
+
+PROBE_TOKENS = 65_536
+"""About how many tokens are compared, unless the user says it."""
+FREE_KEYS = ("compile", "recompute", "dropout", "feed_forward.experts")
+"""Of a model: they change nothing of what it computes in evaluation."""
+
+
+def compare(
+    path: Path,
+    other: Path,
+    *,
+    data: str | None = None,
+    split: SplitName = "validation",
+    tokens: int = PROBE_TOKENS,
+    overrides: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Compares the routing of two checkpoints, in one process or under torchrun.
+
+    Both models are in memory, and of the text one batch of windows.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is taken: mostly the later one.
+        other: another of the same model.
+        data: prepared data; None takes that of the first one's run.
+        split: `validation`, `test` or `train`.
+        tokens: so many full windows, evenly over the split, hold at least as many tokens.
+        overrides: `key=value` for keys that evaluation reads.
+
+    Returns:
+        The result, JSON values; the same on every process.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    opened = open_evaluated(path, data, overrides)
+    before = open_checkpoint(other)
+    _check_pair(opened, before, data_is_named=data is not None)
+    windows = _probe_set(opened, split, tokens)
+    config = opened.config
+    world = comm.initialize(config.parallel.timeout_minutes)
+    allow_tf32(config.train.tf32, world.device)
+    started = time.monotonic()
+    with explain_out_of_memory(lambda: "comparing routing", world, to_evaluate(config)):
+        layers, count = _compare(opened, before, windows, world)
+    _check_finite(layers, opened.checkpoint)
+    return {
+        "checkpoint": str(opened.checkpoint.folder),
+        "step": opened.checkpoint.training_step,
+        "compared_with": str(before.folder),
+        "compared_step": before.training_step,
+        "data": str(config.data.path),
+        "split": split,
+        "probe_tokens": count,
+        "probe_windows": len(windows),
+        "sequence_length": config.model.sequence_length,
+        "layers": {
+            name: {
+                "top1": layer.top1,
+                "set": layer.set,
+                "entropy": layer.entropy,
+                "compared_entropy": layer.entropy_before,
+                "entropy_ratio": layer.entropy_ratio,
+            }
+            for name, layer in layers.items()
+        },
+        "mean": mean(layers),
+        "precision": config.train.precision,
+        "processes": world.size,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) -> None:
+    """Whether both are of one model with experts, and know the tokens of the probe set."""
+    ours, theirs = (
+        flatten(checkpoint.model_config().model_dump(mode="json"))
+        for checkpoint in (opened.checkpoint, other)
+    )
+    changed = [
+        f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {opened.checkpoint.folder}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key) and key not in FREE_KEYS
+    ]
+    if changed:
+        more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
+        raise ConfigError(
+            f"--compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
+        )
+    if opened.config.model.feed_forward.kind == "dense":
+        raise ConfigError(
+            f"--compare: {opened.checkpoint.folder} has model.feed_forward.kind: dense, and no "
+            f"experts whose choice could be compared"
+        )
+    check_tokenizer(
+        f"data.path: {opened.config.data.path}",
+        opened.data,
+        other.state.tokenizer_fingerprint,
+        f"checkpoint of --compare {other.folder}",
+        lambda: tokenizer_of(other),
+    )
+    known = [c.state.data_fingerprint for c in (opened.checkpoint, other)]
+    if known[0] != known[1] and not data_is_named:
+        raise ConfigError(
+            f"--compare: {other.folder}: was trained on other data than "
+            f"{opened.checkpoint.folder}; --data names the text that both are to read"
+        )
+
+
+def _probe_set(opened: Evaluated, split: SplitName, tokens: int) -> SpreadWindows:
+    length = opened.config.model.sequence_length
+    end = opened.data.manifest.tokenizer.end_of_text_id
+    return SpreadWindows([EvaluationWindows(opened.data.split(split), length, length, end)], tokens)
+
+
+def _compare(
+    opened: Evaluated, other: Checkpoint, windows: SpreadWindows, world: comm.World
+) -> tuple[dict[str, Fluctuation], int]:
+    """Each layer's shares over all processes, and of how many tokens."""
+    precision, device = opened.config.train.precision, world.device
+    probes = []
+    for checkpoint in (opened.checkpoint, other):
+        model = load_model(checkpoint.folder, device=device, precision=precision)
+        probes.append(Probe(model, model, device))
+    now, before = probes
+    size = opened.batch_size * world.data_parallel_size
+    total = math.ceil(len(windows) / size)
+    length = opened.config.model.sequence_length
+    report = Progress("compare", len(windows) * length) if world.is_main else None
+    sums_LC = torch.zeros(len(now.layers), 4, dtype=torch.float64, device=device)
+    tokens = torch.zeros(1, dtype=torch.float64, device=device)
+    for done, batch in enumerate(probe_batches(windows, opened.batch_size, world), start=1):
+        pairs = zip(now.read(*batch), before.read(*batch), strict=True)
+        sums_LC += torch.stack([differences(*pair) for pair in pairs])
+        tokens += batch[1].sum()
+        if report is not None:
+            report(done / total)
+    flat = comm.sum_over_samples(torch.cat([sums_LC.flatten(), tokens]), world).cpu()
+    count = int(flat[-1])
+    return shares(flat[:-1].view(sums_LC.shape), count, now.layers), count
+
+
+def _check_finite(layers: dict[str, Fluctuation], checkpoint: Checkpoint) -> None:
+    for name, layer in layers.items():
+        if not math.isfinite(layer.entropy + layer.entropy_before):
+            raise ConfigError(
+                f"--compare: the scores of {name} are not finite in {checkpoint.folder} or in what "
+                f"it is compared with: the weights hold NaN or inf, or are too large"
+            )
+
+
+def comparison_table(result: dict[str, Any]) -> str:
+    """A comparison for a person."""
+    rows = [
+        ("checkpoint", f"{result['checkpoint']} (step {result['step']:,})"),
+        ("compared with", f"{result['compared_with']} (step {result['compared_step']:,})"),
+        ("probe set", f"{result['probe_tokens']:,} tokens of {result['split']} of "
+         f"{result['data']}, in {result['probe_windows']:,} windows evenly over it"),
+        ("processes", f"{result['processes']}"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {value}" for name, value in rows]
+    named = {**result["layers"], "mean": result["mean"]}
+    width = max(map(len, named))
+    lines += ["", f"{'':{width}}  other first expert  other experts  entropy ratio"]
+    for name, layer in named.items():
+        lines.append(
+            f"{name:{width}}  {100 * layer['top1']:17.2f}%  {100 * layer['set']:12.2f}%  "
+            f"{layer['entropy_ratio']:13.4f}"
+        )
+    return "\n".join(lines)

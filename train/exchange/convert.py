@@ -1,0 +1,341 @@
+"""`polyad convert`: weights from Polyad to other formats and back, one tensor at a time."""
+
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from data.config import DataConfig
+from data.progress import Progress
+from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+from data.text.tokenizers.tokenizer import Tokenizer
+from model.build import build_model, num_parameters
+from model.config_yaml import dump
+from model.huggingface import (
+    CONFIG_FILE,
+    HEAD,
+    PREFIX,
+    HuggingFaceError,
+    config_to_huggingface,
+    parameter_shapes,
+    their_tensor,
+)
+from parallel.checkpoint.checkpoint import find_checkpoint
+from parallel.checkpoint.tensor_file import Entry, write_safetensors
+from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, differing_shapes
+from parallel.checkpoint.writer import TokenizerCopy, save_weights
+from parallel.fragments import persistent_buffers
+from parallel.huggingface import is_huggingface_folder
+from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
+from parallel.plain_weights import is_plain_folder
+from parallel.weights import Weights, open_weights
+from train.config.resolve import tokenizer_of
+from train.config.run import RunConfig, RunFolderConfig, TrainConfig
+from train.errors import ConfigError
+from train.exchange.upcycle import Upcycled, Upcycling
+from train.state import TrainState
+
+Format = Literal["huggingface", "polyad", "safetensors"]
+FORMATS: dict[Format, str] = {
+    "huggingface": "a Hugging Face folder",
+    "polyad": "of Polyad",
+    "safetensors": "a folder of safetensors under our names",
+}
+BATCH_SIZE = 8
+"""Of a converted checkpoint's configuration: what `polyad evaluate` scores at once."""
+
+
+def convert(
+    source: Path, destination: Path, to: Format, upcycling: Upcycling | None = None
+) -> dict[str, Any]:
+    """Writes the weights of a model in another format. All ways are bitwise in fp32.
+
+    Args:
+        source: a checkpoint or run of Polyad, a Hugging Face folder of GPT-2, or a folder of
+            safetensors under our names.
+        destination: the folder to make; it may exist if it is empty.
+        to: `huggingface` for config.json, model.safetensors and the tokenizer, of a dense model;
+            `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
+            a checkpoint at step 0 without optimizer state.
+        upcycling: makes a dense model a sparse mixture on the way; the format may stay.
+
+    Returns:
+        What was written: JSON values.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    if not destination.name:  # the current folder, which will be another one
+        destination = destination.absolute()
+    _refuse_what_is_there(destination)
+    is_of: Format = "polyad"
+    if is_huggingface_folder(source):
+        is_of = "huggingface"
+    elif is_plain_folder(source):
+        is_of = "safetensors"
+    else:
+        find_checkpoint(source)  # says so if it is nothing at all
+    if upcycling and to == "huggingface":
+        raise upcycling.error(
+            "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
+            "--to safetensors are"
+        )
+    if is_of == to and not upcycling:
+        others = " and ".join(f"--to {name}" for name in FORMATS if name != to)
+        raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
+    weights = _Checked(open_weights(source), upcycling)
+    if upcycling:
+        _refuse_more_than_fits(weights.bytes, destination, upcycling)
+    with closing(weights.progress), _staging(destination) as staging:
+        _WRITERS[to](weights, staging, destination)
+        weights.progress.finish(weights.bytes_read)
+    weights.note_what_is_not_finite()
+    config, tokenizer = weights.config, weights.tokenizer
+    files = sorted(destination.iterdir())
+    return {
+        "source": str(weights.folder),
+        "destination": str(destination),
+        "format": to,
+        "parameters": num_parameters(config),
+        "vocab_size": config.vocab_size,
+        "tokenizer": tokenizer is not None,
+        "files": {path.name: path.stat().st_size for path in files},
+        "notes": weights.notes,
+    }
+
+
+class _Checked:
+    """Weights on their way: their tokenizer belongs to them, and what is strange is noted.
+
+    Args:
+        weights: of any format.
+        upcycling: what they become on their way.
+    """
+
+    def __init__(self, weights: Weights, upcycling: Upcycling | None) -> None:
+        self.tokenizer: Tokenizer | None = tokenizer_of(weights)
+        self.notes: list[str] = []
+        self.upcycling = upcycling
+        self._weights: Weights | Upcycled = weights
+        if upcycling:
+            self._weights = Upcycled(weights, upcycling)
+            self.notes.append(self._weights.note())
+        self.folder, self.config = weights.folder, self._weights.model_config()
+        self.shapes = self._weights.shapes()
+        self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
+        self.progress = Progress()
+        self.progress.start("converting", self.bytes)
+        self._not_finite: list[str] = []
+        if self.tokenizer and self.tokenizer.vocab_size > self.config.known_vocab_size():
+            raise ConfigError(
+                f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
+                f"{self.config.known_vocab_size()}"
+            )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight."""
+        value = self._weights.whole(name)
+        if not all(end.isfinite() for end in value.aminmax()):  # of which a NaN becomes both
+            self._not_finite.append(name)
+        self.bytes_read += value.nbytes
+        self.progress.update(self.bytes_read)
+        return value
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What belongs to the model's state beside the weights."""
+        names = [name for name, _ in persistent_buffers(build_model(self.config))]
+        return {name: self._weights.buffer(name) for name in names}
+
+    def check_model(self) -> dict[str, tuple[int, ...]]:
+        """Refuses weights that are not those of their configuration.
+
+        Returns:
+            Names and shapes in the model's order, where a checkpoint has that of its shards.
+
+        Raises:
+            ConfigError: the first few differences.
+        """
+        model = build_model(self.config)
+        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if differing := differing_shapes(self.shapes, ours):
+            raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
+        return ours
+
+    def note_what_is_not_finite(self) -> None:
+        """Says which weights cannot compute anything."""
+        if names := self._not_finite:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.notes.append(
+                f"NaN or infinity in {names[0]}{more}: written as they are, of no use to anyone"
+            )
+
+
+def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None:
+    config, tokenizer, held = weights.config, weights.tokenizer, weights.shapes
+    tree = config_to_huggingface(config, tokenizer.end_of_text_id if tokenizer else None)
+    shapes = dict(parameter_shapes(config))
+    if strange := held.keys() - shapes.keys():
+        raise HuggingFaceError(f"{weights.folder}: {min(strange)} has no place in GPT-2")
+    if lacking := [n for n in shapes if n not in held and (config.bias or n.endswith("weight"))]:
+        raise HuggingFaceError(f"{weights.folder}: has no weight {lacking[0]}")
+    entries = []
+    for name, shape in shapes.items():
+        theirs, transposed = their_tensor(name)
+        read = _reader(weights, name, shape, transposed)
+        shape = shape[::-1] if transposed else shape
+        stored = theirs if theirs == HEAD else PREFIX + theirs
+        entries.append(Entry(stored, torch.float32, shape, read))
+    _write_json(staging / CONFIG_FILE, tree)
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    _write_tokenizer(weights, staging)
+    if not config.bias:
+        weights.notes.append(
+            "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
+        )
+    if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
+        weights.notes.append(
+            f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
+            "find a class for it by itself, and one that it is given may encode otherwise"
+        )
+
+
+def _to_safetensors(weights: _Checked, staging: Path, destination: Path) -> None:
+    entries = [
+        Entry(name, torch.float32, shape, _reader(weights, name, shape, transposed=False))
+        for name, shape in weights.check_model().items()
+    ]
+    for name, value in weights.buffers().items():
+        entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
+    section = {"model": weights.config.model_dump(mode="json")}
+    (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    _write_tokenizer(weights, staging)
+
+
+def _reader(
+    weights: _Checked, name: str, shape: tuple[int, ...], transposed: bool
+) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        if name not in weights.shapes:
+            return torch.zeros(shape)
+        value = weights.whole(name)
+        return value.T if transposed else value
+
+    return read
+
+
+def _write_tokenizer(weights: _Checked, staging: Path) -> None:
+    tokenizer = weights.tokenizer
+    if tokenizer is None:
+        weights.notes.append("no tokenizer was found beside the weights or data: none was written")
+        return
+    tokenizer.save(staging / tokenizer.file_name)
+    # Which of transformers' classes reads a SentencePiece model depends on the model.
+    is_json = tokenizer.file_name == TOKENIZER_FILE
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}
+    _write_json(
+        staging / "tokenizer_config.json",
+        about
+        | {
+            "bos_token": tokenizer.end_of_text,
+            "eos_token": tokenizer.end_of_text,
+            "model_max_length": weights.config.sequence_length,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
+    tokenizer, config = weights.tokenizer, weights.config
+    if tokenizer is None:
+        weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
+    run = RunConfig(
+        run=RunFolderConfig(folder=f"runs/{destination.name}"),
+        model=config,
+        data=DataConfig(),
+        train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
+    )
+    state = TrainState(
+        tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
+        end_of_text=tokenizer.end_of_text if tokenizer else None,
+        vocab_size=tokenizer.vocab_size if tokenizer else config.known_vocab_size(),
+    )
+    origin = {"converted_from": str(weights.folder)}
+    if weights.upcycling:
+        origin["upcycled"] = weights.upcycling.text
+    copy = TokenizerCopy(tokenizer.file_name, tokenizer.file_bytes()) if tokenizer else None
+    save_weights(
+        staging,
+        weights.shapes,
+        weights.whole,
+        buffers=weights.buffers(),
+        state=state.to_json() | origin,
+        config_yaml=run.to_yaml(),
+        tokenizer=copy,
+    )
+
+
+_WRITERS: dict[Format, Callable[[_Checked, Path, Path], None]] = {
+    "huggingface": _to_huggingface,
+    "polyad": _to_polyad,
+    "safetensors": _to_safetensors,
+}
+
+
+@contextmanager
+def _staging(destination: Path) -> Iterator[Path]:
+    """A folder that becomes `destination` when everything is in it, and else goes away.
+
+    Of its own name: conversions side by side do not meet before the end, where one is the first.
+    """
+    destination = destination.absolute()
+    staging = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        try:
+            staging.rename(destination)
+        except OSError:  # another one was quicker, or the disk has its reasons
+            _refuse_what_is_there(destination)
+            raise
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _refuse_what_is_there(destination: Path) -> None:
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
+
+
+def _refuse_more_than_fits(needed: int, destination: Path, upcycling: Upcycling) -> None:
+    """A few digits of num_experts are any size: better said at once than when the disk is full."""
+    existing = next(path for path in destination.absolute().parents if path.exists())
+    if needed > (free := shutil.disk_usage(existing).free):
+        raise upcycling.error(
+            f"makes a model of {needed:,} bytes; {existing} has room for {free:,}; fewer experts "
+            f"or another disk are needed"
+        )
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def conversion_table(result: dict[str, Any]) -> str:
+    """A conversion for a person."""
+    rows = [
+        ("source", result["source"]),
+        ("destination", f"{result['destination']} ({result['format']})"),
+        ("parameters", f"{result['parameters']:,}"),
+        ("files", ", ".join(f"{name} {size:,} B" for name, size in result["files"].items())),
+        *(("note", note) for note in result["notes"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

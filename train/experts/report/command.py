@@ -1,0 +1,255 @@
+"""`polyad report`: what a run has learned and what its experts do, as one HTML page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.text.manifest import SplitName
+from model.build import build_model, count_parameters
+from model.mumoe.config import MuMoEConfig
+from model.smoe.config import SparseMoEConfig
+from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint.commit import STEP_FOLDER, complete_checkpoints
+from parallel.weights import load_model, open_checkpoint
+from train.config.describe import active_expert_parameters, expert_parameters
+from train.config.resolve import need_tokenizer, open_data, tokenizer_of
+from train.config.run import RunConfig, load_config, parse_config
+from train.errors import ConfigError
+from train.evaluation.evaluate import Progress
+from train.experts.probing import RoutedLayer, routed_layers
+from train.experts.report.content import Report, TextPass
+from train.experts.report.history import METRICS_FILE, History, read_history
+from train.experts.report.page import render
+from train.experts.report.reading import Choice, Text, read_text
+
+TOKENS = 250_000
+"""About how many tokens are read, unless the user says it."""
+OUTPUT_FILE = "report.html"
+LONG_FILE = 20_000_000
+"""Bytes of metrics.jsonl from which reading it takes seconds."""
+MOST_LAYERS = 3
+"""Whose experts are read, unless they are named: the first, the middle and the last."""
+
+
+def report(
+    run: Path,
+    *,
+    output: Path | None = None,
+    checkpoint: int | None = None,
+    data: str | None = None,
+    split: SplitName = "validation",
+    layers: Sequence[str] = (),
+    experts: Sequence[str] = (),
+    top: int = 8,
+    tokens: int = TOKENS,
+) -> dict[str, Any]:
+    """Writes the page.
+
+    Args:
+        run: a run's folder.
+        output: the file; None: `report.html` in the run's folder.
+        checkpoint: step of the weights that read the text; None: the newest.
+        data: prepared data; None: the run's.
+        split: `validation`, `test` or `train`.
+        layers: blocks whose experts are shown, by number; none: first, middle and last.
+        experts: experts that are shown in each of these; none: see `choose_experts`.
+        top: tokens of an expert.
+        tokens: about how many are read, evenly over the split; 0 reads no text.
+
+    Returns:
+        The result: JSON values, and `output`.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    config = _run_config(run)
+    weights = open_checkpoint(_checkpoint(run, checkpoint))
+    target = run / OUTPUT_FILE if output is None else output
+    _check_output(target)
+    history = _history(run)
+    model = build_model(weights.model_config())
+    routed = routed_layers(model)
+    chosen = _choose_layers(routed, layers)
+    _check_experts(chosen, experts)
+    text = None
+    if chosen and tokens:
+        choice = Choice(top=top, experts=tuple(dict.fromkeys(experts)))
+        text = _read(weights, chosen, choice, data=data, split=split, limit=tokens)
+    held = expert_parameters(model)
+    parameters = count_parameters(model)
+    result = Report(
+        run=run.resolve().name if run.name in ("", ".", "..") else str(run),
+        kind=_in_words(config),
+        is_sparse=isinstance(config.model.feed_forward, SparseMoEConfig),
+        parameters=parameters,
+        active_parameters=parameters - held + active_expert_parameters(config, held),
+        checkpoint=str(weights.folder),
+        checkpoint_step=weights.training_step,
+        total_steps=config.train.steps,
+        history=history,
+        routed=routed,
+        text=text,
+    )
+    _write(target, render(result))
+    return {"output": str(target), **result.to_json()}
+
+
+def _run_config(run: Path) -> RunConfig:
+    if not run.exists():
+        raise ConfigError(f"{run}: there is no such folder; a run's is needed")
+    if STEP_FOLDER.fullmatch(run.name) and (run / "index.json").exists():
+        step = int(run.name.removeprefix("step-"))
+        raise ConfigError(
+            f"{run}: is a checkpoint; give the run's folder, with --checkpoint {step}"
+        )
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run}: is not the folder of a run: it has no config.yaml")
+    return load_config(run / "config.yaml")
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    if step is None:
+        return find_checkpoint(run)
+    found = {
+        int(folder.name.removeprefix("step-")): folder
+        for folder in complete_checkpoints(run / "checkpoints")
+    }
+    if step not in found:
+        there = ", ".join(str(number) for number in found) or "none"
+        raise ConfigError(f"--checkpoint: {step} is not allowed: {run} has {there}")
+    return found[step]
+
+
+def _history(run: Path) -> History:
+    path = run / METRICS_FILE
+    size = path.stat().st_size if path.is_file() else 0
+    if size < LONG_FILE:
+        return read_history(run)
+    return read_history(run, progress=Progress(f"read {METRICS_FILE}", size / 1e6, "MB"))
+
+
+def _check_output(target: Path) -> None:
+    if target.is_dir():
+        raise ConfigError(f"--output: {target} is a folder, a file is needed")
+    if not target.parent.is_dir():
+        raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
+    try:  # for real: reading the text may take long, and permissions do not say everything
+        _partial(target).touch()
+        _partial(target).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--output: {target} cannot be written: {error.strerror}; --output names another place"
+        ) from None
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _write(target: Path, page: str) -> None:
+    """Puts the page there whole, or leaves what was there."""
+    partial = _partial(target)
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:
+    if not blocks:
+        if len(routed) <= MOST_LAYERS:
+            return routed
+        return [routed[0], routed[len(routed) // 2], routed[-1]]
+    by_block = {str(layer.block): layer for layer in routed}
+    for block in blocks:
+        if block not in by_block:
+            known = f"blocks with experts are {', '.join(by_block)}"
+            there = known if by_block else "no block of this run has experts"
+            raise ConfigError(f"--layers: {block} is not allowed: {there}")
+    return [layer for block, layer in by_block.items() if block in blocks]
+
+
+def _check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None:
+    if experts and not layers:
+        raise ConfigError(f"--experts: {experts[0]} is not allowed: the run has no experts")
+    for layer in layers:
+        names = [layer.expert_name(column) for column in range(layer.num_experts)]
+        for expert in experts:
+            if expert not in names:
+                form = " (LEVEL.EXPERT)" if len(layer.levels) > 1 else ""
+                raise ConfigError(
+                    f"--experts: {expert} is not allowed: block {layer.block} has {names[0]} to "
+                    f"{names[-1]}{form}"
+                )
+
+
+def _read(
+    weights: Checkpoint,
+    layers: Sequence[RoutedLayer],
+    choice: Choice,
+    *,
+    data: str | None,
+    split: SplitName,
+    limit: int,
+) -> TextPass:
+    config = parse_config(weights.config_yaml, origin=str(weights.folder / "config.yaml"))
+    if data is None and config.data.mixture is not None:
+        folders = ", ".join(source.path for source in config.data.mixture)
+        raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
+    path = config.data.path if data is None else data
+    try:
+        prepared = open_data(
+            path,
+            weights.state.tokenizer_fingerprint,
+            "checkpoint",
+            lambda: tokenizer_of(weights),
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; --data names another folder, --tokens 0 reads no text"
+        ) from None
+    text = Text(
+        prepared.split(split),
+        config.model.sequence_length,
+        config.evaluation.batch_size or config.train.micro_batch_size,
+        need_tokenizer(weights, None),
+        limit,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(weights.folder, device)
+    total = prepared.manifest.splits[split].tokens
+    expected = min(total, text.count * text.length)
+    tokens, reports = read_text(
+        model,
+        layers,
+        text,
+        choice,
+        name=str(weights.folder),
+        progress=Progress(f"read {split}", expected),
+    )
+    return TextPass(data=str(path), split=split, tokens=tokens, of_tokens=total, layers=reports)
+
+
+def _in_words(config: RunConfig) -> str:
+    model, feed_forward = config.model, config.model.known_feed_forward()
+    size = f"{model.num_layers} blocks, width {model.hidden_size}"
+    words = "GPT-2" if model.kind == "gpt2" else str(model.kind)
+    if isinstance(feed_forward, SparseMoEConfig):
+        experts = f"sparse experts: {feed_forward.num_experts}, {feed_forward.top_k} a token"
+        graph = "no graph" if feed_forward.graph == "none" else f"{feed_forward.graph} graph"
+        return f"{words}, {size}; {experts}, {feed_forward.score} score, {graph}"
+    if isinstance(feed_forward, MuMoEConfig):
+        levels = " x ".join(f"{number:,}" for number in feed_forward.num_experts)
+        return (
+            f"{words}, {size}; muMoE: {levels} experts, {feed_forward.factorization} of rank "
+            f"{feed_forward.rank}, {feed_forward.gate} gate"
+        )
+    return f"{words}, {size}; dense"
+
+
+def report_line(result: dict[str, Any]) -> str:
+    """Where the page is, for a person."""
+    return f"report  {result['output']}"

@@ -1,0 +1,137 @@
+"""What a report says, before it is drawn: the same for the page and for `--json`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from train.experts.probing import RoutedLayer
+from train.experts.report.history import History, last
+from train.experts.report.snippets import Piece, Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snippet:
+    """A token that an expert gets much of, in its context."""
+
+    coefficient: float
+    place: Place
+    pieces: list[Piece]
+    among_all: bool
+    """Whether it is one of the highest of all tokens."""
+    among_words: bool
+    """Whether it is one of the highest of those that are words or parts of words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertReport:
+    """What one expert does with the tokens of the pass."""
+
+    name: str
+    load: float
+    """Its mean coefficient over that of its level."""
+    active: float
+    """Share of the tokens with a coefficient above 0."""
+    dominant: float
+    """Share of the tokens with a coefficient of at least 0.5."""
+    snippets: list[Snippet]
+    """The highest of all tokens and of words, the highest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPass:
+    """Top-activating tokens."""
+
+    data: str
+    split: str
+    tokens: int
+    """That were read."""
+    of_tokens: int
+    """That the split has."""
+    layers: dict[str, list[ExpertReport]]
+    """By the layer's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All of it."""
+
+    run: str
+    kind: str
+    """The model in words."""
+    is_sparse: bool
+    """Whether experts are selected; those of a muMoE are not."""
+    parameters: int
+    active_parameters: int
+    checkpoint: str
+    checkpoint_step: int
+    total_steps: int
+    history: History
+    routed: list[RoutedLayer]
+    """In the order of the model; empty in a dense one."""
+    text: TextPass | None
+    """None where it was not asked for, or there are no experts."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without the curves: those are in metrics.jsonl."""
+        history = self.history
+        return {
+            "run": self.run,
+            "model": self.kind,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "checkpoint": self.checkpoint,
+            "checkpoint_step": self.checkpoint_step,
+            "step": history.last_record["step"],
+            "total_steps": self.total_steps,
+            "tokens": history.last_record.get("tokens"),
+            "loss": history.final_loss,
+            "validation_loss": self.validation_loss,
+            "routing": {
+                name: {measure: layer.last(measure) for measure in layer.scalars}
+                for name, layer in history.layers.items()
+            },
+            "fluctuation": {
+                name.removeprefix("fluctuation/"): last(values)
+                for name, values in history.scalars.items()
+                if name.startswith("fluctuation/")
+            },
+            "text": None if self.text is None else _text(self.text),
+        }
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The newest one that training measured."""
+        values = self.history.scalars.get("validation_loss", [])
+        return next((value for value in reversed(values) if value is not None), None)
+
+
+def _text(text: TextPass) -> dict[str, Any]:
+    return {
+        "data": text.data,
+        "split": text.split,
+        "tokens": text.tokens,
+        "layers": {
+            name: [
+                {
+                    "expert": expert.name,
+                    "load": expert.load,
+                    "active": expert.active,
+                    "dominant": expert.dominant,
+                    "top": [_snippet(one) for one in expert.snippets if one.among_all],
+                    "top_words": [_snippet(one) for one in expert.snippets if one.among_words],
+                }
+                for expert in experts
+            ]
+            for name, experts in text.layers.items()
+        },
+    }
+
+
+def _snippet(snippet: Snippet) -> dict[str, Any]:
+    return {
+        "coefficient": snippet.coefficient,
+        "document": snippet.place.document,
+        "offset": snippet.place.offset,
+        "position": snippet.place.position,
+        "text": "".join(piece.text for piece in snippet.pieces),
+        "token": "".join(piece.text for piece in snippet.pieces if piece.is_peak),
+    }

@@ -1,0 +1,220 @@
+"""A report as one HTML page that needs nothing beside itself: no script, no font, no network."""
+
+import math
+from html import escape
+
+from train.experts.report.charts import WIDE, Line, legend, line_chart, number
+from train.experts.report.content import Report
+from train.experts.report.history import Series
+from train.experts.report.layers import figure, layers_section, maximum_entropy
+from train.experts.report.style import CSS
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+FLUCTUATION = (
+    (
+        "top1",
+        "Tokens whose first expert changed",
+        "Share of the probe set, since the checkpoint before.",
+    ),
+    (
+        "set",
+        "Tokens whose experts changed",
+        "Share of the probe set that uses other experts, in whatever order, than at the checkpoint "
+        "before.",
+    ),
+    (
+        "entropy_ratio",
+        "Entropy of routing, over that of the checkpoint before",
+        "Below 1: routers have become more decided.",
+    ),
+)
+"""Measures of `train.experts.fluctuation`, with headings and captions."""
+
+
+def render(report: Report) -> str:
+    """The page.
+
+    Args:
+        report: what it says.
+
+    Returns:
+        HTML.
+    """
+    title = f"{report.run}: Polyad report"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body><main>\n"
+        f"{_header(report)}\n{_loss(report)}\n{_over_time(report)}\n{layers_section(report)}\n"
+        f"<footer>Made by <code>polyad report</code> from {escape(report.checkpoint)} and the "
+        f"run's metrics.jsonl.</footer>\n</main></body></html>\n"
+    )
+
+
+def _header(report: Report) -> str:
+    history, step = report.history, report.history.last_record["step"]
+    tokens, validation = history.last_record.get("tokens"), report.validation_loss
+    active = report.active_parameters
+    facts = [
+        ("Steps", f"{step:,}", f"of {report.total_steps:,}"),
+        ("Tokens", f"{tokens:,}" if tokens else "unknown", "seen in training"),
+        (
+            "Parameters",
+            f"{report.parameters:,}",
+            f"{active:,} of one token" if active != report.parameters else "all used by a token",
+        ),
+        ("Training loss", _or_none(history.final_loss), "nats a token, last 10 steps"),
+        ("Validation loss", _or_none(validation), "nats a token, newest"),
+        (
+            "Perplexity",
+            _or_none(None if validation is None else math.exp(min(validation, 700))),
+            "of that validation",
+        ),
+    ]
+    cards = "".join(
+        f"<div><dt>{name}</dt><dd>{value}<small>{small}</small></dd></div>"
+        for name, value, small in facts
+    )
+    links = [("loss", "Training")]
+    if report.routed:
+        links += [("time", "Experts over time"), ("layers", "Layers and top tokens")]
+    nav = "".join(f'<a href="#{place}">{text}</a>' for place, text in links)
+    return (
+        f'<header><p class="kicker">Polyad report</p><h1>{escape(report.run)}</h1>'
+        f'<p class="soft">{escape(report.kind)}</p><nav>{nav}</nav>'
+        f'<dl class="facts">{cards}</dl></header>'
+    )
+
+
+def _or_none(value: float | None) -> str:
+    return "none yet" if value is None else number(value, 5)
+
+
+def _loss(report: Report) -> str:
+    history = report.history
+    scalars, steps = history.scalars, history.steps
+    lines = [Line(label="training", values=scalars.get("loss", []), colour="var(--accent)")]
+    if any(value is not None for value in scalars.get("validation_loss", [])):
+        lines.append(
+            Line(
+                label="validation",
+                values=scalars["validation_loss"],
+                colour="var(--second)",
+                with_points=True,
+            )
+        )
+    each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
+    note = f"Nats a token; {each}."
+    skipped = history.last_record.get("skipped_steps")
+    if skipped:
+        note += f" {skipped:,} steps were skipped because something was not finite."
+    if history.unreadable:
+        note += f" {history.unreadable:,} unfinished lines of metrics.jsonl were left out."
+    chart = line_chart(steps, lines, title="Loss over steps", width=WIDE)
+    figures = [figure("Loss", legend(lines) + chart, note, wide=True)]
+    for name, heading in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
+        if name in scalars:
+            line = Line(label=heading.lower(), values=scalars[name], colour="var(--accent)")
+            chart = line_chart(steps, [line], title=f"{heading} over steps", low=0.0)
+            figures.append(figure(heading, chart))
+    dense = "" if report.routed else (
+        '<p class="note">This model has no experts: no part of it chooses among others for a '
+        "token, so there is no load, entropy or top token to show.</p>"
+    )  # fmt: skip
+    grid = f'<div class="grid">{"".join(figures)}</div>'
+    return f'<section id="loss"><h2>Training</h2>{dense}{grid}</section>'
+
+
+def _over_time(report: Report) -> str:
+    if not report.routed:
+        return ""
+    layers = report.history.layers
+    known = [layer for layer in report.routed if layer.name in layers]
+    if not known:
+        return (
+            '<section id="time"><h2>Experts over time</h2><p class="note">metrics.jsonl has no '
+            "statistics of the experts.</p></section>"
+        )
+    word = "router's scores" if report.is_sparse else "coefficients"
+    charts = [
+        ("entropy", f"Entropy of the {word}, over its maximum",
+         "1: every expert alike; 0: one expert has all of a token.", 0.0, 1.0),
+        ("effective_experts", "Effective experts of a token",
+         "Mean of exp(entropy): how many experts share a token.", None, None),
+        ("load_max", "Load of the busiest expert",
+         "Times the mean load; 1 is even.", None, None),
+        ("unused", "Experts that a step never used",
+         "Share of the experts with a load of exactly 0 in a whole step.", 0.0, None),
+        ("dominated", "Tokens with a dominant expert (load at a ≥ 0.5)",
+         "Share of the tokens of which one expert has at least half.", 0.0, None),
+        ("dropped", "Assignments dropped", "Share of those above the capacity.", 0.0, None),
+    ]  # fmt: skip
+    figures = []
+    for measure, heading, caption, low, high in charts:
+        lines = []
+        for index, layer in enumerate(known):
+            values = layers[layer.name].scalars.get(measure)
+            if values is None:
+                continue
+            if measure == "entropy":
+                values = _scaled(values, 1 / maximum_entropy(layer))
+            lines.append(
+                Line(
+                    label=f"block {layer.block}",
+                    values=values,
+                    colour=_depth(index, len(known)),
+                )
+            )
+        if not lines or (measure == "dropped" and not any(any(x.values) for x in lines)):
+            continue
+        chart = line_chart(report.history.steps, lines, title=heading, low=low, high=high)
+        figures.append(
+            figure(heading, (legend(lines) if len(lines) <= 16 else "") + chart, caption)
+        )
+    figures += fluctuation_figures(report)
+    order = "" if len(known) <= 16 else " Darker (in the dark scheme: lighter) curves are deeper."
+    return (
+        '<section id="time"><h2>Experts over time</h2><p class="note">One curve a layer, measured '
+        f"on the training tokens of every step.{order}</p>"
+        f'<div class="grid">{"".join(figures)}</div></section>'
+    )
+
+
+def fluctuation_figures(report: Report) -> list[str]:
+    """How routing changed from checkpoint to checkpoint; nothing where a run did not log it.
+
+    Args:
+        report: what the page says.
+    """
+    figures = []
+    for measure, heading, caption in FLUCTUATION:
+        values = report.history.scalars
+        named = [(f"block {x.block}", f"fluctuation/{x.name}/{measure}") for x in report.routed]
+        found = [(label, key) for label, key in named if key in values]
+        lines = [
+            Line(label=label, values=values[key], colour=_depth(i, len(found)), with_points=True)
+            for i, (label, key) in enumerate(found)
+        ]
+        if len(found) > 1:
+            mean = values.get(f"fluctuation/{measure}", [])
+            lines.append(Line(label="mean", values=mean, colour="var(--second)", with_points=True))
+        if lines:
+            chart = line_chart(
+                report.history.steps, lines, title=heading, low=None if "ratio" in measure else 0.0
+            )
+            figures.append(
+                figure(heading, (legend(lines) if len(lines) <= 17 else "") + chart, caption)
+            )
+    return figures
+
+
+def _scaled(values: Series, factor: float) -> Series:
+    return [None if value is None else min(1.0, value * factor) for value in values]
+
+
+def _depth(index: int, count: int) -> str:
+    share = round(100 * index / max(1, count - 1))
+    return f"color-mix(in oklab, var(--deep) {share}%, var(--shallow))"

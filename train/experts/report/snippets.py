@@ -1,0 +1,123 @@
+"""The contexts of top tokens, as text: read again from the data and decoded in whole characters.
+
+Shapes: T tokens of a window.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.text.dataset import TokenStream
+
+BEFORE, AFTER = 24, 12
+"""Tokens shown around a token."""
+_LONGEST_CHARACTER = 4
+"""Bytes, each of which may be a token of its own in a byte-level vocabulary."""
+_UNFINISHED = "\ufffd"
+
+
+class Place(NamedTuple):
+    """Where a token stands, and what is shown around it; positions in the split."""
+
+    position: int
+    document: int
+    """From 0."""
+    offset: int
+    """In the document, from 0."""
+    first: int
+    """The first token that is shown."""
+    stop: int
+    """One past the last."""
+    read_first: int
+    """The first token that is decoded: half a character before `first` is made whole."""
+    read_stop: int
+    """One past the last."""
+
+
+class Piece(NamedTuple):
+    """A stretch of text that belongs to one token, or to a few that share a character."""
+
+    text: str
+    coefficients: list[float]
+    """Of its tokens."""
+    is_peak: bool
+    """Whether the token that the snippet is about is one of them."""
+
+
+class Documents:
+    """Finds the document of a position.
+
+    Args:
+        stream: a split.
+    """
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._ends: npt.NDArray[np.int64] = np.cumsum(stream.document_lengths, dtype=np.int64)
+
+    def place(self, position: int, window_first: int, window_stop: int) -> Place:
+        """What to show around a token: of its own document and window, for other windows' tokens
+        had another context. Only a character that the window's edge cuts is made whole.
+
+        Args:
+            position: of the token.
+            window_first: position of the window's first token; may be -1, before all documents.
+            window_stop: one past its last.
+        """
+        document = int(np.searchsorted(self._ends, position, side="right"))
+        begin = int(self._ends[document - 1]) if document else 0
+        end = int(self._ends[document])
+        low, high = max(begin, window_first), min(end, window_stop)
+        first, stop = max(low, position - BEFORE), min(high, position + AFTER + 1)
+        spare = _LONGEST_CHARACTER - 1
+        return Place(
+            position,
+            document,
+            position - begin,
+            first,
+            stop,
+            max(begin, first - spare),
+            min(end, stop + spare),
+        )
+
+
+def pieces(
+    place: Place,
+    ids: Sequence[int],
+    coefficients: Sequence[float],
+    decode: Callable[[Sequence[int]], str],
+    end_of_text_id: int,
+) -> list[Piece]:
+    """Cuts a context into texts of single tokens, as far as characters allow.
+
+    Args:
+        place: says what is shown.
+        ids: from `place.read_first` to `place.read_stop`.
+        coefficients: as many.
+        decode: of a tokenizer.
+        end_of_text_id: shown as `<end of text>`.
+
+    Returns:
+        The text from `place.first` to `place.stop`; a character that an edge cuts is whole.
+    """
+    shown: list[Piece] = []
+    begin, before = 0, ""
+    for end in range(1, len(ids) + 1):
+        ends = ids[end - 1] == end_of_text_id
+        text = decode(ids[:end])
+        new = text[len(before) :]
+        unfinished = new.endswith(_UNFINISHED) and end - begin < _LONGEST_CHARACTER
+        if unfinished and not ends and end < len(ids):
+            continue
+        low, high = place.read_first + begin, place.read_first + end
+        if high > place.first and low < place.stop:
+            shown.append(
+                Piece(
+                    "<end of text>" if ends else new,
+                    [float(a) for a in coefficients[begin:end]],
+                    low <= place.position < high,
+                )
+            )
+        begin, before = end, text
+    return shown

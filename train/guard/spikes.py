@@ -1,0 +1,225 @@
+"""Loss and gradient spikes: what counts as one, and what is remembered of them.
+
+A step is judged by the steps before it: by the median m over a window, and the spread s, 1.4826
+times the median of the distances from m, which is the standard deviation of normal numbers. Neither
+is moved by a few wild values. A loss is a spike above m + threshold * s. A gradient's norm is
+judged by its logarithm, since it varies by factors. What is lower than usual is never a spike.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.errors import RunError
+from train.guard.limits import NO_LIMITS, Limits
+from train.guard.monitor import MonitorConfig
+from train.loop.metrics import Metrics, json_number
+from train.loop.step import StepOutcome
+from train.state import TrainState
+
+LOSS_FLOOR = 0.01
+"""The spread of losses counts as at least this share of their median."""
+LOG_NORM_FLOOR = 0.1
+"""The spread of a norm's logarithm counts as at least this."""
+SPIKES_FILE = "spikes.jsonl"
+"""In a run's folder: every spike, a JSON object a line. It is never cut when a run goes back."""
+
+
+def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
+    """What the next step is held against.
+
+    Args:
+        config: threshold and window.
+        state: has the recent steps.
+    """
+    if config.spike_action == "none" or len(state.recent_losses) < config.spike_warmup:
+        return NO_LIMITS
+    median, spread = _middle(state.recent_losses)
+    loss = median + config.spike_threshold * max(spread, LOSS_FLOOR * abs(median))
+    median, spread = _middle([math.log(norm) for norm in state.recent_grad_norms])
+    log_norm = median + config.spike_threshold * max(spread, LOG_NORM_FLOOR)
+    return Limits(loss, math.exp(min(log_norm, 700.0)))
+
+
+def remember(config: MonitorConfig, state: TrainState, loss: float, grad_norm: float) -> None:
+    """Adds a step that was applied to the window.
+
+    Args:
+        config: the window's length.
+        state: brought up to date.
+        loss: of the global batch.
+        grad_norm: before clipping.
+    """
+    if config.spike_action == "none":
+        return
+    # A norm of 0 has no logarithm: where nothing has a gradient, everything is a spike.
+    state.recent_losses = [*state.recent_losses, loss][-config.spike_window :]
+    norms = [*state.recent_grad_norms, max(grad_norm, 1e-30)]
+    state.recent_grad_norms = norms[-config.spike_window :]
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    median = statistics.median(values)
+    return median, 1.4826 * statistics.median([abs(value - median) for value in values])
+
+
+class SpikeGuard:
+    """What the loop asks about spikes, and what it tells of them.
+
+    Args:
+        config: thresholds and bounds.
+        folder: the run's.
+        documents: of a global batch; called on the main process alone.
+        metrics: on the main process; None elsewhere, where nothing is written.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        folder: Path,
+        documents: Callable[[int], dict[str, list[int]]],
+        metrics: Metrics | None,
+    ) -> None:
+        self._config, self._folder = config, folder
+        self._documents, self._metrics = documents, metrics
+        self._rewound: dict[str, Any] = {}
+        self.holds = config.spike_action in {"skip", "rewind"}
+        """Whether a step is judged before it changes the weights."""
+
+    def limits(self, state: TrainState) -> Limits:
+        """See `limits_of`."""
+        return limits_of(self._config, state)
+
+    def check_rewinds(self, state: TrainState) -> None:
+        """Called before going back.
+
+        Raises:
+            RunError: that was done too often.
+        """
+        if len(state.left_out) >= self._config.max_rewinds:
+            raise RunError(
+                f"step {state.step}: another loss or gradient far above the ones before, after "
+                f"{len(state.left_out)} returns to a checkpoint (monitor.max_rewinds: "
+                f"{self._config.max_rewinds}); the same command goes on from the last checkpoint"
+            )
+
+    def stayed(
+        self, step: int, batch: int, limits: Limits, outcome: "StepOutcome"
+    ) -> dict[str, Any]:
+        """Tells of a spike after which the run goes on.
+
+        Args:
+            step: that had it, from 1.
+            batch: its global batch.
+            limits: that it was held against.
+            outcome: of the step.
+
+        Returns:
+            What the step's record has more.
+        """
+        action = "skip" if self.holds else "warn"
+        event = self._event(action, step, batch, limits, outcome)
+        if self._config.spike_action == "rewind":
+            event["no_checkpoint"] = True
+        self._tell(event)
+        return {"spike": event}
+
+    def went_back(
+        self, step: int, batch: int, limits: Limits, outcome: "StepOutcome", to: int
+    ) -> None:
+        """As `stayed`, after a return to the checkpoint of step `to`."""
+        self._rewound = self._event("rewind", step, batch, limits, outcome)
+        self._rewound["rewound_to"] = to
+        if self._metrics is not None:
+            self._metrics.go_back(to)
+        self._tell(self._rewound)
+
+    def rewound(self) -> dict[str, Any]:
+        """What the first record after a return has more."""
+        event, self._rewound = self._rewound, {}
+        return {"rewind": event} if event else {}
+
+    def _event(
+        self, action: str, step: int, batch: int, limits: Limits, outcome: "StepOutcome"
+    ) -> dict[str, Any]:
+        event: dict[str, Any] = {
+            "step": step, "batch": batch, "action": action,
+            "loss": outcome.loss, "loss_limit": limits.loss,
+            "grad_norm": outcome.result.grad_norm, "grad_norm_limit": limits.grad_norm,
+            "documents": self._documents(batch) if self._metrics is not None else {},
+        }  # fmt: skip
+        return event if outcome.sane else event | {"damaged_weights": True}
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            write_spike(self._folder, event)
+            self._metrics.say(spike_line(event))
+
+
+def spike_line(event: dict[str, Any]) -> str:
+    """A spike for a person, in one line.
+
+    Args:
+        event: as it stands in `SPIKES_FILE`.
+    """
+    done = {
+        "warn": "the step was applied",
+        "skip": "the step was skipped",
+        "rewind": f"the run goes back to step {event.get('rewound_to')}, on without this batch",
+    }[event["action"]]
+    if event.get("no_checkpoint"):
+        done += ": there is no checkpoint to go back to"
+    if event.get("damaged_weights"):
+        done += "; a weight is absurdly large: the memory of some process is not to be trusted"
+    return (
+        f"step {event['step']}: spike: loss {event['loss']:.4f} (limit {event['loss_limit']:.4f}), "
+        f"norm {event['grad_norm']:.2f} (limit {event['grad_norm_limit']:.2f}); {done}; "
+        f"{_documents(event['documents'])}"
+    )
+
+
+def _documents(parts: dict[str, list[int]], shown: int = 4) -> str:
+    several = len(parts) > 1
+    texts = []
+    for name, numbers in parts.items():
+        first = ", ".join(map(str, numbers[:shown]))
+        rest = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
+        texts.append(f"{'of ' + name + ' ' if several else ''}{first}{rest}")
+    return f"documents {'; '.join(texts)} ({SPIKES_FILE})"
+
+
+def write_spike(folder: Path, event: dict[str, Any]) -> None:
+    """Adds a spike to the run's list, on the disk when this returns.
+
+    Args:
+        folder: the run's.
+        event: JSON values.
+    """
+    with (folder / SPIKES_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(json_number(event)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def batches_left_out(folder: Path) -> list[int]:
+    """Global batches that the run has gone back without, also since its last checkpoint.
+
+    Args:
+        folder: the run's.
+    """
+    path = folder / SPIKES_FILE
+    if not path.exists():
+        return []
+    found = set()
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+            if event["action"] == "rewind":
+                found.add(int(event["batch"]))
+        except (ValueError, RecursionError, KeyError, TypeError):
+            continue  # a crash cut the line; the spike comes again
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""A step, and steps."""

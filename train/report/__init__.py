@@ -1,1 +1,0 @@
-"""`polyad report`: one self-contained HTML page about a run; see `train/report/command.py`."""

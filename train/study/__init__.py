@@ -1,0 +1,1 @@
+"""Variants and seeds, compared in pairs."""

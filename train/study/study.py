@@ -1,0 +1,267 @@
+"""A study, read and checked: its variants and its runs. `polyad study`.
+
+A run of the study is the base file with `common`, the variant's own keys, a seed, a folder and the
+study's data. Runs of one seed are a pair, so variants may differ in everything but the batches.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from model.config_yaml import Written
+from model.smoe.config import SparseMoEConfig
+from train.config.environment import check_compiler
+from train.config.faults import describe
+from train.config.rules import validate
+from train.config.run import RunConfig, config_of, read_tree
+from train.config.text import DOTTED_KEY, apply_override, flatten, settle
+from train.errors import ConfigError, shown
+from train.study.config import StudyConfig
+
+SET_BY_THE_STUDY = ("seed", "run", "data")
+"""Sections that no variant may set: they are a run's place, its batches, and its text."""
+SAME_IN_EVERY_VARIANT = (
+    # What the batches are, and which tokens are held out with how much context.
+    "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
+)  # fmt: skip
+WITHOUT_EFFECT = (
+    # Keys, or whole sections, that change no result: a study goes on with others.
+    "seed", "run", "data", "log", "checkpoint.every", "evaluation.every",
+    "evaluation.max_windows", "evaluation.batch_size", "parallel.timeout_minutes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way of training, checked but for what the data decides."""
+
+    name: str
+    overrides: tuple[str, ...]
+    """`key=value` over the base, those of `common` among them."""
+    config: RunConfig
+
+    @property
+    def leaks(self) -> bool:
+        """Whether its tokens choose experts by later ones."""
+        feed_forward = self.config.model.feed_forward
+        return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
+
+    def defining_keys(self) -> dict[str, Any]:
+        """The keys that its results hang on, with their values, as JSON has them."""
+        return _defining_keys(self.config)
+
+    def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys as `defining_keys` once gave them, with those that have come since at their default.
+
+        Args:
+            recorded: of a variant, by whatever version.
+
+        Returns:
+            As `defining_keys` would give them today; if this version does not know one of them, or
+            does not allow its value, as they are, with this variant's own for those that have come.
+        """
+        flat = flatten(self.config.model_dump(mode="json"))
+        tree: dict[str, Any] = {}
+        # A run's place and text are recorded nowhere, and without effect.
+        free = {key: value for key, value in flat.items() if _below(key, WITHOUT_EFFECT)}
+        try:
+            for key, value in (free | dict(recorded)).items():
+                apply_override(tree, f"{key}={json.dumps(value)}")
+            return _defining_keys(RunConfig.model_validate(settle(tree, RunConfig)))
+        except (ConfigError, ValidationError):
+            return self.defining_keys() | dict(recorded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study that was checked, but for its data."""
+
+    file: Path
+    config: StudyConfig
+    variants: dict[str, Variant]
+
+    @property
+    def folder(self) -> Path:
+        """The study's."""
+        return Path(self.config.folder)
+
+    @property
+    def runs(self) -> Iterator["Run"]:
+        """All runs in their order: seed by seed, so that there is soon something to compare."""
+        for seed in self.config.seeds:
+            for variant in self.variants.values():
+                yield Run(variant=variant, seed=seed, study=self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One variant with one seed."""
+
+    variant: Variant
+    seed: int
+    study: Study
+
+    def __str__(self) -> str:
+        """What a person calls it."""
+        return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The run's own, as `run.folder`."""
+        return _run_folder(self.study.config, self.variant.name, self.seed)
+
+    @property
+    def result_file(self) -> Path:
+        """Where its result lies; the run is finished when this is there."""
+        return self.folder.with_name(f"{self.folder.name}.json")
+
+    @property
+    def overrides(self) -> list[str]:
+        """`key=value` over the base: everything that makes the run."""
+        return [
+            *self.variant.overrides,
+            f"seed={self.seed}",
+            *_place(self.study.config, str(self.folder)),
+        ]
+
+
+def _run_folder(study: StudyConfig, variant: str, seed: int) -> Path:
+    return Path(study.folder) / "runs" / variant / f"seed-{seed}"
+
+
+def _place(study: StudyConfig, folder: str) -> list[str]:
+    """`key=value` for the folder of a run and the text of all."""
+    return [
+        f"run.folder={json.dumps(folder)}",
+        f"data.path={json.dumps(study.data.path)}",
+        "data.mixture=null",
+    ]
+
+
+def load_study(file: Path) -> Study:
+    """Reads a study and checks every variant as far as it can be without data.
+
+    Args:
+        file: YAML.
+
+    Raises:
+        ConfigError: one line names the key, and the variant where it is one's.
+    """
+    tree = read_tree(file)
+    try:
+        config = StudyConfig.model_validate(settle(tree, StudyConfig))
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
+    base, place = Path(config.base), _place(config, config.folder)
+    with _named(f"{file}: base"):
+        base_tree = read_tree(base)
+        config_of(base_tree, place, origin=config.base)
+    common = _overrides(config.common, f"{file}: common")
+    with _named(f"{file}: common"):
+        config_of(base_tree, [*common, *place], origin=config.base)
+    variants = {}
+    for name, own in config.variants.items():
+        where = f"{file}: variants.{name}"
+        overrides = (*common, *_overrides(own, where))
+        variants[name] = _variant(name, base_tree, overrides, config, where)
+    _check_pairs(variants, config.baseline, file)
+    _check_leak(config, variants, file)
+    return Study(file=file, config=config, variants=variants)
+
+
+def _variant(
+    name: str, base: dict[str, Any], overrides: tuple[str, ...], study: StudyConfig, where: str
+) -> Variant:
+    with _named(where):
+        longest = str(_run_folder(study, name, max(study.seeds)))
+        config = config_of(base, [*overrides, *_place(study, longest)], origin=study.base)
+        validate(config, 1)
+        check_compiler(config)
+        config.model.known_feed_forward()
+    return Variant(name=name, overrides=overrides, config=config)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Puts the place in the study before what is wrong there."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _overrides(tree: Mapping[str, Any], where: str) -> list[str]:
+    """Dotted keys as `key=value`; JSON is YAML."""
+    for key in tree:
+        if not DOTTED_KEY.fullmatch(key):
+            raise ConfigError(f"{where}: {shown(key)} is not a key, as train.steps is one")
+        section = key.partition(".")[0]
+        if section in SET_BY_THE_STUDY:
+            raise ConfigError(
+                f"{where}: {key}: is not allowed, the study sets {section} itself: see seeds, "
+                f"folder and data"
+            )
+    return [f"{key}={_as_written(value)}" for key, value in tree.items()]
+
+
+def _as_written(value: Any) -> str:
+    """A value as text that reads as the same one, a folder called 0012 among them."""
+    if isinstance(value, Written):
+        return value.text
+    return json.dumps(value, default=lambda written: written.value)
+
+
+def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> None:
+    """Checks that runs of one seed see the same batches, and are scored on the same tokens."""
+    wanted = flatten(variants[baseline].config.model_dump(mode="json"))
+    for name, variant in variants.items():
+        found = flatten(variant.config.model_dump(mode="json"))
+        for key in SAME_IN_EVERY_VARIANT:
+            if found[key] != wanted[key]:
+                raise ConfigError(
+                    f"{file}: variants.{name}: {key}: {found[key]} is not {baseline}'s "
+                    f"{wanted[key]}: runs of one seed would not see the same batches; set it under "
+                    f"common"
+                )
+
+
+def _defining_keys(config: RunConfig) -> dict[str, Any]:
+    flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
+    return {key: value for key, value in flat.items() if not _below(key, WITHOUT_EFFECT)}
+
+
+def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path) -> None:
+    """Checks that there are checkpoints to be scored without what leaks."""
+    if study.leak is None:
+        return
+    leaking = {name: variant.config for name, variant in variants.items() if variant.leaks}
+    if not leaking:
+        raise ConfigError(
+            f"{file}: leak: no variant has model.feed_forward.causal_graph: false, so nothing leaks"
+        )
+    for name, config in leaking.items():
+        every, end = config.checkpoint.every, config.train.steps
+        for step in study.leak.steps:
+            if step > end or (step != end and (every == 0 or step % every)):
+                raise ConfigError(
+                    f"{file}: leak.steps: {step} has no checkpoint in {name}, which writes one "
+                    + (f"every {every} steps and " if every else "")
+                    + f"at step {end}"
+                )
+
+
+def changed_key(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """The first key that two runs differ in, with both values; None if they do not."""
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            return f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
+    return None
+
+
+def _below(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)

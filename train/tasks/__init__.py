@@ -1,0 +1,1 @@
+"""What is learned: samples, losses and scores."""

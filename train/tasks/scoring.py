@@ -1,0 +1,111 @@
+"""Scoring held-out text with a model: what training validates with and `polyad evaluate` reports.
+
+Every token of a split is scored once, end-of-text tokens among them, each with at least
+sequence_length - stride tokens of context where the split has them. One end-of-text token goes
+before the first token, as context only.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from data.text.windows import EvaluationWindows, window_batches
+from model.config import Config
+from model.output import ModelOutput
+from parallel import comm
+from parallel.zero import TokenLosses
+from train.tasks.loss import token_losses
+
+
+class EvaluationConfig(Config):
+    """Validation while training, and `polyad evaluate`."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between validations; 0 validates at the end of the run only."""
+    max_windows: Annotated[int, Field(ge=1)] | None = None
+    """Windows of the split that are scored in training; null: all of them."""
+    stride: Annotated[int, Field(ge=1)] | None = None
+    """Tokens a window moves on; null: its whole length. Less gives more context, and costs more."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Windows in a forward pass; null: `train.micro_batch_size`."""
+
+
+class Score(NamedTuple):
+    """A sum over scored tokens."""
+
+    negative_log_likelihood: float
+    """In nats."""
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.negative_log_likelihood / self.tokens
+
+
+@torch.no_grad()
+def score_windows(
+    forward: Callable[[Tensor], ModelOutput],
+    windows: EvaluationWindows,
+    *,
+    batch_size: int,
+    world: comm.World,
+    losses: TokenLosses = token_losses,
+    report: Callable[[float], None] | None = None,
+) -> Score:
+    """Scores a split over all processes, which run equally many forward passes.
+
+    Args:
+        forward: input ids [B, T] -> output; dropout off.
+        windows: of the split.
+        batch_size: windows in a forward pass.
+        world: this process.
+        losses: of logits as `forward` gives them.
+        report: is told the share done after every batch.
+
+    Returns:
+        The sum over all processes; the same on each.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    rank, size = world.data_parallel_rank, world.data_parallel_size
+    batches = window_batches(windows, batch_size, rank, size)
+    count = math.ceil(len(windows) / (batch_size * size))
+    for done, batch in enumerate(batches, start=1):
+        input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
+        losses_BT = losses(forward(input_BT).logits, target_BT).double()
+        # Not a product: a padded position may have any loss, even one that is not finite.
+        total += torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
+        if report is not None:
+            report(done / count)
+    likelihood, tokens = comm.sum_over_samples(total, world).tolist()
+    return Score(likelihood, int(tokens))
+
+
+def perplexities(score: Score, *, words: int, bytes_: int) -> dict[str, float]:
+    """What a score means a token, a word and a byte.
+
+    Args:
+        score: of a whole split.
+        words: white-space separated words of its text.
+        bytes_: UTF-8 bytes of its text.
+
+    Returns:
+        loss in nats a token, token and word perplexity, bits a byte. The likelihood of end-of-text
+        tokens is in all four; they count as tokens, and neither as words nor as bytes.
+    """
+    nats = score.negative_log_likelihood
+    return {
+        "loss": score.loss,
+        "perplexity": perplexity(score.loss),
+        "word_perplexity": perplexity(nats / words) if words else float("nan"),
+        "bits_per_byte": nats / math.log(2) / bytes_ if bytes_ else float("nan"),
+    }
+
+
+def perplexity(loss: float) -> float:
+    """Of a loss in nats; infinite where fp64 ends."""
+    return math.exp(loss) if loss < 700 else float("inf")
