@@ -30,7 +30,7 @@ COMMANDS: dict[str, Command] = {
         handler=handlers.prepare,
     ),
     "train": Command(
-        summary="Trains in this process, or in those of torchrun; goes on where the run stands.",
+        summary="Trains in this process, or in those of torchrun; continues a run that was begun.",
         example="polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20\n"
         "torchrun --nproc-per-node 2 -m launch train configs/quickstart/gpt2.yaml "
         "data.path=runs/stdlib",

@@ -32,7 +32,7 @@ def host_name(text: str, option: str) -> str:
         option: whose value it is, for the error.
 
     Returns:
-        The same.
+        The text, unchanged.
 
     Raises:
         LaunchError: it is neither, as anything is that a shell or `ssh` would read otherwise.

@@ -19,17 +19,28 @@ ONLY_SLURM = (
 def launch_arguments(parser: Parser) -> None:
     """Declares the options; those of a way to launch that is not taken have to stay away."""
     add = parser.add_argument
-    add("--processes-per-node", type=positive, required=True, metavar="P", help="on each host")
-    add("--nodes", type=positive, default=1, metavar="N", help="hosts; default 1")
-    add("--via", choices=tuple(MAX_RESTARTS), default="local", help="default local: this machine")
+    add(
+        "--processes-per-node",
+        type=positive,
+        required=True,
+        metavar="P",
+        help="processes on each host",
+    )
+    add("--nodes", type=positive, default=1, metavar="N", help="number of hosts; default 1")
+    add(
+        "--via",
+        choices=tuple(MAX_RESTARTS),
+        default="local",
+        help="how processes are started; default local: on this machine",
+    )
     add(
         "--max-restarts",
         type=non_negative,
         metavar="R",
         help="starts after a failure, from the newest checkpoint; default 0 local, else 3",
     )
-    add("--interface", metavar="NAME", help="network interface of gloo and NCCL, as eth0")
-    add("--dry-run", action="store_true", help="print the command or write the script, no more")
+    add("--interface", metavar="NAME", help="network interface of gloo and NCCL, for example eth0")
+    add("--dry-run", action="store_true", help="only print the command or write the script")
     _torchrun_arguments(parser)
     _slurm_arguments(parser)
 
@@ -38,11 +49,15 @@ def _torchrun_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("--via torchrun", "The same command on every host.")
     add = group.add_argument
     add("--rdzv-endpoint", metavar="HOST[:PORT]", help="where the hosts meet: one of them")
-    add("--rdzv-id", metavar="ID", help="of the run; default: made from run.folder")
+    add(
+        "--rdzv-id",
+        metavar="ID",
+        help="name of the run where hosts meet; default: made from run.folder",
+    )
     add(
         "--rdzv-is-host",
         choices=("true", "false"),
-        help="whether the endpoint is here; default: found by name and address",
+        help="whether the endpoint is this host; default: found by name and address",
     )
     add("--local-addr", metavar="HOST", help="how the others reach this host; default: its name")
 
@@ -50,18 +65,23 @@ def _torchrun_arguments(parser: Parser) -> None:
 def _slurm_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("--via slurm", "What is not given is the cluster's default.")
     add = group.add_argument
-    add("--time", metavar="LIMIT", help="as 24:00:00 or 2-12 (days-hours)")
+    add("--time", metavar="LIMIT", help="for example 24:00:00, or 2-12 (days-hours)")
     for name in ("partition", "account", "qos"):
-        add(f"--{name}", metavar="NAME", help="of the cluster")
+        add(f"--{name}", metavar="NAME", help="one of the cluster's")
     add("--job-name", metavar="NAME", help="default: the name of run.folder")
-    add("--gpus-per-node", type=positive, metavar="G", help="as a rule P")
-    add("--cpus-per-node", type=positive, metavar="C", help="cores, for all P processes")
-    add("--memory-per-node", metavar="SIZE", help="as 480G; 0 is all")
+    add("--gpus-per-node", type=positive, metavar="G", help="GPUs of each node; usually P")
+    add(
+        "--cpus-per-node",
+        type=positive,
+        metavar="C",
+        help="cores of each node, for all P processes",
+    )
+    add("--memory-per-node", metavar="SIZE", help="for example 480G; 0 is all")
     add(
         "--signal-seconds",
         type=positive,
         metavar="S",
-        help="before the limit, when the job requeues itself; default 120",
+        help="seconds before the limit at which the job saves and requeues itself; default 120",
     )
 
 

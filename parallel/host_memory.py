@@ -19,7 +19,7 @@ def keep_freed_memory() -> bool:
     torch has no allocator of its own on a CPU. Every activation and gradient above 32 MiB, and in
     a process that has freed none yet above 128 KiB, is a mapping of its own, which the system fills
     with zeros page by page each time: up to half of the time of a training step. A process then
-    holds its peak until it ends, and a little more for the gaps (the figures are in README.md).
+    holds its peak until it ends, and a little more for the gaps (BENCHMARKS.md has figures).
 
     Does nothing without glibc, or where the environment has a variable of `OF_THE_USER` or
     `GLIBC_TUNABLES` of malloc.

@@ -205,6 +205,7 @@ def test_no_file_names_a_place_of_one_machine() -> None:
     # Paths of a home folder or a container, in the files that are shipped.
     place = re.compile(r"(?<![\w.])/(?:work|root|home|Users)/\w")
     files = [p for room in (*ROOMS, "configs") for p in (ROOT / room).rglob("*") if p.is_file()]
-    files += [ROOT / name for name in ("Makefile", "CONTRIBUTING.md", "pyproject.toml")]
-    shipped = [p for p in files if p.suffix in {".py", ".md", ".yaml", ".toml", ""}]
+    files += [*ROOT.glob("*.md"), *(ROOT / "docs").iterdir(), ROOT / "Makefile"]
+    files += [ROOT / "pyproject.toml", ROOT / "CITATION.cff"]
+    shipped = [p for p in files if p.suffix in {".py", ".md", ".yaml", ".toml", ".svg", ".cff", ""}]
     assert [str(p) for p in shipped if place.search(p.read_text(encoding="utf-8"))] == []

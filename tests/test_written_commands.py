@@ -9,6 +9,7 @@ from launch.cli import run
 from launch.commands import COMMANDS
 from launch.parser import UsageError
 from tests.helpers.written import (
+    PAGES,
     ROOT,
     World,
     Written,
@@ -22,7 +23,7 @@ from tests.helpers.written import (
     polyad_words,
 )
 
-SEQUENCES = {"README.md and those below": documents(), **help_commands()}
+SEQUENCES = {"documents": documents(), **help_commands()}
 NO_COMMANDS = ("COMMAND", "--help", "--version", "cp", "tr")
 """What stands behind `polyad` in a text and is no command: the last two are rows of a table."""
 GROUPS = {name.rpartition(" ")[0] for name in COMMANDS if " " in name}
@@ -41,9 +42,13 @@ def test_every_path_of_a_command_was_made_by_one_before_it(name: str) -> None:
 
 def test_commands_are_found_wherever_they_stand(tmp_path: Path) -> None:
     counts = {name: len(commands) for name, commands in SEQUENCES.items()}
-    assert counts["README.md and those below"] > 30
+    assert counts["documents"] > 30
     assert counts["polyad COMMAND --help"] > 30
     assert counts["polyad --help"] == 2
+    places = list(dict.fromkeys(command.place for command in SEQUENCES["documents"]))
+    pages = [f"docs/{page}.md" for page in PAGES]
+    assert places[: len(pages) + 1] == ["README.md", *pages]
+    assert "BENCHMARKS.md" in places
 
 
 def test_a_command_of_every_form_is_taken_from_a_file(

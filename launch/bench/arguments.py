@@ -9,9 +9,9 @@ from launch.parser import Parser, non_negative, positive
 def bench_data_arguments(parser: Parser) -> None:
     """Those of `polyad bench data`."""
     add = parser.add_argument
-    add("--source", default="python-stdlib", help="of the text, as for prepare")
+    add("--source", default="python-stdlib", help="where the text is from, as for polyad prepare")
     add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
-    add("--megabytes", type=float, default=8.0, metavar="N", help="of text; default 8")
+    add("--megabytes", type=float, default=8.0, metavar="N", help="size of the text; default 8")
     add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
     add(
         "--config",
@@ -24,21 +24,39 @@ def bench_data_arguments(parser: Parser) -> None:
         "--consumption",
         type=float,
         metavar="TOKENS",
-        help="a second, that training takes; default: measured",
+        help="tokens a second that training takes; default: measured",
     )
-    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
     override_arguments(parser)
 
 
 def bench_checkpoint_arguments(parser: Parser) -> None:
     """Those of `polyad bench checkpoint`."""
     add = parser.add_argument
-    add("--folder", type=Path, default=Path(), metavar="DIR", help="on the disk to measure; here")
-    add("--repeats", type=positive, default=5, metavar="N", help="of everything; default 5")
-    add("--steps", type=positive, default=3, metavar="N", help="of training in each; default 3")
-    add("--batch-size", type=positive, default=1, metavar="B", help="of a step; default 1")
-    add("--sequence-length", type=positive, default=128, metavar="T", help="default 128")
-    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    add(
+        "--folder",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="a folder on the disk to measure; default: this one",
+    )
+    add("--repeats", type=positive, default=5, metavar="N", help="runs of everything; default 5")
+    add(
+        "--steps",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="training steps in each run; default 3",
+    )
+    add("--batch-size", type=positive, default=1, metavar="B", help="samples of a step; default 1")
+    add(
+        "--sequence-length",
+        type=positive,
+        default=128,
+        metavar="T",
+        help="tokens of a sample; default 128",
+    )
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
 def bench_step_arguments(parser: Parser) -> None:
@@ -46,51 +64,67 @@ def bench_step_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--precision", choices=("fp32", "bf16"), help="default: both")
-    add("--batch-size", type=positive, metavar="B", help="samples; default 2, on a GPU 16")
-    add("--sequence-length", type=positive, metavar="T", help="default 256, on a GPU 1024")
+    add(
+        "--batch-size", type=positive, metavar="B", help="samples of a step; default 2, on a GPU 16"
+    )
+    add(
+        "--sequence-length",
+        type=positive,
+        metavar="T",
+        help="tokens of a sample; default 256, on a GPU 1024",
+    )
     add("--repeats", type=positive, metavar="N", help="timed steps; default 15, on a GPU 20")
-    add("--compile", action="store_true", help="the blocks of both through torch.compile")
+    add("--compile", action="store_true", help="compile the blocks of both with torch.compile")
     add(
         "--feed-forward",
         choices=("mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64"),
         help="256 factorized experts, or sparse ones of the same active width, beside our dense "
         "step; default: dense beside transformers'",
     )
-    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
 def bench_flips_arguments(parser: Parser) -> None:
     """Those of `polyad bench flips`."""
     parser.add_argument(
-        "--steps", type=positive, default=150, help="of training before; default 150"
+        "--steps", type=positive, default=150, help="training steps before the flips; default 150"
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the result there; - for standard output, alone"
+        "--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output"
     )
 
 
 def bench_layer_arguments(parser: Parser) -> None:
     """Those of `polyad bench layer`."""
     add = parser.add_argument
-    add("--kind", choices=("smoe", "mumoe"), default="smoe", help="of layer; default smoe")
-    add("--tokens", type=positive, metavar="N", help="default 4096; mumoe 1024")
+    add("--kind", choices=("smoe", "mumoe"), default="smoe", help="kind of layer; default smoe")
+    add(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of a forward pass; default 4096; mumoe 1024",
+    )
     add(
         "--experts",
         type=positive,
         nargs="+",
         metavar="E",
-        help="default 16; mumoe one after the other, default 64 256 2048",
+        help="number of experts; default 16; mumoe takes several, default 64 256 2048",
     )
     add("--top-k", type=positive, metavar="K", help="smoe: experts of a token; default 2")
-    add("--width", type=positive, metavar="D", help="of a token; default 256; mumoe 768")
+    add("--width", type=positive, metavar="D", help="width of a token; default 256; mumoe 768")
     add(
         "--hidden",
         type=positive,
         metavar="F",
-        help="of one expert; default 1024; mumoe, and its dense MLP, 3072",
+        help="inner width of one expert; default 1024; mumoe, and its dense MLP, 3072",
     )
     add("--precision", choices=("fp32", "bf16"), help="default: both")
-    add("--load", choices=("uniform", "skewed"), help="smoe: half to one expert; default: both")
+    add(
+        "--load",
+        choices=("uniform", "skewed"),
+        help="smoe: skewed sends half of the tokens to one expert; default: both",
+    )
     add(
         "--expert-parallel",
         type=positive,
@@ -99,15 +133,20 @@ def bench_layer_arguments(parser: Parser) -> None:
         "own and --threads, default 1; default: one process",
     )
     add("--repeats", type=positive, metavar="N", help="timed runs of each; default 7")
-    add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="threads of each variant; default: PyTorch's own",
+    )
     add("--device", choices=("cpu", "cuda"), help="default cpu")
     add(
         "--compile",
         action="store_true",
         default=None,
-        help="mumoe: every variant through torch.compile",
+        help="mumoe: compile every variant with torch.compile",
     )
-    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
 def bench_routing_arguments(parser: Parser) -> None:
@@ -118,30 +157,41 @@ def bench_routing_arguments(parser: Parser) -> None:
         type=positive,
         nargs="+",
         metavar="T",
-        help="of the block, in one sequence, one length after the other; default 512 2048 8192",
+        help="tokens of the block's one sequence, one length after the other; "
+        "default 512 2048 8192",
     )
     add(
         "--model-tokens",
         type=positive,
         nargs="+",
         metavar="T",
-        help="of the whole model; default 512",
+        help="tokens of the whole model's one sequence; default 512",
     )
     add(
         "--layers",
         type=non_negative,
         metavar="L",
-        help="of the whole model; 0: none; default 12, which takes 8 GiB in fp32",
+        help="blocks of the whole model; 0: no whole model; default 12, which takes 8 GiB in fp32",
     )
-    add("--vocab-size", type=positive, metavar="V", help="of the whole model; default 50257")
-    add("--width", type=positive, metavar="D", help="of a token; default 768")
-    add("--heads", type=positive, metavar="A", help="of attention; default 12")
-    add("--experts", type=positive, metavar="E", help="default 16")
+    add(
+        "--vocab-size",
+        type=positive,
+        metavar="V",
+        help="vocabulary of the whole model; default 50257",
+    )
+    add("--width", type=positive, metavar="D", help="width of a token; default 768")
+    add("--heads", type=positive, metavar="A", help="heads of attention; default 12")
+    add("--experts", type=positive, metavar="E", help="number of experts; default 16")
     add("--top-k", type=positive, metavar="K", help="experts of a token; default 2")
-    add("--hidden", type=positive, metavar="F", help="of one expert; default 4 D")
+    add("--hidden", type=positive, metavar="F", help="inner width of one expert; default 4 D")
     add("--precision", choices=("fp32", "bf16"), help="default: both")
     add("--repeats", type=positive, metavar="N", help="timed runs of each; default 5")
-    add("--threads", type=positive, metavar="N", help="of each variant; default: PyTorch's own")
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="threads of each variant; default: PyTorch's own",
+    )
     add("--device", choices=("cpu", "cuda"), help="default cpu")
-    add("--compile", action="store_true", help="every block through torch.compile")
-    add("--json", metavar="FILE", help="write the result there; - for standard output, alone")
+    add("--compile", action="store_true", help="compile every block with torch.compile")
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")

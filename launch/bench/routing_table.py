@@ -48,7 +48,7 @@ def model_config(shape: dict[str, int], place: str, length: int) -> GPT2Config:
 
 
 def add_ratios(rows: dict[str, Any], shape: dict[str, int], place: str, length: int) -> None:
-    """Adds what hangs on the plain router's row, and on the number of tokens.
+    """Adds what depends on the plain router's row, and on the number of tokens.
 
     Args:
         rows: By variant: seconds and saved bytes.

@@ -2,7 +2,8 @@
 
 A machine is faster in one minute than in the next. So a run is compared with the base's of its own
 turn, and the median of these ratios is what counts; how sure it is stands beside it. The order of
-the variants changes from turn to turn: what a run leaves in caches is not always found by the same.
+the variants changes from turn to turn, so that what a run leaves in caches is not always found by
+the same variant.
 """
 
 import math
@@ -19,7 +20,7 @@ Run = Callable[[], tuple[float, ...]]
 Times = dict[str, list[tuple[float, ...]]]
 """Of each variant the parts of each turn."""
 SLOW = 10
-"""Times the base: what takes longer is timed once, for its ratio hangs on no third digit."""
+"""Times the base: what takes longer is timed once: the third digit of its ratio says nothing."""
 CONFIDENCE = 0.9
 """That a ratio lies in its interval."""
 

@@ -1,6 +1,7 @@
-"""The commands that READMEs, help texts and configurations tell a reader to type, as they stand.
+"""The commands that documents, help texts and configurations tell a reader to type, as they stand.
 
-`documents` and `help_commands` give them in order; `World` says what each of them reads and makes.
+Documents are all Markdown files: READMEs, the pages of `docs/`, BENCHMARKS.md. `documents` and
+`help_commands` give them in order; `World` says what each of them reads and makes.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
+PAGES = ("prepare", "train", "many-hosts", "evaluate", "convert", "experts", "studies")
+"""The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})
 """Arguments that name what a command makes; it reads every other path."""
 
@@ -47,13 +50,26 @@ class Written:
         return f"{self.place}: {self.text}"
 
 
-def documents() -> list[Written]:
-    """The commands of all READMEs and the like: the root's first, as a reader goes."""
+def markdown_files() -> list[Path]:
+    """All documents: the root README, the pages of docs/, the rest of the root, and the folders."""
     paths = [
         path for path in ROOT.rglob("*.md") if not path.relative_to(ROOT).parts[0].startswith(".")
     ]
-    paths.sort(key=lambda path: (len(path.relative_to(ROOT).parts), path.name != "README.md", path))
-    return [command for path in paths for command in commands_of_markdown(path)]
+    return sorted(paths, key=_reading_order)
+
+
+def _reading_order(path: Path) -> tuple[int, int, str]:
+    place = path.relative_to(ROOT)
+    if str(place) == "README.md":
+        return 0, 0, ""
+    if place.parts[0] == "docs":
+        return 1, PAGES.index(path.stem), ""
+    return len(place.parts) + 1, path.name != "README.md", str(place)
+
+
+def documents() -> list[Written]:
+    """The commands of all documents, as a reader goes."""
+    return [command for path in markdown_files() for command in commands_of_markdown(path)]
 
 
 def commands_of_markdown(path: Path) -> list[Written]:
@@ -117,11 +133,10 @@ def _examples(*command: str) -> list[Written]:
 
 
 def inline_commands() -> list[Written]:
-    """What stands in READMEs between `marks` within a line; often only the part that matters."""
+    """What stands in documents between `marks` within a line; often only the part that matters."""
     return [
         Written(str(path.relative_to(ROOT)), text)
-        for path in sorted(ROOT.rglob("*.md"))
-        if not path.relative_to(ROOT).parts[0].startswith(".")
+        for path in markdown_files()
         for text in re.findall(r"`(polyad [^`]+)`", path.read_text(encoding="utf-8"))
     ]
 
