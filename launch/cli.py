@@ -12,6 +12,7 @@ from typing import NoReturn
 from launch.commands import COMMANDS
 from launch.ending import guard
 from launch.parser import Parser, UsageError, nearest
+from launch.plugins import load_plugins
 from launch.signals import stop_at_signals, unblock_signals
 
 TRAINING = frozenset({"train", "launch", "study"})
@@ -44,6 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
+    load_plugins()
     words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `bench data`
     name = " ".join(argv[:words])
     if name in COMMANDS:

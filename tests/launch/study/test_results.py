@@ -7,6 +7,7 @@ import pytest
 from launch.study.results import summarize
 from launch.study.tables import result_table
 from train.errors import RunError
+from train.tasks.language import LanguageModelling
 
 
 def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
@@ -23,6 +24,8 @@ def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
     sizes = {"parameters": 1000, "active_parameters": 900, "flops_per_token": 6000}
     return {
         **{"study": "s.yaml", "folder": "s", "baseline": names[0], "seeds": list(seeds)},
+        "unit": "token",
+        "scores": [score._asdict() for score in LanguageModelling.scores],
         "variants": {name: sizes for name in names},
         "runs": [{"variant": name, "seed": seed} for seed in seeds for name in names],
     }

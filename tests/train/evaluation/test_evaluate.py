@@ -14,7 +14,7 @@ from parallel.weights import load_model
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluation, run, write_config
 from train.evaluation.evaluate import result_table
-from train.tasks.scoring import Score, perplexities
+from train.tasks.scoring import TokenScore, perplexities
 
 pytestmark = pytest.mark.distributed
 
@@ -126,7 +126,7 @@ def test_bf16_is_near_fp32(workers, finished):
 
 def test_measures_by_hand():
     # 12 nats over 4 tokens, 3 words, 10 bytes.
-    result = perplexities(Score(12.0, 4), words=3, bytes_=10)
+    result = perplexities(TokenScore(12.0, 4), words=3, bytes_=10)
     assert result["loss"] == 3.0
     assert result["perplexity"] == pytest.approx(20.0855, rel=1e-5)
     assert result["word_perplexity"] == pytest.approx(54.5982, rel=1e-5)

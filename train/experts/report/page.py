@@ -113,7 +113,7 @@ def _loss(report: Report) -> str:
             )
         )
     each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
-    note = f"{report.loss_unit.capitalize()}{each}.".replace(",", ";")
+    note = f"{report.loss_unit}{each}.".replace(",", ";").capitalize()
     skipped = history.last_record.get("skipped_steps")
     if skipped:
         note += f" {skipped:,} steps were skipped because something was not finite."
@@ -127,8 +127,8 @@ def _loss(report: Report) -> str:
             chart = line_chart(steps, [line], title=f"{heading} over steps", low=0.0)
             figures.append(figure(heading, chart))
     dense = "" if report.routed else (
-        '<p class="note">This model has no experts: no part of it chooses among others for a '
-        "token, so there is no load, entropy or top token to show.</p>"
+        f'<p class="note">This model has no experts: no part of it chooses among others for a '
+        f"{report.unit}, so there is no load or entropy to show.</p>"
     )  # fmt: skip
     grid = f'<div class="grid">{"".join(figures)}</div>'
     return f'<section id="loss"><h2>Training</h2>{dense}{grid}</section>'

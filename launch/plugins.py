@@ -1,0 +1,32 @@
+"""Tasks and models that are not part of Polyad: modules of yours that add to its registries.
+
+    POLYAD_PLUGINS=lab.spectra,lab.models polyad train spectra.yaml
+
+A module is imported before anything reads a configuration, and adds its lines where Polyad's own
+stand: `model.build.MODELS["mine"] = ModelKind(...)`, `train.tasks.registry.TASKS["mine"] = ...`.
+Processes that a command starts find the variable too.
+"""
+
+import importlib
+import os
+
+from train.errors import ConfigError, one_line
+
+VARIABLE = "POLYAD_PLUGINS"
+"""Names of modules, separated by commas."""
+
+
+def load_plugins() -> None:
+    """Imports the modules that the environment names.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a module of somebody's does when it is imported
+            raise ConfigError(
+                f"{VARIABLE}: {name}: cannot be imported: {type(error).__name__}: "
+                f"{one_line(error)}; a module on the path of Python is needed (PYTHONPATH)"
+            ) from None

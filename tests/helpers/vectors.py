@@ -1,0 +1,195 @@
+"""A second task, that Polyad knows nothing of: generated vectors are classified by a perceptron.
+
+A plugin: `POLYAD_PLUGINS=tests.helpers.vectors`. The lines at the end are all that Polyad has to be
+told.
+
+Shapes: B samples, D numbers of a vector, H hidden units, C classes.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from data.config import DataSettings
+from model.build import MODELS, ModelKind
+from model.initialization import Initializer, linear_initializers
+from model.output import ModelOutput, RoutingStats
+from model.settings import ModelSettings
+from parallel import comm
+from train.errors import ConfigError
+from train.tasks.registry import TASKS
+from train.tasks.task import Predictor, Score, Sections, Share, Task, Unit
+
+HELD_OUT = {"validation": 300, "test": 101}
+"""Vectors of each split."""
+
+
+class PerceptronConfig(ModelSettings):
+    kind: Literal["perceptron"] = "perceptron"
+    inputs: Annotated[int, Field(ge=1)] = 8
+    hidden_size: Annotated[int, Field(ge=1)] = 16
+    classes: Annotated[int, Field(ge=2)] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def left_to_data(self) -> str | None:
+        return "model.classes" if self.classes is None else None
+
+    def flops_per_unit(self) -> int:
+        return 6 * self.hidden_size * (self.inputs + (self.classes or 0))
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        return micro_batch_size * number_bytes * (self.inputs + 2 * self.hidden_size)
+
+
+class Perceptron(nn.Module):
+    def __init__(self, config: PerceptronConfig) -> None:
+        super().__init__()
+        assert config.classes is not None
+        self.hidden = nn.Linear(config.inputs, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(config.hidden_size, config.classes)
+
+    def initializers(self) -> dict[str, Initializer]:
+        return {
+            **linear_initializers("hidden", self.hidden, 0.3),
+            **linear_initializers("head", self.head, 0.3),
+        }
+
+    def forward(self, vectors_BD: Tensor) -> ModelOutput:
+        hidden_BH = self.dropout(torch.relu(self.hidden(vectors_BD.to(self.hidden.weight.dtype))))
+        return ModelOutput(self.head(hidden_BH), ())
+
+
+class VectorData(DataSettings):
+    kind: Literal["vectors"] = "vectors"
+    classes: Annotated[int, Field(ge=2)] = 4
+    spread: Annotated[float, Field(gt=0)] = 0.5
+    """Standard deviation around the center of a class, whose numbers have deviation 1."""
+
+
+class VectorBatch(NamedTuple):
+    vectors_BD: Tensor
+    labels_B: Tensor
+
+
+class Vectors(Dataset[VectorBatch]):
+    """Vector g of a split: a function of (seed, split, g)."""
+
+    def __init__(self, settings: VectorData, inputs: int, split: str, seed: int) -> None:
+        self._settings, self._split, self._seed = settings, split, seed
+        generator = torch.Generator().manual_seed(12345)
+        self._centers_CD = torch.randn(settings.classes, inputs, generator=generator)
+
+    def __getitem__(self, number: int) -> VectorBatch:
+        key = hashlib.sha256(f"{self._seed}/{self._split}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:4], "big"))
+        label = torch.randint(self._settings.classes, (), generator=generator)
+        center_D = self._centers_CD[label]
+        noise_D = torch.randn(center_D.shape, generator=generator)
+        return VectorBatch(center_D + self._settings.spread * noise_D, label)
+
+
+class VectorTask(Task[VectorBatch]):
+    data_settings = VectorData
+    unit = Unit("vector", "vec")
+    scores = (Score("accuracy", "accuracy", 4), Score("loss", "loss", 4, "nats a vector"))
+    validation_score: ClassVar[str] = "validation_accuracy"
+
+    def __init__(self, sections: Sections) -> None:
+        assert isinstance(sections.data, VectorData)
+        if not isinstance(sections.model, PerceptronConfig):
+            raise ConfigError(
+                f"data.kind: vectors is not allowed with model.kind: {sections.model.kind}"
+            )
+        self._settings, self._seed = sections.data, sections.seed
+        self.model = sections.model.model_copy(update={"classes": sections.data.classes})
+
+    @classmethod
+    def open(cls, sections: Sections) -> "VectorTask":
+        return cls(sections)
+
+    @property
+    def place(self) -> str:
+        return f"data.classes: {self._settings.classes}"
+
+    @property
+    def fingerprint(self) -> str:
+        tree = self._settings.model_dump_json(exclude={"num_workers"})
+        return hashlib.sha256(tree.encode()).hexdigest()
+
+    @property
+    def samples(self) -> Dataset[Any]:
+        return self._split("train")
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return 1000
+
+    def losses(
+        self, model: Predictor, batch: VectorBatch
+    ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        logits_BC, routing = model(batch.vectors_BD)
+        return model.cross_entropy(logits_BC, batch.labels_B), routing
+
+    @property
+    def has_validation(self) -> bool:
+        return True
+
+    def validate(
+        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
+    ) -> dict[str, float]:
+        found = self.score(model, "validation", batch_size=batch_size, world=world, report=report)
+        return {f"validation_{name}": found[name] for name in ("accuracy", "loss")}
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: Predictor,
+        split: str,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share | None = None,
+    ) -> dict[str, Any]:
+        total = torch.zeros(3, dtype=torch.float64, device=world.device)
+        batches = list(self._held_out(split, batch_size, world))
+        for done, (vectors_BD, labels_B, counts_B) in enumerate(batches, start=1):
+            logits_BC, _ = model(vectors_BD)
+            losses_B = model.cross_entropy(logits_BC, labels_B)
+            right_B = logits_BC.argmax(-1) == labels_B
+            total += torch.stack(
+                [losses_B[counts_B].double().sum(), right_B[counts_B].sum(), counts_B.sum()]
+            )
+            if report is not None:
+                report(done / len(batches))
+        loss, right, count = comm.sum_over_samples(total, world).tolist()
+        return {"accuracy": right / count, "loss": loss / count, "vectors_scored": int(count)}
+
+    def units_of(self, split: str) -> int:
+        return HELD_OUT[split]
+
+    def _split(self, name: str) -> Vectors:
+        return Vectors(self._settings, self.model.inputs, name, self._seed)  # type: ignore[attr-defined]
+
+    def _held_out(
+        self, split: str, batch_size: int, world: comm.World
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This process's vectors, labels and which of them count, in equally many batches."""
+        vectors, total = self._split(split), HELD_OUT[split]
+        size = batch_size * world.data_parallel_size
+        for begin in range(0, total, size):
+            first = begin + batch_size * world.data_parallel_rank
+            numbers = range(first, first + batch_size)
+            rows = [vectors[min(number, total - 1)] for number in numbers]
+            counts_B = torch.tensor([number < total for number in numbers])
+            stacked = (torch.stack(field) for field in zip(*rows, strict=True))
+            yield (*(each.to(world.device) for each in stacked), counts_B.to(world.device))  # type: ignore[misc]
+
+
+MODELS["perceptron"] = ModelKind(PerceptronConfig, Perceptron)
+TASKS["vectors"] = VectorTask
