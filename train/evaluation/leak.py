@@ -163,7 +163,7 @@ def score_prefixes(
         report: is told the share done.
 
     Returns:
-        Sums over all processes; which tokens are taken does not hang on how many processes there
+        Sums over all processes; which tokens are taken does not depend on how many processes there
         are.
     """
     rank, size = world.data_parallel_rank, world.data_parallel_size

@@ -54,7 +54,7 @@ class Variant:
         return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
 
     def defining_keys(self) -> dict[str, Any]:
-        """The keys that its results hang on, with their values, as JSON has them."""
+        """The keys that its results depend on, with their values, as JSON has them."""
         return _defining_keys(self.config)
 
     def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
