@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu
 
 from model.activation import gelu_again
-from model.matmul import matmul
 from model.mumoe import tokens
 
 
@@ -62,7 +61,7 @@ def token_product(a_MPQ: Tensor, b_MQR: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """By hand for its gradients' products alone, whose sums are longer: see `matmul.py`."""
+    """By hand for its gradients' products alone."""
 
     @staticmethod
     def forward(ctx: Any, mixed_MC: Tensor, factor: Tensor) -> Tensor:
@@ -75,10 +74,10 @@ class _Product(torch.autograd.Function):
         mixed_MC, factor = ctx.saved_tensors
         for_mixed_MC = for_factor = None
         if ctx.needs_input_grad[0]:
-            for_mixed_MC = matmul(gradient_MO, factor.flatten(0, -2).t())
+            for_mixed_MC = gradient_MO @ factor.flatten(0, -2).t()
         if ctx.needs_input_grad[1]:
             for_factor = torch.empty_like(factor)
-            matmul(mixed_MC.t(), gradient_MO, out_MN=for_factor.view(-1, factor.shape[-1]))
+            torch.mm(mixed_MC.t(), gradient_MO, out=for_factor.view(-1, factor.shape[-1]))
         return for_mixed_MC, for_factor
 
 
@@ -115,7 +114,9 @@ class _Affine(torch.autograd.Function):
         ctx.bias, ctx.activated = bias, activated
         active_MI = gelu(z_MI) if activated else z_MI
         flat, inputs = factor.flatten(1), z_MI.shape[1]
-        return matmul(active_MI, flat[:inputs], row_N=flat[inputs] if bias else None)
+        if bias:
+            return torch.addmm(flat[inputs], active_MI, flat[:inputs])
+        return active_MI @ flat[:inputs]
 
     @staticmethod
     @once_differentiable
@@ -125,7 +126,7 @@ class _Affine(torch.autograd.Function):
         for_z_MI = for_factor = None
         active_MI = z_MI
         if ctx.needs_input_grad[0]:
-            for_z_MI = matmul(gradient_MC, factor.flatten(1)[:inputs].t())
+            for_z_MI = gradient_MC @ factor.flatten(1)[:inputs].t()
             if ctx.activated:
                 active_MI = gelu_again(z_MI, for_z_MI)
         elif ctx.activated:
@@ -133,7 +134,7 @@ class _Affine(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             for_factor = torch.empty_like(factor)
             flat = for_factor.view(factor.shape[0], -1)
-            matmul(active_MI.t(), gradient_MC, out_MN=flat[:inputs])
+            torch.mm(active_MI.t(), gradient_MC, out=flat[:inputs])
             if ctx.bias:
                 torch.sum(gradient_MC, 0, out=flat[inputs])
             else:

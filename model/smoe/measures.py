@@ -9,7 +9,6 @@ from torch import Tensor
 
 from model.attention import AttentionTrace
 from model.entropy import entropy
-from model.smoe import mixing_tiles
 from model.smoe.features import measured_rows
 from model.smoe.scores import wide
 
@@ -58,19 +57,4 @@ def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
     """
     query, key = attention.q_BATH, attention.k_BATH
     scale = query.shape[-1] ** -0.5
-    if mixing_tiles.takes_heads(query, key):
-        entropies_BA: Tensor = _in_tiles(query, key, scale, causal)
-        return entropies_BA.mean(0)
     return _row_entropies(query, key, scale, causal).mean((0, 2))
-
-
-# An operation of our own: a compiler finds nothing to compile in it.
-@torch.library.custom_op("polyad::head_entropies_on_host", mutates_args=())
-def _in_tiles(query_BATH: Tensor, key_BATH: Tensor, scale: float, causal: bool) -> Tensor:
-    rows_M = measured_rows(query_BATH.shape[2], query_BATH.device)
-    return mixing_tiles.mean_entropies(query_BATH, key_BATH, rows_M, scale, causal)
-
-
-@_in_tiles.register_fake
-def _like_in_tiles(query_BATH: Tensor, key_BATH: Tensor, scale: float, causal: bool) -> Tensor:
-    return query_BATH.new_empty(query_BATH.shape[:2], dtype=torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.smoe import mixing_rows, mixing_tiles
+from model.smoe import mixing_rows
 from model.smoe.features import MEASURED_ROWS, Features, Mixing
 
 
@@ -45,8 +45,6 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     features = Features(query_BTF, key_BTF, scale, normalized)
     mixing = Mixing(features, value_BTE, causal, entropy_BT)
-    if mixing_tiles.takes(mixing):
-        return mixing_tiles.mix(mixing)
     return mixing_rows.mix(mixing)
 
 
@@ -84,8 +82,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     features = Features(query_BTF, key_BTF, scale, normalized)
     mixing = Mixing(features, value_BTE, causal, entropy_BT)
-    way = mixing_tiles if mixing_tiles.takes(mixing) else mixing_rows
-    for_query_BTF, for_key_BTF, for_value_BTE = way.differentiate(
+    for_query_BTF, for_key_BTF, for_value_BTE = mixing_rows.differentiate(
         mixing, gradient_BTE, mixed_BTE, log_sum_BT
     )
     if for_key_BTF is None:

@@ -7,9 +7,6 @@ inner product of 2 H + 1 features,
 
     [q_i, z_i, 1] . [k_j, v_j, s_j] / sqrt(H)
 
-Where features are multiplied in tiles of bf16, as which q, k and v already are, z is a sum of two
-numbers of bf16 and s one of three: 3 H + 3 features, and zeros.
-
 Shapes: B batch, T tokens in a sequence, N = B T, D width, A heads, H width of one head, M = A H, F
 width of the features.
 """
@@ -23,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from model.attention import AttentionTrace
 from model.interface import refuse_autocast
-from model.smoe import mixing_tiles
 from model.smoe.features import Features
 from model.smoe.scores import wide
 
@@ -70,7 +66,7 @@ class _PosteriorFeatures(torch.autograd.Function):
         weight_DH = weight_DM.view(len(weight_DM), -1, size).index_select(1, head).squeeze(1)
         q_BTH, k_BTH, v_BTH = of_head_BT3H.unbind(2)
         wide_DH = weight_DH.to(wide(weight_DH.dtype))
-        along_NH = _product(output_BTD.flatten(0, 1), weight_DH, wide_DH)
+        along_NH = output_BTD.flatten(0, 1).to(wide_DH.dtype) @ wide_DH
         if bias_D is not None:  # o is without it
             along_NH -= bias_D.to(wide_DH.dtype) @ wide_DH
         along_BTH = along_NH.mul_(ctx.of_along).view_as(q_BTH)
@@ -81,20 +77,10 @@ class _PosteriorFeatures(torch.autograd.Function):
         ctx.weight_shape = weight_DM.shape
         kept_D = None if bias_D is None else bias_D.clone()
         ctx.save_for_backward(of_head_BT3H, output_BTD, weight_DH, kept_D, gram_HH, head)
-        if not mixing_tiles.takes_features(q_BTH):
-            ctx.parts = 1
-            ones_BT1 = torch.ones_like(square_BT1)
-            return (
-                torch.cat([q_BTH.to(wide_DH.dtype), along_BTH, ones_BT1], -1),
-                torch.cat([k_BTH.to(wide_DH.dtype), wide_BTH, square_BT1], -1),
-            )
-        ctx.parts = 2
-        ones_BT3 = q_BTH.new_ones(*q_BTH.shape[:2], 3)
-        rest = q_BTH.new_zeros(*q_BTH.shape[:2], -(3 * size + 3) % mixing_tiles.DEPTH)
-        along, square = _in_parts(along_BTH, 2), _in_parts(square_BT1, 3)
+        ones_BT1 = torch.ones_like(square_BT1)
         return (
-            torch.cat([q_BTH, *along, ones_BT3, rest], -1),
-            torch.cat([k_BTH, v_BTH, v_BTH, *square, rest], -1),
+            torch.cat([q_BTH.to(wide_DH.dtype), along_BTH, ones_BT1], -1),
+            torch.cat([k_BTH.to(wide_DH.dtype), wide_BTH, square_BT1], -1),
         )
 
     @staticmethod
@@ -103,12 +89,8 @@ class _PosteriorFeatures(torch.autograd.Function):
         of_head_BT3H, output_BTD, weight_DH, bias_D, gram_HH, head = ctx.saved_tensors
         size, dtype = of_head_BT3H.shape[-1], gram_HH.dtype
         v_BTH = of_head_BT3H.select(2, 2).to(dtype)
-        # A gradient of a sum is that of each of its parts.
-        square_at = (1 + ctx.parts) * size
-        for_square_BT1 = for_key_BTF[..., square_at : square_at + 1].to(dtype) * ctx.of_square
+        for_square_BT1 = for_key_BTF[..., 2 * size :].to(dtype) * ctx.of_square
         for_v_BTH = for_key_BTF[..., size : 2 * size].to(dtype)
-        if ctx.parts == 2:
-            for_v_BTH = for_v_BTH + for_key_BTF[..., 2 * size : square_at]
         for_v_BTH = torch.addcmul(for_v_BTH, v_BTH @ gram_HH, for_square_BT1, value=2)
         for_gram_HH = ((v_BTH * for_square_BT1).flatten(0, 1).T @ v_BTH.flatten(0, 1)).mul_(2)
 
@@ -129,31 +111,3 @@ class _PosteriorFeatures(torch.autograd.Function):
         of_head = for_query_BTF[..., :size], for_key_BTF[..., :size], for_v_BTH
         for_head_BT3H = torch.stack([x_BTH.to(of_head_BT3H.dtype) for x_BTH in of_head], 2)
         return for_head_BT3H, for_output_BTD, for_weight_DM, for_bias_D, None, None, None
-
-
-def _in_parts(x: Tensor, count: int) -> list[Tensor]:
-    """Numbers of bf16 whose sum is x, to 8 bits more with each."""
-    parts = []
-    for _ in range(count):
-        parts.append(x.to(torch.bfloat16))
-        x = x - parts[-1]
-    return parts
-
-
-def _product(output_ND: Tensor, weight_DH: Tensor, wide_DH: Tensor) -> Tensor:
-    """[N, H], in routing's precision."""
-    if mixing_tiles.takes_product(output_ND):
-        result_NH: Tensor = _in_tiles(output_ND, weight_DH)
-        return result_NH
-    return output_ND.to(wide_DH.dtype) @ wide_DH
-
-
-# An operation of our own: a compiler finds nothing to compile in it.
-@torch.library.custom_op("polyad::product_on_host", mutates_args=())
-def _in_tiles(output_ND: Tensor, weight_DH: Tensor) -> Tensor:
-    return mixing_tiles.product(output_ND, weight_DH)
-
-
-@_in_tiles.register_fake
-def _like_in_tiles(output_ND: Tensor, weight_DH: Tensor) -> Tensor:
-    return output_ND.new_empty(len(output_ND), weight_DH.shape[1], dtype=torch.float32)
