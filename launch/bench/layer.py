@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from launch.bench.device import now
 from launch.bench.turns import Run, Times, part_medians, span, summary, take_turns
 from launch.machine import processor_name
-from model.activation import has_native_gelu
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
-from model.processor import has_bf16_products
+from model.kernels.cpu.processor import has_bf16_products
+from model.kernels.gelu import has_native_gelu
 from parallel import comm
 from parallel.host_memory import give_back_freed_memory
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu
 
-from model.activation import gelu_again
+from model.kernels.gelu import gelu_again
 from model.mumoe import tokens
 
 

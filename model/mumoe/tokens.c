@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-#include "../numbers.h"
+#include "../kernels/cpu/numbers.h"
 
 #define COLUMNS 256 /* Of a token's matrices that are looked at together. */
 #define ORDER 16    /* The most rows of both, and columns of the first. */

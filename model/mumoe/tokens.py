@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from model.native import load_library
+from model.kernels.cpu.native import load_library
 
 VERSION = 1
 """Of the library."""

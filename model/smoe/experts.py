@@ -12,8 +12,8 @@ from torch.nn.functional import gelu, grouped_mm
 
 from model.initialization import ZEROS, Initializer, normal
 from model.interface import FeedForwardContext
+from model.kernels.cpu.experts import experts_on_host
 from model.smoe.config import SparseMoEConfig
-from model.smoe.host import experts_on_host
 
 
 class Experts(nn.Module):

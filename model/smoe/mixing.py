@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.smoe import mixing_rows
+from model.kernels import mixture as mixing_rows
 from model.smoe.features import MEASURED_ROWS, Features, Mixing
 
 

@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from model.cache import LayerCache, attend_cached
 from model.entropy import entropy
+from model.kernels.mixture import ROWS_AT_ONCE
 from model.smoe.config import SparseMoEConfig
 from model.smoe.features import Features, Mixing
 from model.smoe.measures import effective_neighbours
 from model.smoe.mixing import mix_on_host
-from model.smoe.mixing_rows import ROWS_AT_ONCE
 
 
 def mix(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from model.build import build_model, initial_value, initial_values
+from model.kernels.cpu.experts import experts_on_host
 from model.smoe.experts import Experts
-from model.smoe.host import experts_on_host
 from tests.helpers.routing import Watch, make, make_config, make_context
 
 COUNTS = {

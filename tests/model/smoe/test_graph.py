@@ -8,7 +8,8 @@ import torch
 
 from model.attention import AttentionTrace, CausalSelfAttention
 from model.build import materialize
-from model.smoe import mixing_rows, mixture
+from model.kernels import mixture as mixing_rows
+from model.smoe import mixture
 from model.smoe.features import Features, Mixing
 from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
 from model.smoe.measures import head_entropies

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from model import activation
-from model.activation import gelu_again, gelu_backward, gelu_forward, has_native_gelu
+from model.kernels import gelu as activation
+from model.kernels.gelu import gelu_again, gelu_backward, gelu_forward, has_native_gelu
 
 native = pytest.mark.skipif(
     not has_native_gelu(), reason="no C compiler was there when Polyad was installed"

@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from model.native import load_library
+from model.kernels.cpu.native import load_library
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """What it is compiled for, in the names of its functions."""
@@ -120,4 +120,4 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
 
 
 def _library() -> ctypes.CDLL | None:
-    return load_library("model._gelu", VERSION)
+    return load_library("model.kernels.cpu._gelu", VERSION)

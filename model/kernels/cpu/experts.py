@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.activation import gelu_backward, gelu_forward
-from model.processor import has_bf16_products
-from model.threads import share_out
+from model.kernels.cpu.processor import has_bf16_products
+from model.kernels.cpu.threads import share_out
+from model.kernels.gelu import gelu_backward, gelu_forward
 
 SHARED_NUMBERS = 2**21
 """The fewest inner numbers of experts that are shared out among threads: of fewer the forward pass

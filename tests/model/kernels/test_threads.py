@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from model.threads import share_out
+from model.kernels.cpu.threads import share_out
 
 
 def test_every_item_is_taken_once(threads):

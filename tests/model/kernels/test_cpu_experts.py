@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from model.smoe import host
+from model.kernels.cpu import experts as host
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from tests.helpers.routing import make, make_config, make_context
