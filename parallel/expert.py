@@ -21,10 +21,8 @@ from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.smoe.dispatch import Dispatcher, Plan, plan, take_rows
 from model.smoe.experts import Experts
-from model.smoe.graph import AttentionGraph, Mixed
+from model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from model.smoe.layer import SparseMoE
-from model.smoe.measures import head_entropies
-from model.smoe.mixture import mix
 from model.smoe.selection import Selected
 from parallel import comm
 from parallel.placement import split_experts
@@ -271,14 +269,13 @@ class TensorParallelAttentionGraph(AttentionGraph):
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
-        features = self.features(whole)
-        mixed_BTE, neighbours = mix(features, copy(scores_BTE), self.config, self.causal)
+        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE))
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
         mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)
         assert neighbours is not None
         measured = torch.zeros(1 + self.num_heads, dtype=neighbours.dtype, device=u_BTD.device)
         measured[:1] = torch.where(is_here, neighbours, 0.0)
         here = slice(1 + self._first_head, 1 + self._first_head + self._heads_here)
-        measured[here] = head_entropies(attention, self.causal)
+        measured[here] = head_entropies(attention, self.context.causal)
         measured = library.reduce_from_tensor_model_parallel_region(measured)
         return Mixed(mixed_BTE, measured[0], measured[1:])
