@@ -3,8 +3,9 @@
     none    h P(h)    P: the normal distribution
     tanh    h s(h)    s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
 
-as PyTorch calls them; its own with tanh takes as long as the products of a small expert. `gelu.c`
-is compiled when Polyad is installed. Where there was no compiler, PyTorch's is taken.
+as PyTorch calls them; its own with tanh takes as long as the products of a small expert.
+`cpu/gelu.c` is compiled when Polyad is installed. Where there was no compiler, in other precisions
+and for `POLYAD_KERNELS=reference` the definition is taken, which is PyTorch's.
 
 Shapes: m rows, F inner width.
 """
@@ -15,12 +16,13 @@ import functools
 import torch
 from torch import Tensor
 
+from model.kernels import switch
 from model.kernels.cpu.native import load_library
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """What it is compiled for, in the names of its functions."""
 FORMS = {"none": "erf", "tanh": "tanh"}
-"""The same."""
+"""What PyTorch calls a form, and what its functions are called."""
 VERSION = 1
 """Of the library that is called here; one of an older installation is left alone."""
 
@@ -36,7 +38,7 @@ def gelu_forward(
         active_mF: Where the activation goes.
         approximate: As PyTorch's: `none` or `tanh`.
     """
-    if _is_native(inner_mF.dtype):
+    if _is_native(inner_mF):
         _call("forward", inner_mF, approximate, inner_mF, bias_F, active_mF)
         return
     shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
@@ -62,7 +64,7 @@ def gelu_backward(
         for_bias_F: Where the sum goes; None: nowhere.
         approximate: See `gelu_forward`.
     """
-    if _is_native(inner_mF.dtype):
+    if _is_native(inner_mF):
         tensors = (inner_mF, bias_F, active_mF, change_mF, for_bias_F)
         _call("backward", inner_mF, approximate, *tensors)
         return
@@ -85,12 +87,33 @@ def gelu_again(z_mF: Tensor, change_mF: Tensor) -> Tensor:
     Returns:
         [m, F].
     """
-    if z_mF.device.type == "cpu" and not torch.compiler.is_compiling():
-        active_mF = torch.empty_like(change_mF)
-        gelu_backward(z_mF.contiguous(), None, active_mF, change_mF, None, approximate="none")
-        return active_mF
+    # A compiler makes one pass of the definition itself.
+    if switch.REFERENCE or torch.compiler.is_compiling() or z_mF.device.type == "cuda":
+        return gelu_again_by_definition(z_mF, change_mF)
+    active_mF: Tensor = _again(z_mF, change_mF)
+    return active_mF
+
+
+def gelu_again_by_definition(z_mF: Tensor, change_mF: Tensor) -> Tensor:
+    """As `gelu_again`."""
     torch.ops.aten.gelu_backward(change_mF, z_mF, grad_input=change_mF)
     return torch.nn.functional.gelu(z_mF)
+
+
+# It has no derivative: that of a derivative is refused.
+@torch.library.custom_op("polyad::gelu_again", mutates_args=("change_mF",))
+def _again(z_mF: Tensor, change_mF: Tensor) -> Tensor:
+    active_mF = torch.empty_like(change_mF, memory_format=torch.contiguous_format)
+    contiguous_mF = change_mF.contiguous()
+    gelu_backward(z_mF.contiguous(), None, active_mF, contiguous_mF, None, approximate="none")
+    if contiguous_mF is not change_mF:
+        change_mF.copy_(contiguous_mF)
+    return active_mF
+
+
+@_again.register_fake
+def _like_again(z_mF: Tensor, change_mF: Tensor) -> Tensor:
+    return torch.empty_like(change_mF, memory_format=torch.contiguous_format)
 
 
 def has_native_gelu() -> bool:
@@ -98,16 +121,17 @@ def has_native_gelu() -> bool:
     return _library() is not None
 
 
-def _is_native(dtype: torch.dtype) -> bool:
-    return dtype in NATIVE and has_native_gelu()
+def _is_native(inner_mF: Tensor) -> bool:
+    on_cpu = inner_mF.device.type == "cpu" and inner_mF.dtype in NATIVE
+    return on_cpu and not switch.REFERENCE and has_native_gelu()
 
 
 def _call(direction: str, inner_mF: Tensor, approximate: str, *tensors: Tensor | None) -> None:
     """The library's, by as many threads as PyTorch has: each number is rounded once, from fp32."""
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     name = f"polyad_gelu_{direction}_{FORMS[approximate]}_{NATIVE[inner_mF.dtype]}"
-    where = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    _function(name, len(tensors))(*where, *inner_mF.shape, torch.get_num_threads())
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    _function(name, len(tensors))(*addresses, *inner_mF.shape, torch.get_num_threads())
 
 
 @functools.cache

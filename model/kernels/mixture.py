@@ -219,6 +219,8 @@ def _differentiate(ctx: Any, gradient_BTE: Tensor | None, _: Any) -> tuple[Tenso
 
 
 _by_blocks.register_autograd(_differentiate, setup_context=_keep)
+for _device in ("cpu", "cuda"):
+    _by_blocks.register_autocast(_device, torch.float32)
 
 
 def _blocks(query_BTF: Tensor, key_BSF: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
