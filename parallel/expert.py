@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
-from model.smoe.dispatch import Dispatcher, Plan, plan, take_rows
+from model.smoe.dispatch import Dispatcher, Plan, make_plan, take_rows
 from model.smoe.experts import Experts
 from model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from model.smoe.layer import SparseMoE
@@ -137,13 +137,13 @@ class TensorParallelDispatcher(Dispatcher):
         library = tensor_parallel_library()
         # Up to the reduction a process holds a part of each sum: both inputs sum their gradients.
         copy = library.copy_to_tensor_model_parallel_region
-        y_ND, where = super().forward(
+        y_ND, plan = super().forward(
             copy(tokens_ND),
             selected._replace(weights_NK=copy(selected.weights_NK)),
             experts,
             capacity_factor,
         )
-        return library.reduce_from_tensor_model_parallel_region(y_ND), where
+        return library.reduce_from_tensor_model_parallel_region(y_ND), plan
 
 
 class _Exchange:
@@ -168,9 +168,9 @@ class _Exchange:
         if self.experts_here == 1:
             done_MD = experts(arrived_MD, arriving_PX.sum(0))
         else:
-            where = self._by_expert(arriving_PX, sum(receive))
-            sorted_MD = experts(take_rows(arrived_MD, where), where.counts_E)
-            back = Plan(where.row_A, where.assignment_M, where.counts_E)
+            plan = self._by_expert(arriving_PX, sum(receive))
+            sorted_MD = experts(take_rows(arrived_MD, plan), plan.counts_E)
+            back = Plan(plan.row_A, plan.assignment_M, plan.counts_E)
             done_MD = take_rows(sorted_MD, back)
         return _all_to_all(done_MD, send, receive, group)
 
@@ -178,7 +178,7 @@ class _Exchange:
         """Rows arrive sorted by sender and then by expert; the experts want them by expert."""
         expert_E = torch.arange(self.experts_here, device=arriving_PX.device).repeat(self.parts)
         expert_M = expert_E.repeat_interleave(arriving_PX.flatten(), output_size=total)
-        return plan(expert_M.unsqueeze(1), self.experts_here)
+        return make_plan(expert_M.unsqueeze(1), self.experts_here)
 
 
 def _all_to_all(rows_MD: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
