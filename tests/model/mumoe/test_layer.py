@@ -11,7 +11,7 @@ from model.build import build_model, materialize, matrix_dimensions
 from model.gpt2 import GPT2Config, compile_blocks, flops_per_token
 from model.interface import FeedForwardContext
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from model.mumoe.gating import NORMS, Gated, entmax15
+from model.mumoe.gating import NORMS, GateOutput, entmax15
 from model.mumoe.layer import MuMoE
 from model.mumoe.statistics import gate_statistics
 from tests.helpers.factorized import contract, full_tensor
@@ -101,7 +101,7 @@ def test_statistics_of_a_gate_by_hand():
     # Four tokens, two levels. Level entropies: ln 2, 0, ln 4, 0 and 0, 0, 0, ln 2.
     first_MN = torch.tensor([[0.5, 0.5, 0, 0], [1, 0, 0, 0], [0.25] * 4, [0, 1, 0, 0]])
     second_MN = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.5, 0.5]])
-    stats = gate_statistics(Gated([first_MN, second_MN], None, None))
+    stats = gate_statistics(GateOutput([first_MN, second_MN], None, None))
     expected_E = [1.75 / 4, 1.75 / 4, 0.25 / 4, 0.25 / 4, 3.5 / 4, 0.5 / 4]
     assert stats.load_E.tolist() == pytest.approx(expected_E)
     assert stats.entropy.item() == pytest.approx(4 * math.log(2) / 4)
@@ -115,7 +115,9 @@ def test_statistics_of_a_gate_by_hand():
 
 def test_a_coefficient_just_below_a_half_dominates_nothing():
     below = torch.nextafter(torch.tensor(0.5), torch.tensor(0.0)).item()
-    stats = gate_statistics(Gated([torch.tensor([[below, 0.3, 0.2 + 0.5 - below]])], None, None))
+    stats = gate_statistics(
+        GateOutput([torch.tensor([[below, 0.3, 0.2 + 0.5 - below]])], None, None)
+    )
     assert (stats.dominated, stats.dominant_E.tolist()) == (0, [0, 0, 0])
 
 
