@@ -121,7 +121,9 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, O].
         """
-        return self.contract_output(self.mix(self.contract_input(z_MI), coefficients))
+        contracted = self.contract_input(z_MI)
+        mixed = self.mix(contracted, coefficients)
+        return self.contract_output(mixed)
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:

@@ -34,7 +34,7 @@ class CP(Factorized):
 
     @classmethod
     def multiply_adds(cls, sizes: Sizes) -> int:
-        """Each factor once; products of numbers one by one are not counted, as nowhere."""
+        """Each factor once. Elementwise products are not counted, here as everywhere."""
         return sizes.rank * (sum(sizes.num_experts) + sizes.inputs + sizes.outputs)
 
     @classmethod

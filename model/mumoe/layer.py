@@ -42,7 +42,7 @@ class MuMoE(FeedForward):
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
-        """It has no parameters of its own; the parts speak for themselves."""
+        """Nothing: it has no parameters of its own, and each part says how its own start."""
         return {}
 
     def forward(

@@ -177,9 +177,9 @@ def test_the_first_gradients_of_a_gate_are_316_times_those_without_a_norm(norm):
 
 def test_coefficients_are_computed_in_fp32_at_least():
     gate = make_gate()
-    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        gated = gate.to(dtype)(torch.randn(4, 5).to(dtype))
-        assert [a_MN.dtype for a_MN in gated.coefficients] == [wide, wide]
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        output = gate.to(dtype)(torch.randn(4, 5).to(dtype))
+        assert [a_MN.dtype for a_MN in output.coefficients] == [expected, expected]
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
