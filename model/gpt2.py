@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import CausalSelfAttention
 from model.block import Block
 from model.cache import BlockCache, KeyValueCache
-from model.config import Config
+from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers, normal
@@ -74,10 +74,13 @@ class GPT2Config(Config):
 
     @model_validator(mode="after")
     def _feed_forward_fits(self) -> Self:
-        self.feed_forward.check_model(
-            num_layers=self.num_layers, num_heads=self.num_heads, causal=True
-        )
-        self.known_feed_forward()
+        try:
+            self.feed_forward.check_model(
+                num_layers=self.num_layers, num_heads=self.num_heads, causal=True
+            )
+            self.known_feed_forward()
+        except SectionError as error:
+            raise ValueError(error.within("model.feed_forward")) from None
         return self
 
     def known_feed_forward(self) -> FeedForwardConfig:
