@@ -18,8 +18,8 @@ from launch.bench.turns import Run, Times, part_medians, span, summary, take_tur
 from launch.machine import processor_name
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
+from model.kernels.cpu.gelu import has_native_gelu
 from model.kernels.cpu.processor import has_bf16_products
-from model.kernels.gelu import has_native_gelu
 from parallel import comm
 from parallel.host_memory import give_back_freed_memory
 

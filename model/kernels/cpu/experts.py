@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from model.kernels.cpu.gelu import gelu_backward, gelu_forward
 from model.kernels.cpu.processor import has_bf16_products
 from model.kernels.cpu.threads import parallel_for
-from model.kernels.gelu import gelu_backward, gelu_forward
 
 SHARED_NUMBERS = 2**21
 """The fewest inner numbers of experts that are shared out among threads: of fewer the forward pass
@@ -67,7 +67,7 @@ def _forward(
             inner, active = inner_PF[span.inside], active_mF[: span.padded]
             _multiply(_rows(rows_MD, span), up_EDF[expert], inner)
             bias_F = None if bias_EF is None else bias_EF[expert]
-            gelu_forward(inner, bias_F, active, approximate="tanh")
+            gelu_forward(inner, bias_F, active)
             _multiply_rows(active, down_EFD[expert], output_MD[span.rows], buffer_mD)
 
     _run(compute, spans, inner_PF)
@@ -115,7 +115,6 @@ def _backward(
                 active[:size],
                 change[:size],
                 for_bias_EF[expert],
-                approximate="tanh",
             )
             active[size:] = 0  # the next expert's rows meet these in the sums over rows
             change[size:] = 0

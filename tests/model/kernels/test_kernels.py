@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from model.entropy import entropy
-from model.kernels import gelu, grouped, mixture, rows, switch
+from model.kernels import grouped, mixture, rows, switch
 from model.kernels.cpu import experts as cpu_experts
+from model.kernels.cpu import gelu
 from tests.helpers.routing import Watch
 
 # Four tokens with two experts each: 6 rows, sorted by expert, and 2 assignments that are dropped.
@@ -28,7 +29,7 @@ CHECKS = (
     "test_faketensor",
     "test_aot_dispatch_static",
 )
-OURS = {"mixture", "mixture_backward", "experts_on_cpu", "experts_on_cpu_backward", "gelu_again"}
+OURS = {"mixture", "mixture_backward", "experts_on_cpu", "experts_on_cpu_backward"}
 OURS |= {"_embedding_bag", "_embedding_bag_forward_only"}  # of rows
 
 
@@ -66,24 +67,6 @@ def running(compute):
     return call
 
 
-class Gelu(torch.autograd.Function):
-    """As a muMoE uses it: GELU in the forward pass, and again with its gradient in the backward."""
-
-    compute = staticmethod(gelu.gelu_again)
-
-    @staticmethod
-    def forward(ctx, z_MF):
-        ctx.save_for_backward(z_MF)
-        return torch.nn.functional.gelu(z_MF)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, change_MF):
-        change_MF = change_MF.clone()
-        gelu.gelu_again(*ctx.saved_tensors, change_MF)
-        return change_MF
-
-
 # Name: how to call it, its definition, and its inputs.
 OPERATIONS = {
     **{
@@ -111,7 +94,6 @@ OPERATIONS = {
         lambda *both: rows.combine_by_definition(*both, ASSIGNMENTS, ROWS),
         numbers((6, 6), (4, 2)),
     ),
-    "gelu again": (Gelu.apply, torch.nn.functional.gelu, numbers((7, 24))),
 }
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 
@@ -219,7 +201,6 @@ def test_pytorch_finds_no_fault_in_a_registration():
         torch.library.opcheck(
             cpu_experts._forward, (rows, up, shift, down, COUNTS), test_utils=CHECKS
         )
-    torch.library.opcheck(gelu._again, (rows.detach(), torch.ones(17, 8)), test_utils=CHECKS)
     offsets_E = COUNTS.cumsum(0).to(torch.int32)
     torch.library.opcheck(grouped._grouped_mm, (rows, up, offsets_E), test_utils=CHECKS)
 
@@ -240,7 +221,7 @@ def test_second_derivatives_are_refused_or_right(name, power, way):
     try:
         ours = second(compute)
     except (RuntimeError, NotImplementedError):
-        assert way == "fast" or name == "gelu again"
+        assert way == "fast"
         return
     assert_close(ours, exact, torch.float64)
 
