@@ -73,16 +73,11 @@ def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     """
     cuts = [{"model.num_heads": model.num_heads}, {"model.hidden_size": model.hidden_size}]
     for choices in model.known_feed_forward().cut_sizes(model.hidden_size):
-        cuts.append({_within("model.feed_forward", key): n for key, n in choices.items()})
+        cuts.append({f"model.feed_forward.{key}": n for key, n in choices.items()})
     for choices in cuts:
         if all(value % size for value in choices.values()):
             sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
             raise ConfigError(f"parallel.tensor_parallel_size: {size} does not divide {sizes}")
-
-
-def _within(section: str, key: str) -> str:
-    """The whole key of a section's; some sections know where they lie."""
-    return key if key.startswith(f"{section}.") else f"{section}.{key}"
 
 
 def check_experts(config: RunConfig, size: int) -> None:
