@@ -66,7 +66,7 @@ class SparseMoEConfig(Config):
     come after do without it. null: no token is ever dropped."""
     allow_leak: bool = False
     """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although a
-    token's experts then hang on later tokens, and with a capacity on what else is in the batch."""
+    token's experts then depend on later tokens, and with a capacity on what else is in the batch."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
     with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after

@@ -109,7 +109,7 @@ def test_ends_and_what_is_not_finite(dtype):
 
 
 @native
-def test_what_is_no_number_stays_none_whatever_its_bits():
+def test_nan_stays_nan_whatever_its_bits():
     bits = torch.tensor([[0x7F81, 0x7FFF, 0xFF81, 0xFFFF]], dtype=torch.int32)
     inner = bits.to(torch.uint16).view(torch.bfloat16)
     active, change, for_bias = torch.zeros_like(inner), torch.ones_like(inner), inner[0] * 0
