@@ -4,8 +4,6 @@ Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, 
 D, or a part of it under tensor parallelism.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -85,8 +83,6 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.residual_dropout = nn.Dropout(dropout)
-        # Tensor parallelism puts its own here: processes with other heads drop other weights.
-        self.own_random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
@@ -116,14 +112,11 @@ class CausalSelfAttention(nn.Module):
         if traced_head is not None:
             qkv_BT3AH, of_head_BT3H = _WithHead.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
         q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
-        drop = self.dropout if self.training else 0.0
         if cache is not None:
             heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
         else:
-            with self.own_random_numbers() if drop else nullcontext():
-                heads_BATH = scaled_dot_product_attention(
-                    q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True
-                )
+            drop = self.dropout if self.training else 0.0
+            heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop)
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
         projected_BTD = self.projection(merged_BTD)
         y_BTD = self.residual_dropout(projected_BTD)
@@ -133,6 +126,20 @@ class CausalSelfAttention(nn.Module):
         return y_BTD, AttentionTrace(
             qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
         )
+
+    def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
+        """Weighs the values of a token and those before it.
+
+        Args:
+            q_BATH: Queries.
+            k_BATH: Keys.
+            v_BATH: Values.
+            drop: Probability that an attention weight is dropped.
+
+        Returns:
+            [B, A, T, H].
+        """
+        return scaled_dot_product_attention(q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True)
 
 
 class _WithHead(torch.autograd.Function):

@@ -25,7 +25,7 @@ class LayerCache:
 
         Args:
             k_BATH: Their keys.
-            v_BATH: Their values.
+            v_BATH: Their values, of any width.
 
         Returns:
             Keys and values of all tokens so far, [B, A, S, H] each: views that the next call
@@ -34,7 +34,7 @@ class LayerCache:
         batch, heads, new, width = k_BATH.shape
         if self.length == 0:
             self._k_BATH = k_BATH.new_empty(batch, heads, self._capacity, width)
-            self._v_BATH = torch.empty_like(self._k_BATH)
+            self._v_BATH = v_BATH.new_empty(batch, heads, self._capacity, v_BATH.shape[-1])
         stop = self.length + new
         self._k_BATH[:, :, self.length : stop] = k_BATH
         self._v_BATH[:, :, self.length : stop] = v_BATH

@@ -9,6 +9,26 @@ LARGEST, SMALLEST = 1e30, 1e-30
 """Of other numbers, in size: products of a few of them are still numbers in fp32."""
 
 
+class SectionError(ValueError):
+    """Values of a section that do not fit the rest; the section does not know where it lies.
+
+    Args:
+        message: What is wrong, with an @ before each key of the section.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.replace("@", ""))
+        self._message = message
+
+    def within(self, section: str) -> str:
+        """The message with whole keys.
+
+        Args:
+            section: The dotted key of the section.
+        """
+        return self._message.replace("@", f"{section}.")
+
+
 class Config(BaseModel):
     """Keyword-only, frozen, validated; unknown keys are errors."""
 

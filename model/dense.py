@@ -35,7 +35,7 @@ class DenseFeedForwardConfig(Config):
         Args:
             width: D.
         """
-        return [{"model.feed_forward.hidden_size": self.inner_size(width)}]
+        return [{"hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool) -> int:
         """Counts the numbers of both layers.

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import CausalSelfAttention
 from model.block import Block
 from model.cache import BlockCache, KeyValueCache
+from model.config import SectionError
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers, normal
@@ -69,10 +70,13 @@ class GPT2Config(ModelSettings):
 
     @model_validator(mode="after")
     def _feed_forward_fits(self) -> Self:
-        self.feed_forward.check_model(
-            num_layers=self.num_layers, num_heads=self.num_heads, causal=True
-        )
-        self.known_feed_forward()
+        try:
+            self.feed_forward.check_model(
+                num_layers=self.num_layers, num_heads=self.num_heads, causal=True
+            )
+            self.known_feed_forward()
+        except SectionError as error:
+            raise ValueError(error.within("model.feed_forward")) from None
         return self
 
     def known_feed_forward(self) -> FeedForwardConfig:
@@ -115,7 +119,9 @@ class GPT2Config(ModelSettings):
     def cut_sizes(self) -> CutSizes:
         """Heads, width, and what the feed-forward has."""
         sizes = [{"model.num_heads": self.num_heads}, {"model.hidden_size": self.hidden_size}]
-        return sizes + self.known_feed_forward().cut_sizes(self.hidden_size)
+        for choices in self.known_feed_forward().cut_sizes(self.hidden_size):
+            sizes.append({f"model.feed_forward.{key}": n for key, n in choices.items()})
+        return sizes
 
     def last_parameter(self) -> str:
         """Of the last block."""

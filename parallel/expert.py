@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
-from model.smoe.dispatch import Dispatcher, Plan, plan, take_rows
+from model.smoe.dispatch import Dispatcher, Plan, make_plan, take_rows
 from model.smoe.experts import Experts
-from model.smoe.graph import AttentionGraph, Mixed
+from model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from model.smoe.layer import SparseMoE
-from model.smoe.measures import head_entropies
-from model.smoe.mixture import mix
 from model.smoe.selection import Selected
 from parallel import comm
 from parallel.placement import split_experts
@@ -139,13 +137,13 @@ class TensorParallelDispatcher(Dispatcher):
         library = tensor_parallel_library()
         # Up to the reduction a process holds a part of each sum: both inputs sum their gradients.
         copy = library.copy_to_tensor_model_parallel_region
-        y_ND, where = super().forward(
+        y_ND, plan = super().forward(
             copy(tokens_ND),
             selected._replace(weights_NK=copy(selected.weights_NK)),
             experts,
             capacity_factor,
         )
-        return library.reduce_from_tensor_model_parallel_region(y_ND), where
+        return library.reduce_from_tensor_model_parallel_region(y_ND), plan
 
 
 class _Exchange:
@@ -170,9 +168,9 @@ class _Exchange:
         if self.experts_here == 1:
             done_MD = experts(arrived_MD, arriving_PX.sum(0))
         else:
-            where = self._by_expert(arriving_PX, sum(receive))
-            sorted_MD = experts(take_rows(arrived_MD, where), where.counts_E)
-            back = Plan(where.row_A, where.assignment_M, where.counts_E)
+            plan = self._by_expert(arriving_PX, sum(receive))
+            sorted_MD = experts(take_rows(arrived_MD, plan), plan.counts_E)
+            back = Plan(plan.row_A, plan.assignment_M, plan.counts_E)
             done_MD = take_rows(sorted_MD, back)
         return _all_to_all(done_MD, send, receive, group)
 
@@ -180,7 +178,7 @@ class _Exchange:
         """Rows arrive sorted by sender and then by expert; the experts want them by expert."""
         expert_E = torch.arange(self.experts_here, device=arriving_PX.device).repeat(self.parts)
         expert_M = expert_E.repeat_interleave(arriving_PX.flatten(), output_size=total)
-        return plan(expert_M.unsqueeze(1), self.experts_here)
+        return make_plan(expert_M.unsqueeze(1), self.experts_here)
 
 
 def _all_to_all(rows_MD: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
@@ -271,14 +269,13 @@ class TensorParallelAttentionGraph(AttentionGraph):
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
-        features = self.features(whole)
-        mixed_BTE, neighbours = mix(features, copy(scores_BTE), self.config, self.causal)
+        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE))
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
         mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)
         assert neighbours is not None
         measured = torch.zeros(1 + self.num_heads, dtype=neighbours.dtype, device=u_BTD.device)
         measured[:1] = torch.where(is_here, neighbours, 0.0)
         here = slice(1 + self._first_head, 1 + self._first_head + self._heads_here)
-        measured[here] = head_entropies(attention, self.causal)
+        measured[here] = head_entropies(attention, self.context.causal)
         measured = library.reduce_from_tensor_model_parallel_region(measured)
         return Mixed(mixed_BTE, measured[0], measured[1:])

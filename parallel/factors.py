@@ -2,30 +2,264 @@
 
 A factorized layer is narrow in the middle: R numbers a token (a ring: four times its rank) between
 its input factor and its output factor, against F inner units. So the inner units stay cut, as those
-of a dense MLP, and what travels is the R numbers: gathered in the first layer, where every inner
+of a dense MLP, and what is sent are the R numbers: gathered in the first layer, where every inner
 unit needs all of them, and summed into parts in the second, where every process has a share of
 each sum. The block's output is summed as a dense one's. The README says what that costs.
 
-Shapes: M tokens, S experts of all levels, N experts of a level, X and Y the narrow modes of a
-layer before and after mixing, D width, F inner width.
+Shapes: M tokens, S experts of all levels, N experts of a level, P, Q and R ranks, X and Y the
+narrow modes of a layer before and after mixing, I input width, O output width, D width.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from model.mumoe.base import Factorized
-from model.mumoe.exchange import GateExchange, LayerExchange
-from model.mumoe.gating import Gate
+from model.mumoe.base import Factorized, expert_factor
+from model.mumoe.cp import CP
+from model.mumoe.gating import Gate, GateOutput
 from model.mumoe.layer import MuMoE
+from model.mumoe.products import contract
+from model.mumoe.tr import TensorRing, TensorTrain
+from model.mumoe.tucker import Tucker
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_rows_and_rest
 from parallel.tensor import cut, tensor_parallel_library
 
 Region = Callable[[Tensor], Tensor]
+
+
+def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
+    """Puts a gate and two layers in place of the whole ones that hold this process's part.
+
+    Args:
+        layer: on the meta device.
+        world: this process, with its tensor-parallel rank.
+    """
+    first, second = CUT_LAYERS[type(layer.up)]
+    with torch.device("meta"):
+        layer.gate = _gate_class(layer)(layer.gate, world)
+        layer.up = first(layer.up, world)
+        layer.down = second(layer.down, world)
+
+
+def _gate_class(layer: MuMoE) -> "type[_CutGate]":
+    """Where gradients of the gate are summed: of what is fewer numbers a token.
+
+    Where ranks are mixed in parts, each process has a part of the coefficients' gradient. It is
+    summed as it is, or goes on through the gate, which is linear backward, to the gate's input.
+    """
+    if not isinstance(layer.up, CP):
+        return _CutGate
+    experts, width = layer.gate.weight.shape
+    return _GateByCoefficients if experts <= width else _GateByInput
+
+
+def _replace(module: nn.Module, name: str, placement: Placement) -> None:
+    part = nn.Parameter(torch.empty(placement.shape))
+    cut(part, placement)
+    setattr(module, name, part)
+
+
+class _CutLayer(Factorized):
+    """What the parts of all layers have in common.
+
+    A class below for each factorization says what is cut of it, and one for each of the two layers
+    of a block what is exchanged; a layer is both.
+
+    Args:
+        whole: the layer in one process.
+        world: this process.
+    """
+
+    def __init__(self, whole: Factorized, world: comm.World) -> None:
+        super().__init__(whole.sizes, whole.output_scale, whole.activated)
+        self.group = _Group()
+        self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
+        axes, shapes = self.rank_axes(), self.factor_shapes(self.sizes)
+        # Cut along its second axis, a narrow mode is as many blocks as its first has, each cut.
+        self.input_blocks = shapes["input_factor"][1] if axes["input_factor"] == 2 else 1
+        self.output_blocks = shapes["output_factor"][0] if axes["output_factor"] == 1 else 1
+        for name, shape in shapes.items():
+            if placement := self.placement(name, shape):
+                _replace(self, name, placement)
+
+    @abstractmethod
+    def rank_axes(self) -> dict[str, int]:
+        """The axis of a rank that is cut, by factor; of others every process has the whole."""
+
+    def placement(self, name: str, shape: tuple[int, ...]) -> Placement | None:
+        """Where this process's part of a factor lies; None: every process has the whole."""
+        axis = self.rank_axes().get(name)
+        return None if axis is None else split_columns(shape, axis, self.rank, self.parts)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """A part of the first layer's narrow modes to all of them."""
+        blocks = part.view(part.shape[0], self.input_blocks, -1)
+        return self.group.gather(blocks, 2).flatten(1)
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """Sums of the second layer's narrow modes over processes, of which each gets a part."""
+        blocks = whole.view(whole.shape[0], self.output_blocks, -1)
+        return self.group.scatter(blocks, 2).flatten(1)
+
+
+class _FirstLayer(_CutLayer):
+    """The layer whose output units are cut; narrow modes are gathered for them before mixing."""
+
+    def placement(self, name: str, shape: tuple[int, ...]) -> Placement | None:
+        if name == "output_factor":
+            return split_columns(shape, len(shape) - 1, self.rank, self.parts)
+        return super().placement(name, shape)
+
+    def contract_input(self, z_MI: Tensor) -> Tensor:
+        return self.gather(super().contract_input(self.group.copy(z_MI)))
+
+
+class _SecondLayer(_CutLayer):
+    """The layer whose input units are cut. After mixing each process gets a part of the sums."""
+
+    def placement(self, name: str, shape: tuple[int, ...]) -> Placement | None:
+        if name == "input_factor":
+            return split_rows_and_rest(shape, self.sizes.inputs, self.rank, self.parts)
+        return super().placement(name, shape)
+
+    def contract_input(self, z_MI: Tensor) -> Tensor:
+        # The last process has the bias row; in the others padding is in its place.
+        bias = self.sizes.bias and self.rank == self.parts - 1
+        return contract(z_MI, self.input_factor, bias=bias, activated=self.activated)
+
+    def contract_output(self, mixed: Tensor) -> Tensor:
+        return self.group.sum(super().contract_output(self.scatter(mixed)))
+
+
+class _CutCP(_CutLayer, CP):
+    """R is cut, of expert factors too: a term of the sum is a column of each."""
+
+    def rank_axes(self) -> dict[str, int]:
+        experts = {expert_factor(level): 1 for level in range(len(self.sizes.num_experts))}
+        return experts | {"input_factor": 1, "output_factor": 0}
+
+
+class _FirstCP(_FirstLayer, _CutCP):
+    """Mixes its part of the ranks without the others, and gathers after that."""
+
+    def contract_input(self, z_MI: Tensor) -> Tensor:
+        return Factorized.contract_input(self, self.group.copy(z_MI))
+
+    def contract_output(self, mixed: Tensor) -> Tensor:
+        return super().contract_output(self.gather(mixed))
+
+
+class _SecondCP(_SecondLayer, _CutCP):
+    """Gets its part of the sums before mixing."""
+
+    def contract_input(self, z_MI: Tensor) -> Tensor:
+        return self.scatter(super().contract_input(z_MI))
+
+    def contract_output(self, mixed: Tensor) -> Tensor:
+        return self.group.sum(Factorized.contract_output(self, mixed))
+
+
+class _CutRing(_CutLayer, TensorRing):
+    """Q of the input and P of the output factor are cut if they have equal parts, or else R."""
+
+    def rank_axes(self) -> dict[str, int]:
+        first, ring = self.first_rank(self.sizes), self.sizes.expert_rank
+        return {
+            "input_factor": 2 if ring % self.parts else 1,
+            "output_factor": 1 if first % self.parts else 0,
+        }
+
+    def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
+        # Every process computes the same matrix and multiplies a part by it.
+        return self.group.copy(super().mix_experts(coefficients))
+
+
+class _FirstRing(_FirstLayer, _CutRing):
+    pass
+
+
+class _SecondRing(_SecondLayer, _CutRing):
+    pass
+
+
+class _FirstTrain(_FirstLayer, _CutRing, TensorTrain):
+    pass
+
+
+class _SecondTrain(_SecondLayer, _CutRing, TensorTrain):
+    pass
+
+
+class _CutTucker(_CutLayer, Tucker):
+    """S of the input and T of the output factor are cut; of the core each process keeps a part."""
+
+    def rank_axes(self) -> dict[str, int]:
+        return {"input_factor": 1, "core": 0, "output_factor": 0}
+
+    def contract_core(self, contracted_MS: Tensor) -> Tensor:
+        return contract(contracted_MS, self.group.gather(self.core, 0))
+
+    def mix_experts(self, coefficients: Sequence[Tensor]) -> list[Tensor]:
+        # Every process computes the same vectors and multiplies a part by them.
+        return [self.group.copy(a_MQ) for a_MQ in super().mix_experts(coefficients)]
+
+
+class _FirstTucker(_FirstLayer, _CutTucker):
+    pass
+
+
+class _SecondTucker(_SecondLayer, _CutTucker):
+    pass
+
+
+# A new factorization is cut by two classes and a line here.
+CUT_LAYERS: dict[type[Factorized], tuple[type[_FirstLayer], type[_SecondLayer]]] = {
+    CP: (_FirstCP, _SecondCP),
+    TensorRing: (_FirstRing, _SecondRing),
+    TensorTrain: (_FirstTrain, _SecondTrain),
+    Tucker: (_FirstTucker, _SecondTucker),
+}
+
+
+class _CutGate(Gate):
+    """A gate of which every process keeps some columns and computes all scores.
+
+    Gradients of its coefficients are whole: those of what they mix are summed in `mix_experts`.
+
+    Args:
+        whole: the gate in one process.
+        world: this process.
+    """
+
+    def __init__(self, whole: Gate, world: comm.World) -> None:
+        nn.Module.__init__(self)
+        self.norm, self.activation = whole.norm, whole.activation
+        self.group = _Group()
+        rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
+        _replace(self, "weight", split_columns(tuple(whole.weight.shape), 1, rank, parts))
+
+    def scores(self, u_MD: Tensor) -> Tensor:
+        return linear(u_MD, self.group.gather_equal(self.weight, 1))
+
+
+class _GateByCoefficients(_CutGate):
+    """Gradients of the coefficients are sums over processes, made at once."""
+
+    def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
+        return [self.group.copy(a_MN) for a_MN in super().mixing_weights(output, dtype)]
+
+
+class _GateByInput(_CutGate):
+    """Gradients of the coefficients are sums, made at the ends: the gate's input and weight."""
+
+    def scores(self, u_MD: Tensor) -> Tensor:
+        return linear(self.group.copy(u_MD), self.group.gather(self.weight, 1))
 
 
 def _collective(name: str) -> Callable[..., Tensor]:
@@ -37,68 +271,6 @@ def _collective(name: str) -> Callable[..., Tensor]:
 _all_gather = _collective("all_gather_*")
 _all_gather_autograd = _collective("all_gather_*_autograd")
 _reduce_scatter_autograd = _collective("reduce_scatter_*_autograd")
-
-
-def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
-    """Cuts the gate and the factors of both layers, in place.
-
-    Args:
-        layer: on the meta device.
-        world: this process, with its tensor-parallel rank.
-    """
-    rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
-    group = _Group()
-    _cut_layer(layer.up, "output", rank, parts)
-    layer.up.exchange = _ColumnExchange(layer.up, parts, group)
-    _cut_layer(layer.down, "input", rank, parts)
-    layer.down.exchange = _RowExchange(layer.down, parts, group)
-    gate = layer.gate
-    gate.exchange = _gate_exchange(gate, layer.up.mixes_in_parts, group)
-    _replace(gate, "weight", split_columns(tuple(gate.weight.shape), 1, rank, parts))
-
-
-def _gate_exchange(gate: Gate, mixes_in_parts: bool, group: "_Group") -> GateExchange:
-    """Where gradients of the gate are summed: of what is fewer numbers a token.
-
-    Where ranks are mixed in parts, each process has a part of the coefficients' gradient. It is
-    summed as it is, or goes on through the gate, which is linear backward, to the gate's input.
-    """
-    if not mixes_in_parts:
-        return _GateOfWholes(group)
-    experts, width = gate.weight.shape
-    return _GateByCoefficients(group) if experts <= width else _GateByInput(group)
-
-
-def _cut_layer(layer: Factorized, inner: str, rank: int, parts: int) -> None:
-    """Leaves of the factors of one layer this process's part.
-
-    Args:
-        layer: on the meta device.
-        inner: the factor whose units are the inner ones of the block: `input` or `output`.
-        rank: which part.
-        parts: how many.
-    """
-    axes = layer.rank_axes(layer.sizes, parts)
-    for name, parameter in list(layer.named_parameters()):
-        shape = tuple(parameter.shape)
-        if name == f"{inner}_factor":
-            if inner == "input":
-                placement = split_rows_and_rest(shape, layer.sizes.inputs, rank, parts)
-                layer.adds_bias = layer.sizes.bias and rank == parts - 1
-            else:
-                placement = split_columns(shape, len(shape) - 1, rank, parts)
-        elif name in axes:
-            placement = split_columns(shape, axes[name], rank, parts)
-        else:
-            continue
-        _replace(layer, name, placement)
-
-
-def _replace(module: nn.Module, name: str, placement: Placement) -> None:
-    with torch.device("meta"):
-        part = nn.Parameter(torch.empty(placement.shape))
-    cut(part, placement)
-    setattr(module, name, part)
 
 
 class _Group:
@@ -146,81 +318,3 @@ def _group() -> Any:
 def _wait(tensor: Tensor) -> Tensor:
     done: Tensor = collectives.wait_tensor(tensor)
     return done
-
-
-class _FactorExchange(LayerExchange):
-    """What both layers have in common."""
-
-    def __init__(self, layer: Factorized, parts: int, group: _Group) -> None:
-        self._group, self._mixes_in_parts = group, layer.mixes_in_parts
-        # Cut along its second axis, a narrow mode is as many blocks as its first has, each cut.
-        axes, shapes = layer.rank_axes(layer.sizes, parts), layer.factor_shapes(layer.sizes)
-        self._input_blocks = shapes["input_factor"][1] if axes["input_factor"] == 2 else 1
-        self._output_blocks = shapes["output_factor"][0] if axes["output_factor"] == 1 else 1
-
-    def shared(self, x: Tensor) -> Tensor:
-        return x if self._mixes_in_parts else self._group.copy(x)
-
-    def whole(self, factor: Tensor) -> Tensor:
-        return self._group.gather(factor, 0)
-
-
-class _ColumnExchange(_FactorExchange):
-    """The first layer: its output units are cut. Narrow modes are gathered for them."""
-
-    def enter(self, z_MI: Tensor) -> Tensor:
-        return self._group.copy(z_MI)
-
-    def before_mixing(self, contracted: Tensor) -> Tensor:
-        return contracted if self._mixes_in_parts else self._gather(contracted)
-
-    def after_mixing(self, mixed: Tensor) -> Tensor:
-        return self._gather(mixed) if self._mixes_in_parts else mixed
-
-    def _gather(self, part: Tensor) -> Tensor:
-        blocks = part.view(part.shape[0], self._input_blocks, -1)
-        return self._group.gather(blocks, 2).flatten(1)
-
-
-class _RowExchange(_FactorExchange):
-    """The second layer: its input units are cut. Each process gets a part of the sums over them."""
-
-    def before_mixing(self, contracted: Tensor) -> Tensor:
-        return self._scatter(contracted) if self._mixes_in_parts else contracted
-
-    def after_mixing(self, mixed: Tensor) -> Tensor:
-        return mixed if self._mixes_in_parts else self._scatter(mixed)
-
-    def leave(self, y_MO: Tensor) -> Tensor:
-        return self._group.sum(y_MO)
-
-    def _scatter(self, whole: Tensor) -> Tensor:
-        blocks = whole.view(whole.shape[0], self._output_blocks, -1)
-        return self._group.scatter(blocks, 2).flatten(1)
-
-
-class _GateOfWholes(GateExchange):
-    """Gradients of the coefficients are whole: `LayerExchange.shared` has summed them."""
-
-    def __init__(self, group: _Group) -> None:
-        self._group = group
-
-    def whole(self, weight_SD: Tensor) -> Tensor:
-        return self._group.gather_equal(weight_SD, 1)
-
-
-class _GateByCoefficients(_GateOfWholes):
-    """Gradients of the coefficients are sums, made at once."""
-
-    def leave(self, coefficients_MN: Tensor) -> Tensor:
-        return self._group.copy(coefficients_MN)
-
-
-class _GateByInput(_GateOfWholes):
-    """Gradients of the coefficients are sums, made at the ends: the gate's input and weight."""
-
-    def enter(self, u_MD: Tensor) -> Tensor:
-        return self._group.copy(u_MD)
-
-    def whole(self, weight_SD: Tensor) -> Tensor:
-        return self._group.gather(weight_SD, 1)

@@ -16,6 +16,7 @@ from model.build import (
 from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
 from parallel import comm, expert, tensor
+from parallel.batch_norm import synchronize_norms
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.factors import parallelize_factors
@@ -131,6 +132,7 @@ def parallelize(
             if isinstance(module, MuMoE):
                 parallelize_factors(module, world)
         mpu, cross_entropy = Mpu(), tensor.token_losses
+    synchronize_norms(model, world)
     routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
     if routed:
         expert.forget_groups(dims.tensor_parallel_size)

@@ -41,9 +41,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
         for block in model.blocks:
             attention, feed_forward = block.attention, block.feed_forward
             assert isinstance(attention, CausalSelfAttention)
-            _swap(attention, "qkv", layers.column(attention.qkv, fused=3))
-            _swap(attention, "projection", layers.row(attention.projection))
-            attention.own_random_numbers = lambda: own_random_numbers(world)
+            _swap(block, "attention", TensorParallelAttention(attention, layers, world))
             if isinstance(feed_forward, DenseFeedForward):  # others are cut in files of their own
                 _swap(feed_forward, "up", layers.column(feed_forward.up))
                 _swap(feed_forward, "down", layers.row(feed_forward.down))
@@ -225,6 +223,36 @@ class _ParallelHead(nn.Module):
             return logits_BTV
         padding_V = torch.arange(weight_VD.shape[0], device=x_BTD.device) >= self._real
         return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
+
+
+class TensorParallelAttention(CausalSelfAttention):
+    """Attention of this process's heads.
+
+    Args:
+        whole: all heads, on the meta device.
+        layers: what makes its projections.
+        world: this process.
+    """
+
+    def __init__(self, whole: CausalSelfAttention, layers: _Layers, world: comm.World) -> None:
+        super().__init__(
+            hidden_size=whole.qkv.in_features,
+            num_heads=whole.qkv.in_features // whole.head_size,
+            bias=whole.qkv.bias is not None,
+            dropout=whole.dropout,
+            initializer_std=whole.initializer_std,
+            residual_std=whole.residual_std,
+        )
+        self._world = world
+        _swap(self, "qkv", layers.column(whole.qkv, fused=3))
+        _swap(self, "projection", layers.row(whole.projection))
+
+    def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
+        """See `CausalSelfAttention.attend`; other heads drop other weights."""
+        if not drop:
+            return super().attend(q_BATH, k_BATH, v_BATH, drop)
+        with own_random_numbers(self._world):
+            return super().attend(q_BATH, k_BATH, v_BATH, drop)
 
 
 class Mpu:

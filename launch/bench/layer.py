@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from launch.bench.device import now
 from launch.bench.turns import Run, Times, part_medians, span, summary, take_turns
 from launch.machine import processor_name
-from model.activation import has_native_gelu
 from model.build import materialize
 from model.interface import FeedForward, FeedForwardContext
-from model.matmul import has_native_matmul
-from model.processor import has_bf16_products
-from model.smoe import mixing_tiles
+from model.kernels.cpu.gelu import has_native_gelu
+from model.kernels.cpu.processor import has_bf16_products
 from parallel import comm
 from parallel.host_memory import give_back_freed_memory
 
@@ -110,8 +108,6 @@ def surroundings(device: str, repeats: int) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
         "bf16_instructions": device == "cuda" or has_bf16_products(),
         "native_gelu": device == "cpu" and has_native_gelu(),
-        "native_mixing": device == "cpu" and mixing_tiles.is_there(),
-        "native_matmul": device == "cpu" and has_native_matmul(),
         "threads": torch.get_num_threads(),
         "repeats": repeats,
         "torch": torch.__version__,

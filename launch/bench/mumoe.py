@@ -40,8 +40,8 @@ from launch.bench.mumoe_peers import (
 from launch.bench.turns import say
 from launch.output import align
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
+from model.kernels.cpu.processor import has_bf16_products
 from model.mumoe.config import MuMoEConfig
-from model.processor import has_bf16_products
 from parallel.zero import DTYPES
 from train.errors import RunError
 

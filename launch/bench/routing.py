@@ -96,7 +96,7 @@ def bench_routing(
     Returns:
         JSON values: for each precision, block and model, and T: of each variant the median seconds,
         their multiple of the plain router's and what it would be if a graph's FLOPs took as long as
-        the others (the least in one precision; bf16's tiles go through a graph faster), the bytes
+        the others (the least in one precision), the bytes
         kept for backward for each token and the graph's own part of them.
 
     Raises:

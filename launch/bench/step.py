@@ -25,7 +25,6 @@ from launch.bench.device import prepare_device
 from launch.bench.step_variants import goal_of, make_step, model_of
 from launch.bench.turns import clocked, say, span, summary, take_turns
 from model.gpt2 import GPT2Config
-from model.matmul import has_native_matmul
 from train.errors import ConfigError, RunError
 from train.guard.memory import is_out_of_memory
 from train.loop.metrics import LogConfig, peak_flops
@@ -116,7 +115,6 @@ def _surroundings(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device_name": torch.cuda.get_device_name() if device == "cuda" else None,
-        "native_matmul": device == "cpu" and has_native_matmul(),
         "tf32": False,
     }
 

@@ -15,14 +15,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from model.initialization import Initializer, uniform
-from model.mumoe.exchange import LayerExchange
-from model.mumoe.products import affine, product
+from model.mumoe.products import contract
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +63,10 @@ class Factorized(nn.Module, ABC):
 
     input_factor: Tensor
     output_factor: Tensor
-    mixes_in_parts: ClassVar[bool] = False
-    """Whether a part of the ranks can be mixed without the others: then expert factors are cut as
-    the ranks are, or else every process has them whole."""
 
     def __init__(self, sizes: Sizes, output_scale: float = 1.0, activated: bool = False) -> None:
         super().__init__()
         self.sizes, self.output_scale, self.activated = sizes, output_scale, activated
-        self.exchange = LayerExchange()
-        self.adds_bias = sizes.bias
-        """Whether the bias is added here; another process may do it."""
         for name, shape in self.factor_shapes(sizes).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
@@ -107,19 +99,6 @@ class Factorized(nn.Module, ABC):
     def expert_initializer(self, level: int) -> Initializer:
         """Says how the expert factor of a level starts."""
 
-    @classmethod
-    @abstractmethod
-    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """Which axis of a factor is a rank that parts can share.
-
-        Args:
-            sizes: Of the factors.
-            parts: How many processes; one of the axes' sizes may not be a multiple of it.
-
-        Returns:
-            Axes of the input factor and the output factor, and of others that are cut with them.
-        """
-
     @abstractmethod
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """Lets the coefficients choose among the experts. Linear in each of its arguments.
@@ -142,9 +121,9 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, O].
         """
-        contracted = self.contract_input(self.exchange.enter(z_MI))
-        mixed = self.mix(self.exchange.before_mixing(contracted), coefficients)
-        return self.exchange.leave(product(self.exchange.after_mixing(mixed), self.output_factor))
+        contracted = self.contract_input(z_MI)
+        mixed = self.mix(contracted, coefficients)
+        return self.contract_output(mixed)
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:
@@ -180,7 +159,19 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, ...], the other modes of the input factor flattened.
         """
-        return affine(z_MI, self.input_factor, bias=self.adds_bias, activated=self.activated)
+        bias, activated = self.sizes.bias, self.activated
+        return contract(z_MI, self.input_factor, bias=bias, activated=activated)
+
+    def contract_output(self, mixed: Tensor) -> Tensor:
+        """What was mixed with the output factor's modes but its last.
+
+        Args:
+            mixed: [M, ...], flattened.
+
+        Returns:
+            [M, O].
+        """
+        return contract(mixed, self.output_factor, modes=self.output_factor.dim() - 1)
 
 
 def expert_factor(level: int) -> str:

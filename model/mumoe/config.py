@@ -4,14 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from model.config import Config
+from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
 from model.mumoe.base import Factorized, Sizes
 from model.mumoe.cp import CP
 from model.mumoe.tr import TensorRing, TensorTrain
 from model.mumoe.tucker import Tucker
 
-KEY = "model.feed_forward"
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 # A new factorization is a file, a line here and a name in `FactorizationName`.
@@ -70,10 +69,7 @@ class MuMoEConfig(Config):
     def _is_levels(cls, value: object) -> object:
         numbers = list(value) if isinstance(value, list | tuple) else []
         if not numbers or any(type(number) is not int or number < 1 for number in numbers):
-            raise ValueError(
-                f"{KEY}.num_experts: {value!r} is not allowed: a list of numbers from 1, one for "
-                f"each level, as in [256]"
-            )
+            raise ValueError("a list of numbers from 1, one for each level, as in [256]")
         return tuple(numbers)
 
     @field_validator("rank", mode="before")
@@ -81,7 +77,7 @@ class MuMoEConfig(Config):
     def _is_rank(cls, value: object) -> object:
         # By hand: of a union, pydantic reports what every member says to a value.
         if value != "match-dense" and (type(value) is not int or value < 1):
-            raise ValueError(f"{KEY}.rank: {value!r} is not allowed: 1 or more, or match-dense")
+            raise ValueError("1 or more, or match-dense")
         return value
 
     def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
@@ -92,7 +88,7 @@ class MuMoEConfig(Config):
             bias: whether the model's dense layers would have biases.
 
         Raises:
-            ValueError: no rank is small enough to match the dense block.
+            SectionError: no rank is small enough to match the dense block.
         """
         if self.rank != "match-dense":
             return self
@@ -115,12 +111,12 @@ class MuMoEConfig(Config):
             causal: whether it is a language model.
 
         Raises:
-            ValueError: a language model would leak.
+            SectionError: a language model would leak.
         """
         if causal and self.gate_norm == "batch":
-            raise ValueError(
-                f"{KEY}.gate_norm: batch is not allowed in a language model: means over the batch "
-                f"tell a token of the tokens it is to predict; layer is"
+            raise SectionError(
+                "@gate_norm: batch is not allowed in a language model: means over the batch tell a "
+                "token of the tokens it is to predict; layer is"
             )
 
     def inner_size(self, width: int) -> int:
@@ -133,10 +129,10 @@ class MuMoEConfig(Config):
         Args:
             width: D.
         """
-        rank = {f"{KEY}.rank": self.layer_sizes(width)[0].rank}
-        inner = {f"{KEY}.hidden_size": self.inner_size(width)}
+        rank = {"rank": self.layer_sizes(width)[0].rank}
+        inner = {"hidden_size": self.inner_size(width)}
         if self.factorization == "tr":
-            return [inner, {f"{KEY}.expert_rank": self.expert_rank} | rank]
+            return [inner, {"expert_rank": self.expert_rank} | rank]
         return [inner, rank]
 
     def layer_sizes(self, width: int) -> tuple[Sizes, Sizes]:
@@ -226,11 +222,10 @@ class MuMoEConfig(Config):
             return self.model_copy(update={"rank": rank}).parameters(width)
 
         if parameters(1) > dense:
-            raise ValueError(
-                f"{KEY}.rank: match-dense is not allowed with {KEY}.num_experts: "
-                f"{list(self.num_experts)}: at rank 1 the experts and their gate have "
-                f"{parameters(1):,} parameters, the dense block {dense:,}; take fewer experts, or "
-                f"a number"
+            raise SectionError(
+                f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
+                f"at rank 1 the experts and their gate have {parameters(1):,} parameters, the "
+                f"dense block {dense:,}; take fewer experts, or a number"
             )
         # The count grows with the rank: the last rank that is not above, or the next.
         low, high = 1, 2

@@ -14,13 +14,11 @@ from torch import Tensor
 from model.initialization import Initializer
 from model.mumoe.base import Factorized, Sizes, expert_factor
 from model.mumoe.initialization import around_one
-from model.mumoe.products import product
+from model.mumoe.products import contract
 
 
 class CP(Factorized):
     """Factors [N, R] of every level, [I + 1, R] and [R, O]."""
-
-    mixes_in_parts = True
 
     @classmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -36,7 +34,7 @@ class CP(Factorized):
 
     @classmethod
     def multiply_adds(cls, sizes: Sizes) -> int:
-        """Each factor once; products of numbers one by one are not counted, as nowhere."""
+        """Each factor once. Elementwise products are not counted, here as everywhere."""
         return sizes.rank * (sum(sizes.num_experts) + sizes.inputs + sizes.outputs)
 
     @classmethod
@@ -58,14 +56,8 @@ class CP(Factorized):
         """N(1, 1), so that experts begin alike with noise; of a further level with less or none."""
         return around_one(self.sizes.level_std if level else 1.0)
 
-    @classmethod
-    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """R, of expert factors too: a term of the sum is a column of each."""
-        experts = {expert_factor(level): 1 for level in range(len(sizes.num_experts))}
-        return experts | {"input_factor": 1, "output_factor": 0}
-
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, R] to [M, R]."""
         for a_MN, factor_NR in zip(coefficients, self.expert_factors(), strict=True):
-            contracted = contracted * product(a_MN, factor_NR)
+            contracted = contracted * contract(a_MN, factor_NR)
         return contracted

@@ -19,8 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer
-from model.mumoe import tokens
-from model.mumoe.exchange import GateExchange
 
 EPSILON = 1e-5
 """Added to the variance of the scores."""
@@ -29,16 +27,12 @@ MOMENTUM = 0.1
 
 
 class _Entmax15(torch.autograd.Function):
-    """Exact, by Newton's method; the backward pass needs the results' roots alone."""
+    """Exact, by Newton's method; the backward pass needs the roots of the results alone."""
 
     @staticmethod
     def forward(ctx: Any, scores_MN: Tensor) -> Tensor:
         # p = s^2 with s = max(x - tau, 0), x = scores / 2, and tau such that p sums to 1. Adding a
         # number to all x changes nothing; with 0 as the highest, tau is between -1 and 0.
-        if tokens.takes_scores(scores_MN):
-            s_MN, p_MN = tokens.entmax15(scores_MN, *_newton_ends(scores_MN))
-            ctx.save_for_backward(s_MN)
-            return p_MN
         x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2)
         s_MN = _above_threshold(x_MN)
         ctx.save_for_backward(s_MN)  # a root of p would take longer than what it would save
@@ -49,8 +43,6 @@ class _Entmax15(torch.autograd.Function):
     def backward(ctx: Any, gradient_MN: Tensor) -> Tensor:
         # dp/dscores = diag(s) - s s^T / sum(s).
         (s_MN,) = ctx.saved_tensors
-        if tokens.takes_scores(s_MN, gradient_MN):
-            return tokens.entmax15_gradient(s_MN, gradient_MN)
         scaled_MN = gradient_MN * s_MN
         mean_M1 = scaled_MN.sum(-1, keepdim=True) / s_MN.sum(-1, keepdim=True)
         result: Tensor = scaled_MN.addcmul_(s_MN, mean_M1, value=-1)
@@ -58,50 +50,21 @@ class _Entmax15(torch.autograd.Function):
 
 
 def _above_threshold(x_MN: Tensor) -> Tensor:
-    """As many steps as are needed; all of them on a device that would have to be waited for."""
-    on_host = x_MN.device.type == "cpu"
-    if on_host and torch.compiler.is_compiling():
-        s_MN: Tensor = _above_threshold_on_host(x_MN)
-        return s_MN
-    return _newton(x_MN, ends_early=on_host)
-
-
-# An operation of its own: a compiler would write out all steps.
-@torch.library.custom_op("polyad::above_threshold", mutates_args=())
-def _above_threshold_on_host(x_MN: Tensor) -> Tensor:
-    return _newton(x_MN, ends_early=True)
-
-
-@_above_threshold_on_host.register_fake
-def _like_above_threshold(x_MN: Tensor) -> Tensor:
-    return torch.empty_like(x_MN)
-
-
-def _newton(x_MN: Tensor, *, ends_early: bool = False) -> Tensor:
     """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
 
     The norm is convex in tau and falls, so Newton's steps from -1 never pass the root. Each divides
     the product of the norm's excess and its slope by 4 at least; that is below N at first, and the
-    slope never below 1: so many steps are enough that 4 to their number is N / epsilon. Near the
-    root they are few, as the error after a step is at most N / 2 times its square.
+    slope never below 1: so many steps are enough that 4 to their number is N / epsilon. All of them
+    are taken: to end earlier, a device would have to be waited for at each.
     """
-    most, small = _newton_ends(x_MN)
+    epsilon = torch.finfo(x_MN.dtype).eps
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
     s_MN = (x_MN - tau_M1).clamp_(min=0)
-    for _ in range(most):
+    for _ in range(math.ceil(math.log(x_MN.shape[-1] / epsilon, 4))):
         norm_M1 = torch.linalg.vector_norm(s_MN, dim=-1, keepdim=True)
-        step_M1 = (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
-        tau_M1 = tau_M1 + step_M1
-        torch.sub(x_MN, tau_M1, out=s_MN).clamp_(min=0)
-        if ends_early and not (step_M1 > small).any():  # NaN is not, and stays
-            break
+        tau_M1 = tau_M1 + (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
+        s_MN = (x_MN - tau_M1).clamp_(min=0)
     return s_MN
-
-
-def _newton_ends(x_MN: Tensor) -> tuple[int, float]:
-    """How many steps are enough, and how small a step is the last."""
-    size, epsilon = x_MN.shape[-1], torch.finfo(x_MN.dtype).eps
-    return math.ceil(math.log(size / epsilon, 4)), math.sqrt(2 * epsilon / size)
 
 
 def entmax15(scores_MN: Tensor) -> Tensor:
@@ -180,9 +143,11 @@ class LayerNorm(ScoreNorm):
 class BatchNorm(ScoreNorm):
     """The scores of one expert over the tokens of a micro-batch, for vision models.
 
-    A token's coefficients then hang on all other tokens of the batch, later ones too: a language
+    A token's coefficients then depend on all other tokens of the batch, later ones too: a language
     model would see what it is to predict. In evaluation running statistics are read, which the
-    training loop updates once a step; every process normalizes by its own micro-batch.
+    training loop updates once a step.
+
+    Source: Oldfield et al. 2024, appendix F.1; their code synchronizes it over processes.
     """
 
     running_mean: Tensor
@@ -202,10 +167,22 @@ class BatchNorm(ScoreNorm):
         mean_S, variance_S = self.running_mean, self.running_variance
         seen = scores_MS.detach()
         if self.training:
-            variance_S, mean_S = torch.var_mean(scores_MS, dim=0, correction=0)
+            mean_S, variance_S = self.moments(scores_MS)
         normalized_MS = (scores_MS - mean_S) * torch.rsqrt(variance_S + EPSILON)
         levels = list(normalized_MS.to(scores_MS.dtype).split_with_sizes(self.num_experts, dim=-1))
         return Normalized(levels, seen.mean(0), seen.square().mean(0))
+
+    def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance over the tokens of the micro-batch, with gradients.
+
+        Args:
+            scores_MS: Of the tokens.
+
+        Returns:
+            [S] and [S]; the variance is the mean of squares.
+        """
+        variance_S, mean_S = torch.var_mean(scores_MS, dim=0, correction=0)
+        return mean_S, variance_S
 
     def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
         """Moves the running statistics towards the step's."""
@@ -219,7 +196,7 @@ class BatchNorm(ScoreNorm):
 NORMS: dict[str, type[ScoreNorm]] = {"layer": LayerNorm, "batch": BatchNorm}
 
 
-class Gated(NamedTuple):
+class GateOutput(NamedTuple):
     """What a gate decided."""
 
     coefficients: list[Tensor]
@@ -247,20 +224,42 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
         self.norm = NORMS[norm](num_experts)
         self.activation = ACTIVATIONS[activation]
-        self.exchange = GateExchange()
 
     def initializers(self) -> dict[str, Initializer]:
         """Zero, as the authors' code has it."""
         return {"weight": ZEROS}
 
-    def forward(self, u_MD: Tensor) -> Gated:
+    def forward(self, u_MD: Tensor) -> GateOutput:
         """Weighs the experts for every token.
 
         Args:
             u_MD: What the gate reads.
         """
-        scores_MS = linear(self.exchange.enter(u_MD), self.exchange.whole(self.weight))
+        scores_MS = self.scores(u_MD)
         # The product in the model's precision, what follows in fp32 at least.
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
         levels, mean_S, square_S = self.norm(scores_MS)
-        return Gated([self.activation(x_MN) for x_MN in levels], mean_S, square_S)
+        return GateOutput([self.activation(x_MN) for x_MN in levels], mean_S, square_S)
+
+    def scores(self, u_MD: Tensor) -> Tensor:
+        """Scores every expert of every level.
+
+        Args:
+            u_MD: What the gate reads.
+
+        Returns:
+            [M, S].
+        """
+        return linear(u_MD, self.weight)
+
+    def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
+        """The coefficients as both layers multiply by them.
+
+        Args:
+            output: What the gate decided.
+            dtype: Of the layers.
+
+        Returns:
+            Of each level, [M, N].
+        """
+        return [a_MN.to(dtype) for a_MN in output.coefficients]

@@ -42,7 +42,7 @@ class MuMoE(FeedForward):
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
-        """It has no parameters of its own; the parts speak for themselves."""
+        """Nothing: it has no parameters of its own, and each part says how its own start."""
         return {}
 
     def forward(
@@ -55,12 +55,11 @@ class MuMoE(FeedForward):
         """Mixes the experts' outputs for the normalized input; see `FeedForward.forward`."""
         refuse_autocast(normalized_BTD, "a muMoE")
         u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
-        gated = self.gate(u_BTD.flatten(0, 1))
+        output = self.gate(u_BTD.flatten(0, 1))
         z_MD = normalized_BTD.flatten(0, 1)
-        leave = self.gate.exchange.leave
-        coefficients = [leave(a_MN.to(z_MD.dtype)) for a_MN in gated.coefficients]
+        coefficients = self.gate.mixing_weights(output, z_MD.dtype)
         y_MD = self.down(self.up(z_MD, coefficients), coefficients)
-        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(gated)
+        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(output)
 
     def gate_columns(self) -> list[Tensor]:
         """The gate's columns, of each level [N, D]: rows of the weight as it is stored."""

@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from model.entropy import entropy
-from model.mumoe.gating import Gated
+from model.mumoe.gating import GateOutput
 from model.output import RoutingStats
 
 DOMINANT = 0.5
 """A coefficient from which an expert has at least half of a token."""
 
 
-def gate_statistics(gated: Gated) -> RoutingStats:
+def gate_statistics(output: GateOutput) -> RoutingStats:
     """The statistics of a gate. All are means over tokens, so that means of them are too.
 
     Args:
-        gated: What the gate decided.
+        output: What the gate decided.
 
     Returns:
         With an empty name; what belongs to experts that are chosen is None.
     """
-    levels = [a_MN.detach() for a_MN in gated.coefficients]
+    levels = [a_MN.detach() for a_MN in output.coefficients]
     entropies = [entropy(a_MN) for a_MN in levels]
     entropy_M, largest_M = entropies[0], levels[0].amax(-1)
     for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
@@ -44,8 +44,8 @@ def gate_statistics(gated: Gated) -> RoutingStats:
             torch.stack([level_M.mean() for level_M in entropies]) if len(levels) > 1 else None
         ),
         levels=tuple(a_MN.shape[-1] for a_MN in levels),
-        score_mean_S=gated.mean_S,
-        score_square_S=gated.square_S,
+        score_mean_S=output.mean_S,
+        score_square_S=output.square_S,
     )
 
 

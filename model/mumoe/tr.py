@@ -12,15 +12,17 @@ Shapes: M tokens, N experts of a level, P = R1 and Q = R2 ring ranks, R = R3 ran
 O output width.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from model.initialization import Initializer
 from model.mumoe.base import Factorized, Sizes, expert_factor
 from model.mumoe.initialization import around_one, diagonal_around_one
-from model.mumoe.products import token_product
+from model.mumoe.products import contract
 
 
 class TensorRing(Factorized):
@@ -74,28 +76,25 @@ class TensorRing(Factorized):
         """A diagonal slice of N(1, 1) for each expert; of a further level nearer the identity."""
         return diagonal_around_one(self.sizes.level_std if level else 1.0)
 
-    @classmethod
-    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """Q of the input and P of the output factor if they have equal parts, or else R."""
-        first, ring = cls.first_rank(sizes), sizes.expert_rank
-        return {
-            "input_factor": 2 if ring % parts else 1,
-            "output_factor": 1 if first % parts else 0,
-        }
-
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, Q R] to [M, P R]."""
-        factors = self.expert_factors()
-        mixed = [
-            (a_MN @ factor_NPQ.flatten(1)).view(-1, *factor_NPQ.shape[1:])
-            for a_MN, factor_NPQ in zip(coefficients, factors, strict=True)
-        ]
-        ring_MPQ = mixed[0]
-        for level_MQQ in mixed[1:]:
-            ring_MPQ = ring_MPQ @ level_MQQ
-        ring_MPQ = self.exchange.shared(ring_MPQ)
         input_MQR = contracted.view(-1, self.sizes.expert_rank, self.sizes.rank)
-        return token_product(ring_MPQ, input_MQR).flatten(1)
+        return (self.mix_experts(coefficients) @ input_MQR).flatten(1)
+
+    def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
+        """The matrix that a token's coefficients choose: a product over levels.
+
+        Args:
+            coefficients: Of each level, [M, N].
+
+        Returns:
+            [M, P, Q].
+        """
+        first_MPQ, *further = (
+            contract(a_MN, factor_NPQ).view(-1, *factor_NPQ.shape[1:])
+            for a_MN, factor_NPQ in zip(coefficients, self.expert_factors(), strict=True)
+        )
+        return functools.reduce(torch.matmul, further, first_MPQ)
 
 
 class TensorTrain(TensorRing):

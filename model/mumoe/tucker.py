@@ -19,6 +19,7 @@ from torch import Tensor
 from model.initialization import Initializer, uniform
 from model.mumoe.base import Factorized, Sizes, expert_factor
 from model.mumoe.initialization import around_one
+from model.mumoe.products import contract
 
 
 class Tucker(Factorized):
@@ -71,18 +72,38 @@ class Tucker(Factorized):
         fan = math.prod(self.core.shape[:-1])
         return super().initializers() | {"core": uniform(1 / math.sqrt(fan))}
 
-    @classmethod
-    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """S of the input and T of the output factor; the core lies cut by S."""
-        return {"input_factor": 1, "core": 0, "output_factor": 0}
-
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, S] to [M, T]."""
-        h = contracted @ self.exchange.whole(self.core).flatten(1)  # [M, Q ... Q T]
-        for a_MN, factor_NQ in zip(coefficients, self.expert_factors(), strict=True):
-            a_M1Q = self.exchange.shared(a_MN @ factor_NQ).unsqueeze(1)
-            h = (a_M1Q @ h.view(h.shape[0], factor_NQ.shape[1], -1)).squeeze(1)  # one Q fewer
+        h = self.contract_core(contracted)  # [M, Q ... Q T]
+        for a_MQ in self.mix_experts(coefficients):
+            h_MQX = h.view(*a_MQ.shape, -1)
+            h = (a_MQ.unsqueeze(1) @ h_MQX).squeeze(1)  # one Q fewer
         return h
+
+    def contract_core(self, contracted_MS: Tensor) -> Tensor:
+        """The contracted input with the core.
+
+        Args:
+            contracted_MS: The input with the input factor.
+
+        Returns:
+            [M, Q ... Q T], flattened.
+        """
+        return contract(contracted_MS, self.core)
+
+    def mix_experts(self, coefficients: Sequence[Tensor]) -> list[Tensor]:
+        """The coefficients of each level with its expert factor.
+
+        Args:
+            coefficients: Of each level, [M, N].
+
+        Returns:
+            Of each level, [M, Q].
+        """
+        factors = self.expert_factors()
+        return [
+            contract(a_MN, factor_NQ) for a_MN, factor_NQ in zip(coefficients, factors, strict=True)
+        ]
 
 
 def _contracted(sizes: Sizes) -> list[int]:

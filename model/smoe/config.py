@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from model.config import Config
+from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -65,8 +65,8 @@ class SparseMoEConfig(Config):
     """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
     come after do without it. null: no token is ever dropped."""
     allow_leak: bool = False
-    """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although a
-    token's experts then hang on later tokens, and with a capacity on what else is in the batch."""
+    """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although the
+    experts of a token then depend on later ones, with a capacity on what else is in the batch."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
     with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after
@@ -78,32 +78,29 @@ class SparseMoEConfig(Config):
         # By hand: of a union, pydantic reports what every member says to a value.
         numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
         if any(type(number) is not int or number < least for number in numbers):
-            raise ValueError(
-                f"model.feed_forward.placement: {value!r} is not allowed: 1 or more, or a list of "
-                f"block numbers from 0"
-            )
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"model.feed_forward.placement: {value} names a block twice")
+            raise ValueError("1 or more, or a list of block numbers from 0")
         return value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        key = "model.feed_forward"
+        listed = self.placement if isinstance(self.placement, list) else []
+        if len(set(listed)) < len(listed):
+            raise SectionError(f"@placement: {self.placement} names a block twice")
         for name in ("top_k", "final_top_k"):
             value = getattr(self, name)
             if value is not None and value > self.num_experts:
-                raise ValueError(
-                    f"{key}.{name}: {value} is more than {key}.num_experts: {self.num_experts}"
+                raise SectionError(
+                    f"@{name}: {value} is more than @num_experts: {self.num_experts}"
                 )
         if self.final_top_k is not None and self.final_top_k < self.top_k:
-            raise ValueError(
-                f"{key}.final_top_k: {self.final_top_k} is less than {key}.top_k: {self.top_k}; "
+            raise SectionError(
+                f"@final_top_k: {self.final_top_k} is less than @top_k: {self.top_k}; "
                 f"it can only grow"
             )
         if self.lower_entropy_only and self.graph == "none":
-            raise ValueError(f"{key}.lower_entropy_only: true needs a graph, there is none")
+            raise SectionError("@lower_entropy_only: true needs a graph, there is none")
         if not self.causal_graph and self.graph == "none":
-            raise ValueError(f"{key}.causal_graph: false needs a graph, there is none")
+            raise SectionError("@causal_graph: false needs a graph, there is none")
         return self
 
     def routes(self, block: int) -> bool:
@@ -146,33 +143,32 @@ class SparseMoEConfig(Config):
             causal: whether it is a language model.
 
         Raises:
-            ValueError: a block that is not there is to route, the graph needs attention that is not
-                there, or a language model would leak.
+            SectionError: a block that is not there is to route, the graph needs attention that is
+                not there, or a language model would leak.
         """
-        key = "model.feed_forward"
         blocks = [block for block in range(num_layers) if self.routes(block)]
         listed = self.placement if isinstance(self.placement, list) else []
         if any(block >= num_layers for block in listed) or not blocks:
-            raise ValueError(
-                f"{key}.placement: {self.placement} is not allowed: the model has blocks 0 to "
+            raise SectionError(
+                f"@placement: {self.placement} is not allowed: the model has blocks 0 to "
                 f"{num_layers - 1}, and at least one has to route"
             )
         if self.graph == "attention" and num_heads is None:
-            raise ValueError(
-                f"{key}.graph: attention is not allowed in a model without attention; none and "
-                f"similarity are"
+            raise SectionError(
+                "@graph: attention is not allowed in a model without attention; none and "
+                "similarity are"
             )
         if causal and self.capacity_factor is not None and not self.allow_leak:
-            raise ValueError(
-                f"{key}.capacity_factor: {self.capacity_factor} drops tokens by what else is "
+            raise SectionError(
+                f"@capacity_factor: {self.capacity_factor} drops tokens by what else is "
                 f"in the batch and is not allowed in a language model: null drops none, and "
-                f"{key}.allow_leak: true allows it"
+                f"@allow_leak: true allows it"
             )
         if causal and not self.causal_graph and not self.allow_leak:
-            raise ValueError(
-                f"{key}.causal_graph: false lets tokens choose experts by those that they are to "
-                f"predict and is not allowed in a language model: true does not, and "
-                f"{key}.allow_leak: true allows it"
+            raise SectionError(
+                "@causal_graph: false lets tokens choose experts by those that they are to "
+                "predict and is not allowed in a language model: true does not, and "
+                "@allow_leak: true allows it"
             )
 
     def inner_size(self, width: int) -> int:
@@ -185,11 +181,10 @@ class SparseMoEConfig(Config):
         Args:
             width: D.
         """
-        key = "model.feed_forward"
-        sizes = [{f"{key}.expert_hidden_size": self.inner_size(width)}]
+        sizes = [{"expert_hidden_size": self.inner_size(width)}]
         if self.placement != 1:
             dense = 4 * width if self.dense_hidden_size is None else self.dense_hidden_size
-            sizes.append({f"{key}.dense_hidden_size": dense})
+            sizes.append({"dense_hidden_size": dense})
         return sizes
 
     def score_size(self) -> int:

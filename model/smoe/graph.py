@@ -1,17 +1,17 @@
 """Graphs of tokens: each token's scores become a mixture of the scores of tokens like it.
 
-    p_i = sum_j S_ij r_j
+    p_i = sum_j S_ij r_j        S_ij = softmax_j(scale q_i . k_j)
 
-S is a softmax of inner products of per-token features, so p is made without it (`mixture.py`),
-and S never exists: a graph only says which features.
+A graph says which features q and k make S; `model/kernels/mixture.py` mixes without S in memory.
 Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
 The paper names no mask; in a language model S has to be causal, or the experts of a token depend on
 the tokens that it is about to predict.
 
 A new graph is a class here, a line of `GRAPHS` and a name in the config's `GraphName`.
 
-Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of one head, G heads
-that the graph chooses from (A, or a process's part of them), F width of the features.
+Shapes: B batch, T tokens that are routed, S tokens seen in all (T but in generation), D width, E
+experts, A heads, H width of one head, G heads that the graph chooses from (A, or a process's part
+of them), F width of the features, M rows that are measured.
 """
 
 from abc import ABC, abstractmethod
@@ -20,19 +20,30 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
+from model.entropy import entropy
 from model.initialization import ZEROS, Initializer
-from model.interface import FeedForwardContext
+from model.interface import FeedForwardContext, refuse_autocast
+from model.kernels.mixture import matrix, mixture
 from model.smoe.config import SparseMoEConfig
-from model.smoe.features import Features
-from model.smoe.measures import head_entropies
-from model.smoe.mixture import mix
-from model.smoe.posterior import posterior_features
+from model.smoe.scores import router_dtype
 
 ENTROPY_MOMENTUM = 0.99
 """Of the running mean of head entropies, a step."""
+MEASURED_ROWS = 32
+"""Query rows of a sequence that entropies are measured at: exact there, a sample of all."""
+
+
+class Features(NamedTuple):
+    """What makes S: each row is the softmax over j of scale * query_i . key_j."""
+
+    query_BTF: Tensor
+    """In routing's precision, as the keys."""
+    key_BTF: Tensor
+    scale: float = 1.0
 
 
 class Mixed(NamedTuple):
@@ -41,10 +52,10 @@ class Mixed(NamedTuple):
     scores_BTE: Tensor
     """p, each row summing to 1: what top-K sees."""
     effective_neighbours: Tensor | None
-    """The mean of exp(entropy of S_i) over sampled rows; None without a graph, and in
-    generation."""
+    """The mean of exp(entropy of S_i) over measured rows: 1 where each token has itself alone; None
+    without a graph, and in generation."""
     head_entropy_A: Tensor | None
-    """The mean entropy of each head's attention over sampled rows, in nats; None unless the graph
+    """The mean entropy of each head's attention over measured rows, in nats; None unless the graph
     chooses a head by it."""
 
 
@@ -89,6 +100,36 @@ class Graph(nn.Module, ABC):
             The mixture, and measures of it.
         """
 
+    def mix(
+        self, features: Features, scores_BTE: Tensor, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes p = S r.
+
+        Args:
+            features: What makes S.
+            scores_BTE: r.
+            cache: See `forward`; with it S is causal in any case.
+
+        Returns:
+            p [B, T, E], and the effective neighbours as `Mixed` has them.
+        """
+        query_BTF, key_BSF, scale = features
+        value_BSE = scores_BTE
+        if cache is not None:
+            both = cache.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
+            key_BSF, value_BSE = (x.squeeze(1) for x in both)
+        causal = self.causal or cache is not None
+        # J_i of the paper's Proposition 1: tokens whose scores have no more entropy.
+        restricted = self.config.lower_entropy_only
+        entropy_BS = entropy(value_BSE.detach()) if restricted else None
+        mixed_BTE = mixture(
+            query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, entropy_BS=entropy_BS
+        )
+        if cache is not None:
+            return mixed_BTE, None
+        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, entropy_BS)
+        return mixed_BTE, entropy_BM.exp().mean()
+
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None) -> None:
         """Prepares the next optimizer step; called once after each.
@@ -96,6 +137,37 @@ class Graph(nn.Module, ABC):
         Args:
             head_entropy_A: As `Mixed` has it, averaged over the whole step.
         """
+
+
+@torch.no_grad()
+def _row_entropies(
+    query: Tensor, key: Tensor, scale: float, causal: bool, entropy_BS: Tensor | None = None
+) -> Tensor:
+    """Entropies of the rows softmax(scale * query . key) at rows spread evenly over a sequence, the
+    last one among them; [..., T, F] -> [..., M], M = min(T, MEASURED_ROWS).
+    """
+    length = query.shape[-2]
+    count = min(length, MEASURED_ROWS)
+    part_M = torch.arange(1, count + 1, device=query.device)
+    rows_M = (part_M * length).div(count, rounding_mode="floor") - 1
+    rows_of_s = matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows_M=rows_M)
+    return entropy(rows_of_s)
+
+
+def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
+    """The mean entropy of each head's attention over measured rows.
+
+    Args:
+        attention: What attention did.
+        causal: Whether j <= i.
+
+    Returns:
+        [G] in nats; no gradient.
+    """
+    query, key = attention.q_BATH.detach(), attention.k_BATH.detach()
+    dtype = router_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5
+    return _row_entropies(query.to(dtype), key.to(dtype), scale, causal).mean((0, 2))
 
 
 class NoGraph(Graph):
@@ -115,17 +187,6 @@ class NoGraph(Graph):
 class SimilarityGraph(Graph):
     """S_i = softmax_j(u_i . u_j / tau), or with the cosine in place of the dot product."""
 
-    def features(self, u_BTD: Tensor) -> Features:
-        """The token itself, as query and as key.
-
-        Args:
-            u_BTD: Tokens.
-
-        Returns:
-            Features, F = D.
-        """
-        return Features(u_BTD, None, 1 / self.config.tau, self.config.similarity == "cosine")
-
     def forward(
         self,
         scores_BTE: Tensor,
@@ -134,9 +195,11 @@ class SimilarityGraph(Graph):
         cache: LayerCache | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
-        features = self.features(u_BTD)
-        mixed_BTE, neighbours = mix(features, scores_BTE, self.config, self.causal, cache)
-        return Mixed(mixed_BTE, neighbours, None)
+        u_BTD = u_BTD.to(router_dtype(u_BTD.dtype))
+        if self.config.similarity == "cosine":
+            u_BTD = normalize(u_BTD, dim=-1)
+        features = Features(u_BTD, u_BTD, 1 / self.config.tau)
+        return Mixed(*self.mix(features, scores_BTE, cache), None)
 
 
 class AttentionGraph(Graph):
@@ -144,9 +207,13 @@ class AttentionGraph(Graph):
 
         S_ij  proportional to  A_h[i, j] * exp(-|o_i - m_j|^2 / (2 sigma^2)),   m_j = A v_j,h W_O,h
 
-    |o_i|^2 cancels in the softmax and o_i . m_j = A (W_O,h o_i) . v_j,h, which makes the exponent
-    an inner product of 2 H + 1 features. The head is the one whose attention has the least entropy,
-    by a running mean: a batch's own entropies would depend on the tokens to be predicted.
+    |o_i|^2 cancels in the softmax and o_i . m_j = A (W_O,h o_i) . v_j,h, so the exponent is an
+    inner product of 2 H + 1 features:
+
+        q_i . k_j / sqrt(H) + (A W_O,h o_i / sigma^2) . v_j + 1 . (-|m_j|^2 / (2 sigma^2))
+
+    The head is the one whose attention has the least entropy, by a running mean: a batch's own
+    entropies would depend on the tokens to be predicted.
     """
 
     head_entropy: Tensor
@@ -181,11 +248,23 @@ class AttentionGraph(Graph):
             attention: What attention did.
 
         Returns:
-            Features.
+            Features, F = 2 H + 1.
         """
-        return posterior_features(
-            attention, self.attention_head(), self.num_heads, self.config.sigma
-        )
+        refuse_autocast(attention.of_head_BT3H, "a graph of attention")
+        heads, variance = self.num_heads, self.config.sigma**2
+        dtype = router_dtype(attention.of_head_BT3H.dtype)
+        q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)
+        width, size = len(attention.output_weight_DM), q_BTH.shape[-1]
+        weight_DAH = attention.output_weight_DM.view(width, -1, size)
+        weight_DH = weight_DAH.index_select(1, self.attention_head()).squeeze(1).to(dtype)
+        along_BTH = attention.output_BTD.to(dtype) @ weight_DH
+        if attention.output_bias_D is not None:  # o is without it
+            along_BTH = along_BTH - attention.output_bias_D.to(dtype) @ weight_DH
+        # |W v|^2 = v (W^T W) v, without a product as wide as the model for each token.
+        square_BT1 = ((v_BTH @ (weight_DH.T @ weight_DH)) * v_BTH).sum(-1, keepdim=True)
+        query = (q_BTH / size**0.5, along_BTH * (heads / variance), torch.ones_like(square_BT1))
+        key = (k_BTH, v_BTH, square_BT1 * (-(heads**2) / (2 * variance)))
+        return Features(torch.cat(query, -1), torch.cat(key, -1))
 
     def forward(
         self,
@@ -196,8 +275,7 @@ class AttentionGraph(Graph):
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
-        features = self.features(attention)
-        mixed_BTE, neighbours = mix(features, scores_BTE, self.config, self.causal, cache)
+        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache)
         entropy_A = None if cache is not None else head_entropies(attention, self.context.causal)
         return Mixed(mixed_BTE, neighbours, entropy_A)
 

@@ -20,7 +20,7 @@ INITIAL_TEMPERATURE = 0.07
 """Of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def router_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision that routing is computed in: fp32, or the model's if it is higher."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -76,7 +76,7 @@ class LinearScore(Score):
 
     def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
-        dtype = wide(u_ND.dtype)
+        dtype = router_dtype(u_ND.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return linear(u_ND.to(dtype), self.weight.to(dtype), bias)
 
@@ -106,13 +106,13 @@ class CosineScore(Score):
         """Each expert's direction, taken back through the projection: the weight that gives the
         cosine before it is divided by the token's length.
         """
-        dtype = wide(self.embedding.dtype)
+        dtype = router_dtype(self.embedding.dtype)
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
         return directions_ES @ self.projection.to(dtype)
 
     def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
-        dtype = wide(u_ND.dtype)
+        dtype = router_dtype(u_ND.dtype)
         projected_NS = normalize(linear(u_ND.to(dtype), self.projection.to(dtype)), dim=-1)
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
         # Learned, and so kept from crossing zero.
@@ -144,7 +144,7 @@ class RandomScore(Score):
 
     def forward(self, u_ND: Tensor) -> Tensor:
         """See `Score.forward`."""
-        dtype = wide(u_ND.dtype)
+        dtype = router_dtype(u_ND.dtype)
         return linear(u_ND.to(dtype), self.weight.to(dtype))
 
 

@@ -3,24 +3,30 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.build import build_model, place
 from model.gpt2 import GPT2, GPT2Config
 from parallel import comm
+from parallel.batch_norm import synchronize_norms
 from parallel.factors import parallelize_factors
 from parallel.fragments import MASTER
 from parallel.parallelize import InitialWeights
 from parallel.tensor import parallelize_tensors, placement_of
+from tests.helpers.training import Case, build_engine
 
 
-def cut_model(config: GPT2Config, parts: int, *, randomized: bool = False) -> GPT2:
+def cut_model(
+    config: GPT2Config, parts: int, *, randomized: bool = False, synchronized: bool = False
+) -> GPT2:
     """A model in float64 over tensor-parallel processes, without an engine.
 
     Args:
         config: of the model.
         parts: processes.
         randomized: random weights in place of initial ones: a gate starts at zero.
+        synchronized: BatchNorm over all data-parallel processes.
     """
     world = comm.initialize(tensor_parallel_size=parts)
     source = InitialWeights(build_model(config), 7)
@@ -30,6 +36,8 @@ def cut_model(config: GPT2Config, parts: int, *, randomized: bool = False) -> GP
         parallelize_tensors(model, world)
         for block in model.blocks:
             parallelize_factors(block.feed_forward, world)
+    if synchronized:
+        synchronize_norms(model, world)
 
     def values() -> Any:
         for name, parameter in model.named_parameters():
@@ -111,6 +119,60 @@ def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict
         for name in theirs
         if theirs[name] is not None  # a gate of the normalized input reads no other
     }
+
+
+def batch_norm_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict[str, float]:
+    """Largest differences of a block's outputs, gradients and statistics over all processes from
+    those of one process with all tokens.
+
+    Args:
+        config: of a model whose gates have a BatchNorm.
+        parts: tensor-parallel processes; the others are data-parallel.
+        tokens: of each data-parallel process.
+    """
+    generator = torch.Generator().manual_seed(5)
+    world = comm.initialize(tensor_parallel_size=parts)
+    shape = (world.data_parallel_size, tokens, config.hidden_size)
+    z_BTD, u_BTD, wanted_BTD = torch.randn(3, *shape, dtype=torch.float64, generator=generator)
+    u_BTD += torch.arange(float(shape[0])).view(-1, 1, 1)  # each process's mean is another
+    found = []
+    for samples in (slice(world.data_parallel_rank, world.data_parallel_rank + 1), slice(None)):
+        is_whole = samples == slice(None)
+        layer = cut_model(config, parts, randomized=True, synchronized=not is_whole)
+        block = layer.blocks[0].feed_forward
+        inputs = [x_BTD[samples].clone().requires_grad_() for x_BTD in (z_BTD, u_BTD)]
+        y_BTD, stats = block(*inputs)
+        (y_BTD * wanted_BTD[samples]).sum(dim=(1, 2)).mean().backward()
+        gradients = {name: p.grad for name, p in block.named_parameters()}
+        about = {"mean": stats.score_mean_S, "square": stats.score_square_S}
+        if not is_whole:  # as an engine and the loop do
+            gradients = {name: _mean(gradient, world) for name, gradient in gradients.items()}
+            about = {name: _mean(value, world) for name, value in about.items()}
+        rows = slice(None) if not is_whole else world.data_parallel_rank
+        scale = world.data_parallel_size if is_whole else 1
+        about |= {
+            name: x.grad[rows].squeeze(0) * scale for name, x in zip("zu", inputs, strict=True)
+        }
+        found.append(about | gradients | {"y": y_BTD.detach()[rows].squeeze(0)})
+    ours, theirs = found
+    return {
+        name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()
+        for name in theirs
+    }
+
+
+def norm_of_an_engine(case: Case) -> str:
+    """What the first gate of an engine normalizes with."""
+    engine, _ = build_engine(case)
+    return type(engine.module.blocks[0].feed_forward.gate.norm).__name__
+
+
+def _mean(value: torch.Tensor, world: comm.World) -> torch.Tensor:
+    """Over data-parallel processes; all tensor-parallel ones of a part have equal values."""
+    everyone = [torch.empty_like(value) for _ in range(world.size)]
+    dist.all_gather(everyone, value.contiguous())
+    mine = everyone[world.tensor_parallel_rank :: world.tensor_parallel_size]
+    return torch.stack(mine).mean(0)
 
 
 def logits(config: GPT2Config, parts: int, input_ids_BT: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,7 @@ import torch
 from model.build import build_model, materialize
 from model.mumoe.config import FACTORIZATIONS
 from model.mumoe.gating import ACTIVATIONS
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
-from model.smoe.measures import head_entropies
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from model.smoe.scores import SCORES
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 

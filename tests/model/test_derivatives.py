@@ -1,5 +1,7 @@
 """Second derivatives and autocast: computed right, or refused; never silently wrong."""
 
+import re
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ FEED_FORWARDS = {
         for name in FACTORIZATIONS
     },
 }
+REFUSALS = "marked with @once_differentiable|no autograd formula was registered"
 NO_AUTOCAST = {"smoe-attention", *(name for name in FEED_FORWARDS if name.startswith("mumoe"))}
 
 
@@ -35,8 +38,9 @@ def test_second_derivatives_are_right_or_refused(small_model, random_ids, name):
         squared = squared_gradient_norm(model, ids_BT)
         try:
             squared.backward()
-        except (RuntimeError, NotImplementedError):  # a derivative that is written by hand
-            assert name != "dense"
+        except RuntimeError as refusal:  # of a derivative that is written by hand
+            if name == "dense" or not re.search(REFUSALS, str(refusal)):
+                raise
             return
         # Along its own gradient, by central differences.
         direction = [parameter.grad.clone() for parameter in model.parameters()]

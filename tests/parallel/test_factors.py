@@ -5,6 +5,8 @@ import torch
 
 from model.build import num_parameters
 from model.gpt2 import GPT2Config
+from model.mumoe.config import FACTORIZATIONS
+from parallel.factors import CUT_LAYERS
 from parallel.placement import split_rows_and_rest
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
 from tests.helpers.training import (
@@ -210,6 +212,10 @@ def test_a_checkpoint_goes_into_a_layout_and_back_unchanged(
     for after in (tensors(path), tensors(back / "step-00000004")):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_every_factorization_is_cut():
+    assert set(CUT_LAYERS) == set(FACTORIZATIONS.values())
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

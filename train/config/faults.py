@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from model.config import SectionError
 from model.config_yaml import MAX_DIGITS, NUMBER
 from train.config.names import OURS, plain
 from train.config.text import keys
@@ -37,10 +38,11 @@ def _fault(fault: Any, known: set[str]) -> str:
     message = one_line(fault["msg"].removeprefix("Value error, "))
     if not parts:
         return message  # a rule of the whole tree names its keys itself
+    broken = fault.get("ctx", {}).get("error")
+    if isinstance(broken, SectionError):  # a rule between keys of a section
+        return one_line(broken.within(".".join(_without_kind(parts, known))))
     *sections, last = parts
-    without_kind = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
-    candidates = [s for s in (sections, *without_kind) if not s or _without_index(s) in known]
-    key = ".".join([*(candidates[0] if candidates else sections), last])
+    key = ".".join([*_without_kind(sections, known), last])
     if kind == "extra_forbidden" and key in known:  # of another member of the union
         section, chosen = ".".join(sections[:-1]), sections[-1]
         return (
@@ -64,6 +66,13 @@ def _fault(fault: Any, known: set[str]) -> str:
         return message  # the rule names its keys itself
     allowed = f"{message[0].lower()}{message[1:]}{_hint(kind, fault['input'])}"
     return f"{key}: {shown(fault['input'])} is not allowed: {allowed}"
+
+
+def _without_kind(sections: list[str], known: set[str]) -> list[str]:
+    """The sections of a location, without the kind that a union puts between them."""
+    shorter = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
+    there = [s for s in (sections, *shorter) if not s or _without_index(s) in known]
+    return there[0] if there else sections
 
 
 def _hint(kind: str, value: Any) -> str:

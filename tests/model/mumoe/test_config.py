@@ -2,6 +2,7 @@
 
 import pytest
 
+from model.config import SectionError
 from model.gpt2 import GPT2Config
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from train.config.rules import validate
@@ -69,6 +70,15 @@ def test_many_experts_are_possible_at_a_rank_that_is_given():
 
 def test_batch_norm_is_possible_where_nothing_is_predicted():
     MuMoEConfig(gate_norm="batch").check_model(num_layers=4, num_heads=4, causal=False)
+
+
+def test_a_section_names_its_own_keys_and_its_reader_puts_the_path_before_them():
+    with pytest.raises(SectionError) as caught:
+        MuMoEConfig(num_experts=(300,)).of_model(width=8, bias=True)
+    line = "rank: match-dense is not allowed with num_experts: [300]: at rank 1 "
+    assert str(caught.value).startswith(line)
+    line = "a.b.rank: match-dense is not allowed with a.b.num_experts: [300]: at rank 1 "
+    assert caught.value.within("a.b").startswith(line)
 
 
 def test_there_are_no_whole_experts_to_spread():

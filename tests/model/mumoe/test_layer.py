@@ -1,17 +1,20 @@
 """The block: one gate, two layers, what it reads, what it returns, how it starts."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import _dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm
 
 from model.build import build_model, compile_model, materialize, matrix_dimensions
+from model.dense import DenseFeedForward, DenseFeedForwardConfig
 from model.gpt2 import GPT2Config
 from model.interface import FeedForwardContext
 from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from model.mumoe.gating import NORMS, Gated, entmax15
+from model.mumoe.gating import NORMS, GateOutput, entmax15
 from model.mumoe.layer import MuMoE
 from model.mumoe.statistics import gate_statistics
 from tests.helpers.factorized import contract, full_tensor
@@ -101,7 +104,7 @@ def test_statistics_of_a_gate_by_hand():
     # Four tokens, two levels. Level entropies: ln 2, 0, ln 4, 0 and 0, 0, 0, ln 2.
     first_MN = torch.tensor([[0.5, 0.5, 0, 0], [1, 0, 0, 0], [0.25] * 4, [0, 1, 0, 0]])
     second_MN = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.5, 0.5]])
-    stats = gate_statistics(Gated([first_MN, second_MN], None, None))
+    stats = gate_statistics(GateOutput([first_MN, second_MN], None, None))
     expected_E = [1.75 / 4, 1.75 / 4, 0.25 / 4, 0.25 / 4, 3.5 / 4, 0.5 / 4]
     assert stats.load_E.tolist() == pytest.approx(expected_E)
     assert stats.entropy.item() == pytest.approx(4 * math.log(2) / 4)
@@ -115,7 +118,9 @@ def test_statistics_of_a_gate_by_hand():
 
 def test_a_coefficient_just_below_a_half_dominates_nothing():
     below = torch.nextafter(torch.tensor(0.5), torch.tensor(0.0)).item()
-    stats = gate_statistics(Gated([torch.tensor([[below, 0.3, 0.2 + 0.5 - below]])], None, None))
+    stats = gate_statistics(
+        GateOutput([torch.tensor([[below, 0.3, 0.2 + 0.5 - below]])], None, None)
+    )
     assert (stats.dominated, stats.dominant_E.tolist()) == (0, [0, 0, 0])
 
 
@@ -269,9 +274,27 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def saved_numbers(block, tokens):
+@every_factorization
+@pytest.mark.parametrize("gate_norm", NORMS)
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["meta", "fake"])
+def test_a_block_runs_without_numbers(name, gate_norm, mode):
+    options = {"factorization": name, "num_experts": [5, 3], "rank": 6, "hidden_size": 12}
+    config = MuMoEConfig.model_validate(options | {"gate_norm": gate_norm})
+    context = FeedForwardContext(
+        hidden_size=8, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
+    )
+    with mode(), torch.device("meta" if mode is nullcontext else "cpu"):
+        block = MuMoE(config, context)
+        z_BTD = torch.empty(2, 3, 8, requires_grad=True)
+        y_BTD, _ = block(z_BTD, z_BTD)
+        y_BTD.sum().backward()
+    assert y_BTD.shape == z_BTD.grad.shape == (2, 3, 8)
+    assert all(parameter.grad.shape == parameter.shape for parameter in block.parameters())
+
+
+def saved_numbers(block, tokens, width):
     """Numbers that one forward pass keeps, but parameters and what was given."""
-    z_BTD = torch.randn(1, tokens, block.gate.weight.shape[1], dtype=block.gate.weight.dtype)
+    z_BTD = torch.randn(1, tokens, width)
     given = {t.untyped_storage().data_ptr() for t in (*block.parameters(), z_BTD)}
     storages = {}
 
@@ -294,4 +317,19 @@ def test_what_is_said_to_be_saved_is_about_what_is(name, num_experts):
         hidden_size=256,
     )  # fmt: skip
     said = 128 * block.config.saved_numbers_per_token(64)
-    assert saved_numbers(block, 128) == pytest.approx(said, rel=0.05)
+    assert saved_numbers(block, 128, 64) == pytest.approx(said, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["cp", "tr", "tt"])
+def test_a_block_of_256_experts_keeps_at_most_1_3_times_what_a_dense_one_keeps(name):
+    context = FeedForwardContext(
+        hidden_size=768, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
+    )
+    kept = []
+    for kind, config in (
+        (MuMoE, MuMoEConfig(factorization=name, num_experts=(256,))),
+        (DenseFeedForward, DenseFeedForwardConfig()),
+    ):
+        block = kind(config, context)  # whatever memory holds: only sizes are asked for
+        kept.append(saved_numbers(block, 16, 768))
+    assert kept[0] <= 1.3 * kept[1]

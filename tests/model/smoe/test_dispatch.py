@@ -6,8 +6,8 @@ Shapes: N tokens, K experts of a token, M rows, E experts, D width.
 import pytest
 import torch
 
-from model.smoe import dispatch
-from model.smoe.dispatch import Dispatcher, combine, plan, take_rows
+from model.kernels import rows
+from model.smoe.dispatch import Dispatcher, combine, make_plan, take_rows
 from model.smoe.experts import Experts
 from model.smoe.selection import Selected
 from tests.helpers.routing import make, make_config, make_context
@@ -17,7 +17,7 @@ IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["as on a CPU", "as on a GPU"])
 def takes_bags(request, monkeypatch):
-    monkeypatch.setattr(dispatch, "_takes_bags", lambda rows_MD: request.param)
+    monkeypatch.setattr(rows, "_takes_bags", lambda rows_MD: request.param)
 
 
 def random_ids(tokens, top_k, experts):
@@ -41,18 +41,18 @@ every_case = pytest.mark.parametrize(("ids", "experts", "factor"), CASES.values(
 def test_plan_equals_numbers_worked_out_by_hand():
     # Assignments 0 to 5 go to the experts 2, 0, 0, 1, 2, 0: expert 0 has 1, 2, 5; 1 has 3; 2 has
     # 0, 4; 3 has none.
-    where = plan(IDS, 4)
-    assert where.assignment_M.tolist() == [1, 2, 5, 3, 0, 4]
-    assert where.row_A.tolist() == [4, 0, 1, 3, 5, 2]
-    assert where.counts_E.tolist() == [3, 1, 2, 0]
+    plan = make_plan(IDS, 4)
+    assert plan.assignment_M.tolist() == [1, 2, 5, 3, 0, 4]
+    assert plan.row_A.tolist() == [4, 0, 1, 3, 5, 2]
+    assert plan.counts_E.tolist() == [3, 1, 2, 0]
 
 
 def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
     # An even share is 6 / 4 = 1.5, rounded up to 2: expert 0 lets go of its last, assignment 5.
-    where = plan(IDS, 4, capacity_factor=1.0)
-    assert where.assignment_M.tolist() == [1, 2, 3, 0, 4]
-    assert where.row_A.tolist() == [3, 0, 1, 2, 4, 5]  # 5 is behind the last row
-    assert where.counts_E.tolist() == [2, 1, 2, 0]
+    plan = make_plan(IDS, 4, capacity_factor=1.0)
+    assert plan.assignment_M.tolist() == [1, 2, 3, 0, 4]
+    assert plan.row_A.tolist() == [3, 0, 1, 2, 4, 5]  # 5 is behind the last row
+    assert plan.counts_E.tolist() == [2, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -61,58 +61,58 @@ def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
     [(0.01, 1), (0.5, 5), (1.0, 10), (1.01, 11), (1.1, 11), (1.5, 15), (9.0, 50)],
 )
 def test_capacity_is_a_multiple_of_the_even_share_rounded_up(factor, capacity):
-    where = plan(torch.zeros(50, 1, dtype=torch.int64), 5, factor)
-    assert where.counts_E.tolist() == [capacity, 0, 0, 0, 0]
-    assert where.assignment_M.tolist() == list(range(capacity))  # the first come
+    plan = make_plan(torch.zeros(50, 1, dtype=torch.int64), 5, factor)
+    assert plan.counts_E.tolist() == [capacity, 0, 0, 0, 0]
+    assert plan.assignment_M.tolist() == list(range(capacity))  # the first come
 
 
 @every_case
 def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor):
-    where = plan(ids, experts, factor)
-    expert_M = ids.flatten()[where.assignment_M]
+    plan = make_plan(ids, experts, factor)
+    expert_M = ids.flatten()[plan.assignment_M]
     assert torch.equal(expert_M, expert_M.sort().values)
-    assert torch.equal(where.counts_E, expert_M.bincount(minlength=experts))
-    rows = where.assignment_M.numel()
-    kept = where.row_A < rows
+    assert torch.equal(plan.counts_E, expert_M.bincount(minlength=experts))
+    rows = plan.assignment_M.numel()
+    kept = plan.row_A < rows
     assert kept.sum() == rows
-    assert torch.equal(where.assignment_M[where.row_A[kept]], kept.nonzero().flatten())
-    assert (where.row_A[~kept] == rows).all()
+    assert torch.equal(plan.assignment_M[plan.row_A[kept]], kept.nonzero().flatten())
+    assert (plan.row_A[~kept] == rows).all()
 
 
 @every_case
 def test_taking_and_combining_equal_plain_indexing(ids, experts, factor):
-    where = plan(ids, experts, factor)
+    plan = make_plan(ids, experts, factor)
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64)
-    rows_MD = take_rows(tokens_ND, where)
-    token_M = where.assignment_M // ids.shape[1]
+    rows_MD = take_rows(tokens_ND, plan)
+    token_M = plan.assignment_M // ids.shape[1]
     assert torch.equal(rows_MD, tokens_ND[token_M])
-    weight_M = weights_NK.flatten()[where.assignment_M]
+    weight_M = weights_NK.flatten()[plan.assignment_M]
     expected_ND = torch.zeros_like(tokens_ND).index_add(
         0, token_M, (rows_MD * rows_MD) * weight_M[:, None]
     )
-    torch.testing.assert_close(combine(rows_MD * rows_MD, weights_NK, where), expected_ND)
+    torch.testing.assert_close(combine(rows_MD * rows_MD, weights_NK, plan), expected_ND)
 
 
 @every_case
 def test_gradients_of_taking_and_combining_equal_differences(ids, experts, factor):
-    where = plan(ids, experts, factor)
+    plan = make_plan(ids, experts, factor)
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64, requires_grad=True)
-    rows_MD = torch.randn(len(where.assignment_M), 3, dtype=torch.float64, requires_grad=True)
+    rows_MD = torch.randn(len(plan.assignment_M), 3, dtype=torch.float64, requires_grad=True)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda tokens: take_rows(tokens, where), tokens_ND)
-    assert torch.autograd.gradcheck(lambda r, w: combine(r, w, where), (rows_MD, weights_NK))
+    assert torch.autograd.gradcheck(lambda tokens: take_rows(tokens, plan), tokens_ND)
+    assert torch.autograd.gradcheck(lambda r, w: combine(r, w, plan), (rows_MD, weights_NK))
     assert torch.autograd.gradcheck(
-        lambda t, w: combine(take_rows(t, where).square(), w, where), (tokens_ND, weights_NK)
+        lambda t, w: combine(take_rows(t, plan).square(), w, plan), (tokens_ND, weights_NK)
     )
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3])
 def test_a_process_may_have_no_token(top_k):
-    where = plan(torch.zeros(0, top_k, dtype=torch.int64), 4)
+    plan = make_plan(torch.zeros(0, top_k, dtype=torch.int64), 4)
     tokens_ND = torch.zeros(0, 6, requires_grad=True)
     weights_NK = torch.zeros(0, top_k, requires_grad=True)
-    y_ND = combine(take_rows(tokens_ND, where), weights_NK, where)
+    y_ND = combine(take_rows(tokens_ND, plan), weights_NK, plan)
     y_ND.sum().backward()
     assert y_ND.shape == tokens_ND.grad.shape == (0, 6)
     assert weights_NK.grad.shape == (0, top_k)
@@ -123,17 +123,17 @@ def test_a_process_may_have_no_token(top_k):
 def test_sums_over_experts_are_rounded_once(top_k, dtype):
     generator = torch.Generator().manual_seed(5)
     ids = torch.rand(50, 8, generator=generator).argsort(-1)[:, :top_k]
-    where = plan(ids, 8)
+    plan = make_plan(ids, 8)
     rows_MD = torch.randn(50 * top_k, 6, generator=generator).to(dtype)
     weights_NK = torch.rand(50, top_k, generator=generator).to(dtype)
     tokens_ND = torch.zeros(50, 6, dtype=dtype, requires_grad=True)
-    take_rows(tokens_ND, where).backward(rows_MD)
-    wide_NKD = rows_MD.double()[where.row_A].view(50, top_k, 6)
+    take_rows(tokens_ND, plan).backward(rows_MD)
+    wide_NKD = rows_MD.double()[plan.row_A].view(50, top_k, 6)
     combined_ND = (wide_NKD * weights_NK.double().unsqueeze(-1)).sum(1)
     tolerance = {"rtol": torch.finfo(dtype).eps / 2 + 1e-6, "atol": 1e-6}
     for actual, expected in (
         (tokens_ND.grad, wide_NKD.sum(1)),
-        (combine(rows_MD, weights_NK, where), combined_ND),
+        (combine(rows_MD, weights_NK, plan), combined_ND),
     ):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), expected, **tolerance)
@@ -141,14 +141,14 @@ def test_sums_over_experts_are_rounded_once(top_k, dtype):
 
 def test_a_gradient_that_is_not_contiguous_is_right():
     # The gradient of a sum is one number, expanded.
-    where = plan(IDS, 4)
+    plan = make_plan(IDS, 4)
     tokens_ND = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     weights_NK = torch.rand(3, 2, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(
-        combine(take_rows(tokens_ND, where), weights_NK, where).t().sum(), tokens_ND
+        combine(take_rows(tokens_ND, plan), weights_NK, plan).t().sum(), tokens_ND
     )
     torch.testing.assert_close(gradient, weights_NK.sum(1, keepdim=True).expand(3, 5))
-    (gradient,) = torch.autograd.grad(take_rows(tokens_ND, where).sum(), tokens_ND)
+    (gradient,) = torch.autograd.grad(take_rows(tokens_ND, plan).sum(), tokens_ND)
     assert torch.equal(gradient, torch.full((3, 5), 2.0, dtype=torch.float64))
 
 
@@ -158,7 +158,7 @@ def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
     module = make(Experts, config, make_context(hidden_size=3))
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64)
-    y_ND, where = Dispatcher()(tokens_ND, Selected(weights_NK, ids), module, factor)
+    y_ND, plan = Dispatcher()(tokens_ND, Selected(weights_NK, ids), module, factor)
     expected_ND = torch.zeros_like(y_ND)
     room = [len(ids) * ids.shape[1]] * experts
     if factor is not None:
@@ -171,4 +171,4 @@ def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
                 output = module(tokens_ND[n : n + 1], torch.tensor(one))
                 expected_ND[n] += weights_NK[n, k] * output[0]
     torch.testing.assert_close(y_ND, expected_ND)
-    assert torch.equal(where.counts_E, plan(ids, experts, factor).counts_E)
+    assert torch.equal(plan.counts_E, make_plan(ids, experts, factor).counts_E)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from model.build import build_model, initial_value, initial_values
+from model.kernels.cpu.experts import experts_on_cpu
+from model.kernels.grouped import by_grouped_products
 from model.smoe.experts import Experts
-from model.smoe.host import experts_on_host
 from tests.helpers.routing import Watch, make, make_config, make_context
 
 COUNTS = {
@@ -38,6 +39,13 @@ def test_experts_equal_numbers_worked_out_by_hand():
     torch.testing.assert_close(output_MD, expected, atol=2e-6, rtol=0)
 
 
+def on_device(experts):
+    """The grouped product of a GPU, on this processor."""
+    return lambda rows_MD, counts_E: by_grouped_products(
+        rows_MD, experts.up, experts.up_bias, experts.down, counts_E
+    )
+
+
 def run(kind, counts, bias, dtype, inner=24):
     """Output and gradients, in float64, of one and the same experts and rows in a precision.
 
@@ -49,7 +57,7 @@ def run(kind, counts, bias, dtype, inner=24):
     experts = make(Experts, config, make_context(hidden_size=16, bias=bias), dtype)
     rows_MD = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(3))
     rows_MD = rows_MD.to(dtype).requires_grad_()
-    compute = experts.on_device if kind == "device" else experts
+    compute = on_device(experts) if kind == "device" else experts
     output_MD = compute(rows_MD, torch.tensor(counts))
     weights = torch.randn(output_MD.shape, generator=torch.Generator().manual_seed(4))
     output_MD.backward(weights.to(dtype))
@@ -82,9 +90,9 @@ def test_grouped_products_of_a_device_are_traced_whole(dtype, tolerance):
     config = make_config(num_experts=4, expert_hidden_size=24)
     experts = make(Experts, config, make_context(hidden_size=16), dtype)
     rows_MD, counts_E = torch.randn(9, 16).to(dtype), torch.tensor([4, 0, 2, 3])
-    compiled = torch.compile(experts.on_device, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(on_device(experts), backend="aot_eager", fullgraph=True)
     results = []
-    for compute in (experts.on_device, compiled):
+    for compute in (on_device(experts), compiled):
         output_MD = compute(rows_MD, counts_E)
         (gradient,) = torch.autograd.grad(output_MD.square().mean(), experts.up)
         results.append((output_MD, gradient))
@@ -107,7 +115,7 @@ def test_on_a_processor_gradients_are_those_of_differences(counts):
     counts = torch.tensor(counts if sum(counts) <= 9 else [4, 0, 2, 3])
     parameters = (experts.up, experts.up_bias, experts.down)
     assert torch.autograd.gradcheck(
-        lambda rows_MD, *weights: experts_on_host(rows_MD, *weights, counts),
+        lambda rows_MD, *weights: experts_on_cpu(rows_MD, *weights, counts),
         (rows_MD, *parameters),
         fast_mode=True,
     )

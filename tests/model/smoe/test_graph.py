@@ -8,10 +8,7 @@ import torch
 
 from model.attention import AttentionTrace, CausalSelfAttention
 from model.build import materialize
-from model.smoe import mixing_rows, mixture
-from model.smoe.features import Features, Mixing
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
-from model.smoe.measures import head_entropies
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     Watch,
     asked_for,
@@ -196,11 +193,10 @@ def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length, lo
         s_BTT = similarity_matrix(u_BTD, config, causal)
     else:
         s_BTT = posterior_matrix(trace, 0, config, causal)
-    if lower_entropy_only:  # there all rows are at hand, and all are measured
-        neighbours = entropy_of(restrict(s_BTT, r_BTE)).exp()
-    else:
-        rows = [length * part // min(length, 32) - 1 for part in range(1, min(length, 32) + 1)]
-        neighbours = entropy_of(s_BTT)[:, rows].exp()
+    if lower_entropy_only:
+        s_BTT = restrict(s_BTT, r_BTE)
+    rows = [length * part // min(length, 32) - 1 for part in range(1, min(length, 32) + 1)]
+    neighbours = entropy_of(s_BTT)[:, rows].exp()
     torch.testing.assert_close(mixed.effective_neighbours, neighbours.mean().detach())
     assert not mixed.effective_neighbours.requires_grad
 
@@ -296,75 +292,6 @@ def test_bf16_tokens_are_mixed_in_fp32(name, lower_entropy_only):
     assert exact.scores_BTE.dtype == torch.float64
     # The same bf16 numbers; exponents of up to 100 or so, and fp32 keeps 1e-7 of them.
     torch.testing.assert_close(mixed.scores_BTE.double(), exact.scores_BTE, atol=1e-4, rtol=0)
-
-
-@every_mixing_graph
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("experts", [6, 40])  # fewer and more than features
-@both_masks
-def test_mixing_goes_by_blocks_and_is_what_the_fused_kernel_computes(
-    name, dtype, experts, causal, monkeypatch
-):
-    config = make_config(num_experts=experts, graph=name)
-    graph = make(GRAPHS[name], config, make_context(causal=causal))
-    r_BTE, u_BTD = leaves(2, 50, experts=experts, dtype=dtype)
-    trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=dtype)
-    inputs = (r_BTE, *(leaves_of(trace) if name == "attention" else [u_BTD]))
-    with Watch() as watch:
-        ours_BTE = graph(r_BTE, u_BTD, trace).scores_BTE
-        ours = torch.autograd.grad(ours_BTE.square().sum(), inputs)
-    assert {"mix_on_host", "mix_on_host_backward"} <= watch.operations
-    assert not any("attention" in operation for operation in watch.operations)
-    # What other devices run.
-    monkeypatch.setattr(mixture, "mix_on_host", None)
-    monkeypatch.setattr(mixture, "goes_by_blocks", lambda scores_BTE: False)
-    with Watch() as watch:
-        fused_BTE = graph(r_BTE, u_BTD, trace).scores_BTE
-        fused = torch.autograd.grad(fused_BTE.square().sum(), inputs)
-    assert "_scaled_dot_product_flash_attention_for_cpu" in watch.operations
-    assert "_scaled_dot_product_flash_attention_for_cpu_backward" in watch.operations
-    assert not any("math" in operation or "fused" in operation for operation in watch.operations)
-    tolerance = {"atol": 2e-4, "rtol": 2e-4} if dtype == torch.float32 else {}
-    torch.testing.assert_close((ours_BTE, *ours), (fused_BTE, *fused), **tolerance)
-
-
-@every_mixing_graph
-@pytest.mark.parametrize("rows", [7, 16, 128])
-@both_masks
-def test_lower_entropy_goes_by_the_same_blocks_and_is_what_other_devices_compute(
-    name, rows, causal, monkeypatch
-):
-    monkeypatch.setattr(mixing_rows, "ROWS_AT_ONCE", rows)
-    monkeypatch.setattr(mixture, "ROWS_AT_ONCE", rows)
-    config = make_config(num_experts=6, graph=name, lower_entropy_only=True, tau=3.0, sigma=3.0)
-    graph = make(GRAPHS[name], config, make_context(causal=causal))
-    r_BTE, u_BTD = leaves(2, 50, experts=6, dtype=torch.float64)
-    trace = make_trace(2, 50, heads=3, size=4, width=12, dtype=torch.float64)
-    inputs = (r_BTE, *(leaves_of(trace) if name == "attention" else [u_BTD]))
-
-    def step():
-        mixed = graph(r_BTE, u_BTD, trace)
-        gradients = torch.autograd.grad(mixed.scores_BTE.square().sum(), inputs)
-        return (mixed.scores_BTE, mixed.effective_neighbours, *gradients)
-
-    with Watch() as watch:
-        ours = step()
-    assert {"mix_on_host", "mix_on_host_backward"} <= watch.operations
-    monkeypatch.setattr(mixture, "mix_on_host", None)
-    monkeypatch.setattr(mixture, "goes_by_blocks", lambda scores_BTE: False)
-    torch.testing.assert_close(ours, step())
-
-
-@both_masks
-def test_blocks_of_rows_are_the_largest_that_mixing_makes(causal):
-    # The operation as a whole is one to whoever watches; these are its two halves.
-    query_BTF, key_BTF = torch.randn(2, 2, 512, 8)
-    r_BTE = torch.randn(2, 512, 4).softmax(-1)
-    with Watch() as watch:
-        mixing = Mixing(Features(query_BTF, key_BTF, 0.5), r_BTE, causal)
-        mixed_BTE, log_sum_BT, _ = mixing_rows.mix(mixing)
-        mixing_rows.differentiate(mixing, mixed_BTE, mixed_BTE, log_sum_BT)
-    assert watch.largest == 2 * 128 * 512
 
 
 def long_model(small_model, length, **options):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from model.mumoe.gating import Gated
+from model.mumoe.gating import GateOutput
 from model.mumoe.statistics import gate_statistics
 from parallel import comm
 from train.loop.routing import RoutingMean, console_summary, measures, routing_record
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 
 def statistics(rows):
-    gated = Gated([torch.tensor(rows, dtype=torch.float32)], None, None)
+    gated = GateOutput([torch.tensor(rows, dtype=torch.float32)], None, None)
     return gate_statistics(gated)._replace(name="blocks.0.feed_forward")
 
 

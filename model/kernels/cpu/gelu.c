@@ -1,7 +1,6 @@
-/* Both forms of GELU on a CPU, and their derivatives: see activation.py. With h = inner + bias
+/* GELU on a CPU, and its derivative: see gelu.py. With h = inner + bias
 
-       tanh  h s(z)    s = 1 / (1 + exp(-z)), z = 2 sqrt(2/pi) (h + 0.044715 h^3)
-       erf   h P(h)    P: the normal distribution; by Abramowitz and Stegun 7.1.26, to 8e-8
+       h s(z)    s = 1 / (1 + exp(-z)), z = 2 sqrt(2/pi) (h + 0.044715 h^3)
 
    Everything is computed in fp32. The loops have no calls and no branches, so that a compiler makes
    vectors of them; a variant for each generation of x86 processors is chosen when it is loaded. */
@@ -10,7 +9,7 @@
 
 #define SLOPE 1.5957691216057308f /* 2 sqrt(2/pi) */
 #define CUBIC 0.044715f
-#define FLAT 10.0f /* Beyond it the derivative is 0 or 1 in fp32, that with erf, too. */
+#define FLAT 10.0f /* Beyond it the derivative is 0 or 1 in fp32. */
 #define COLUMNS 512 /* The most of a row that are computed together, while the next are fetched. */
 #define LINE 64     /* Numbers; columns are shared out by so many at least. */
 
@@ -35,7 +34,7 @@ typedef struct {
 
 static inline float clamped(float h) { return h > FLAT ? FLAT : (h < -FLAT ? -FLAT : h); }
 
-static inline gelu_t by_tanh(float h) {
+static inline gelu_t gelu(float h) {
     float near = clamped(h);
     float square = near * near;
     float e = exponential(-SLOPE * near * (1.0f + CUBIC * square));
@@ -45,24 +44,6 @@ static inline gelu_t by_tanh(float h) {
     result.value = h * share;
     /* 1 - s = e s, without the places that a difference would lose. */
     result.slope = share + near * share * (e * share) * SLOPE * (1.0f + 3.0f * CUBIC * square);
-    return result;
-}
-
-static inline gelu_t by_erf(float h) {
-    float near = clamped(h);
-    float e = exponential(-0.5f * near * near);
-    float t = 1.0f / (1.0f + 0.3275911f * 0.70710678f * (near < 0.0f ? -near : near));
-    float sum = 1.061405429f;
-    sum = sum * t - 1.453152027f;
-    sum = sum * t + 1.421413741f;
-    sum = sum * t - 0.284496736f;
-    sum = sum * t + 0.254829592f;
-    float tail = 0.5f * sum * t * e;
-    float share = near < 0.0f ? tail : 1.0f - tail;
-    share = h < -FLAT ? 0.0f : share;
-    gelu_t result;
-    result.value = h * share;
-    result.slope = share + (near == h ? near * 0.3989422804f * e : 0.0f);
     return result;
 }
 
@@ -76,9 +57,9 @@ static long together(long columns, long threads) {
     return each < LINE ? LINE : each > COLUMNS ? COLUMNS : each;
 }
 
-/* For one type of numbers and one form: rows of some columns, and then all columns by so many
+/* For one type of numbers: rows of some columns, and then all columns by so many
    threads at most: the OpenMP that is loaded here need not be the one whose threads PyTorch counts. */
-#define OF_TYPE(type, name, read, write, gelu)                                                    \
+#define OF_TYPE(type, name, read, write)                                                          \
     EACH_PROCESSOR void forward_##name(                                                           \
         const type *restrict inner, const type *restrict bias, type *restrict active, long rows,  \
         long size, long columns) {                                                                \
@@ -134,10 +115,8 @@ static long together(long columns, long threads) {
                 columns - first < step ? columns - first : step, columns);                        \
     }
 
-OF_TYPE(uint16_t, tanh_bf16, widen, narrow, by_tanh)
-OF_TYPE(uint16_t, erf_bf16, widen, narrow, by_erf)
-OF_TYPE(float, tanh_fp32, same, same, by_tanh)
-OF_TYPE(float, erf_fp32, same, same, by_erf)
+OF_TYPE(uint16_t, bf16, widen, narrow)
+OF_TYPE(float, fp32, same, same)
 
-/* Of what the functions above take: the same number stands in activation.py. */
-const int polyad_gelu_version = 1;
+/* Of what the functions above take: the same number stands in gelu.py. */
+const int polyad_gelu_version = 2;

@@ -26,7 +26,7 @@ static inline uint32_t to_bits(float number) {
 
 static inline float widen(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
 
-/* To the nearest number of bf16, ties to even; what is no number stays none. */
+/* To the nearest number of bf16, ties to even; NaN stays NaN. */
 static inline uint16_t narrow(float number) {
     uint32_t bits = to_bits(number);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -40,5 +40,3 @@ static inline long worth(long numbers, long threads) {
     long most = numbers / SHARE;
     return most < 1 ? 1 : most < threads ? most : threads;
 }
-
-static inline long least(long a, long b) { return a < b ? a : b; }

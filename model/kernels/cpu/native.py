@@ -7,8 +7,6 @@ import ctypes
 import functools
 import importlib.util
 
-from model.processor import has_tiles
-
 
 @functools.cache
 def load_library(name: str, version: int) -> ctypes.CDLL | None:
@@ -33,23 +31,6 @@ def load_library(name: str, version: int) -> ctypes.CDLL | None:
     return library if there == version else None
 
 
-@functools.cache
-def load_tile_library(name: str, version: int) -> ctypes.CDLL | None:
-    """Loads a library that multiplies tiles of bf16, and asks the system for them.
-
-    Args:
-        name: As for `load_library`; its `polyad_NAME_prepare` asks.
-        version: As for `load_library`.
-
-    Returns:
-        None if it is not there, or the processor or the system has no tiles for this process.
-    """
-    library = load_library(name, version) if has_tiles() else None
-    if library is None:
-        return None
-    return library if getattr(library, _symbol(name, "prepare"))() else None
-
-
 def _symbol(name: str, what: str) -> str:
-    """What a library calls what every one of them has."""
+    """What a library calls what each of them has."""
     return f"polyad_{name.rpartition('.')[2].lstrip('_')}_{what}"

@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 
-from model.threads import share_out
+from model.kernels.cpu.threads import parallel_for
 
 
 def test_every_item_is_taken_once(threads):
     taken = []
-    share_out(lambda mine: taken.extend(mine), list(range(50)))
+    parallel_for(lambda mine: taken.extend(mine), list(range(50)))
     assert sorted(taken) == list(range(50))
 
 
@@ -26,14 +26,14 @@ def test_so_many_threads_work_at_once_and_each_computes_alone(threads):
         list(mine)
 
     for _ in range(2):
-        share_out(work, [0])
+        parallel_for(work, [0])
     assert [number for _, number in seen] == [1] * (2 * threads)
     assert len({thread for thread, _ in seen}) == threads  # the same ones the second time
     assert torch.get_num_threads() == threads
 
 
 def test_threads_that_begin_later_compute_with_all(threads):
-    share_out(list, [0])
+    parallel_for(list, [0])
     numbers = []
     later = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
     later.start()
@@ -52,9 +52,9 @@ def test_an_error_comes_out_when_all_threads_have_ended(threads):
         ended.append(1)
 
     with pytest.raises(ValueError, match="item 0"):
-        share_out(work, list(range(20)))
+        parallel_for(work, list(range(20)))
     assert len(ended) == threads - 1
-    share_out(list, [1, 2])  # and the threads are still there
+    parallel_for(list, [1, 2])  # and the threads are still there
 
 
 @pytest.mark.parametrize("outer", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -67,16 +67,16 @@ def test_results_are_written_in_any_mode(threads, outer):
             for item in mine:
                 torch.mm(weight, weight, out=out[item])
 
-        share_out(work, range(6))
+        parallel_for(work, range(6))
         assert (out == 4).all()
 
 
 def test_a_forked_process_has_threads_of_its_own(threads):
-    share_out(list, [1])
+    parallel_for(list, [1])
     pid = os.fork()
     if pid == 0:
         taken = []
-        share_out(lambda mine: taken.extend(mine), [1, 2])
+        parallel_for(lambda mine: taken.extend(mine), [1, 2])
         os._exit(0 if sorted(taken) == [1, 2] else 1)
     until = time.monotonic() + 60
     while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.activation import gelu_backward, gelu_forward
-from model.processor import has_bf16_products
-from model.threads import share_out
+from model.kernels.cpu.gelu import gelu_backward, gelu_forward
+from model.kernels.cpu.processor import has_bf16_products
+from model.kernels.cpu.threads import parallel_for
 
 SHARED_NUMBERS = 2**21
 """The fewest inner numbers of experts that are shared out among threads: of fewer the forward pass
@@ -32,7 +32,7 @@ UNIT = 32
 """Numbers of rows in bf16 are multiples of it, unless they are small."""
 
 
-def experts_on_host(
+def experts_on_cpu(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> Tensor:
     """Runs every row through its expert: up, GELU (approximated by tanh), down.
@@ -52,7 +52,7 @@ def experts_on_host(
 
 
 # Operations of our own, because a compiler cannot follow loops over counts that it does not know.
-@torch.library.custom_op("polyad::experts_on_host", mutates_args=())
+@torch.library.custom_op("polyad::experts_on_cpu", mutates_args=())
 def _forward(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def _forward(
             inner, active = inner_PF[span.inside], active_mF[: span.padded]
             _multiply(_rows(rows_MD, span), up_EDF[expert], inner)
             bias_F = None if bias_EF is None else bias_EF[expert]
-            gelu_forward(inner, bias_F, active, approximate="tanh")
+            gelu_forward(inner, bias_F, active)
             _multiply_rows(active, down_EFD[expert], output_MD[span.rows], buffer_mD)
 
     _run(compute, spans, inner_PF)
@@ -82,7 +82,7 @@ def _like_forward(
     return rows_MD.new_empty(rows_MD.shape), inner_PF
 
 
-@torch.library.custom_op("polyad::experts_on_host_backward", mutates_args=())
+@torch.library.custom_op("polyad::experts_on_cpu_backward", mutates_args=())
 def _backward(
     gradient_MD: Tensor,
     rows_MD: Tensor,
@@ -115,7 +115,6 @@ def _backward(
                 active[:size],
                 change[:size],
                 for_bias_EF[expert],
-                approximate="tanh",
             )
             active[size:] = 0  # the next expert's rows meet these in the sums over rows
             change[size:] = 0
@@ -248,7 +247,7 @@ def _run(
     if len(together) < len(spans):
         alone = [span for span in spans if span.padded <= most_alone]
         alone.sort(key=lambda span: span.padded, reverse=True)
-        share_out(lambda mine: compute(mine, alone[0].padded), alone)
+        parallel_for(lambda mine: compute(mine, alone[0].padded), alone)
 
 
 def _most_rows(spans: list[_Span]) -> int:

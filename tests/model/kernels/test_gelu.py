@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from model import activation
-from model.activation import gelu_again, gelu_backward, gelu_forward, has_native_gelu
+from model.kernels.cpu import gelu
+from model.kernels.cpu.gelu import gelu_backward, gelu_forward, has_native_gelu
 
 native = pytest.mark.skipif(
     not has_native_gelu(), reason="no C compiler was there when Polyad was installed"
@@ -22,16 +22,11 @@ KERNELS = [
 ]
 
 
-def reference(inner_mF, bias_F, change_mF, form="tanh"):
-    """The activation, the gradient of the inner rows and their sum, in float64."""
+def reference(inner_mF, bias_F, change_mF):
+    """The gelu, the gradient of the inner rows and their sum, in float64."""
     h = inner_mF.double()
     if bias_F is not None:
         h = h + bias_F.double()
-    if form == "none":
-        share = torch.special.erfc(-h / math.sqrt(2)) / 2
-        derivative = share + h * (-h.square() / 2).exp() / math.sqrt(2 * math.pi)
-        change_mF = change_mF.double() * derivative
-        return h * share, change_mF, change_mF.sum(0)
     slope = 2 * math.sqrt(2 / math.pi)
     share = torch.sigmoid(slope * h * (1 + 0.044715 * h.square()))
     other = torch.sigmoid(-slope * h * (1 + 0.044715 * h.square()))  # 1 - share, all its places
@@ -40,13 +35,13 @@ def reference(inner_mF, bias_F, change_mF, form="tanh"):
     return h * share, change_mF, change_mF.sum(0)
 
 
-def both_ways(inner_mF, bias_F, change_mF, form):
+def both_ways(inner_mF, bias_F, change_mF):
     """As `reference`; memory that nobody has written is NaN."""
     active_mF, again_mF = torch.full_like(inner_mF, torch.nan), torch.full_like(inner_mF, torch.nan)
     for_bias_F = torch.full_like(inner_mF[0], torch.nan)
     change_mF = change_mF.clone()
-    gelu_forward(inner_mF, bias_F, active_mF, approximate=form)
-    gelu_backward(inner_mF, bias_F, again_mF, change_mF, for_bias_F, approximate=form)
+    gelu_forward(inner_mF, bias_F, active_mF)
+    gelu_backward(inner_mF, bias_F, again_mF, change_mF, for_bias_F)
     torch.testing.assert_close(active_mF, again_mF, rtol=0, atol=0, equal_nan=True)
     return active_mF, change_mF, for_bias_F
 
@@ -61,17 +56,14 @@ def numbers(rows, columns, dtype, seed=0):
 # One number, less than a line, whole lines, more columns than go together, rows for all threads.
 @pytest.mark.parametrize("shape", [(1, 1), (37, 24), (3, 640), (5, 1031), (600, 96), (40, 2048)])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("form", ["none", "tanh"])
 @pytest.mark.parametrize(("compiled", "dtype", "tolerance"), KERNELS)
-def test_it_is_the_formula(
-    compiled, dtype, tolerance, form, with_bias, shape, threads, monkeypatch
-):
+def test_it_is_the_formula(compiled, dtype, tolerance, with_bias, shape, threads, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(activation, "_library", lambda: None)
+        monkeypatch.setattr(gelu, "_library", lambda: None)
     inner, bias, change = numbers(*shape, dtype)
     bias = bias if with_bias else None
-    actual = both_ways(inner, bias, change, form)
-    expected = reference(inner, bias, change, form)
+    actual = both_ways(inner, bias, change)
+    expected = reference(inner, bias, change)
     for name, got, want in zip(("value", "change", "bias"), actual, expected, strict=True):
         scale = math.sqrt(shape[0]) if name == "bias" else 1
         torch.testing.assert_close(
@@ -81,39 +73,35 @@ def test_it_is_the_formula(
 
 @native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", ["none", "tanh"])
-def test_threads_change_no_bit(dtype, form):
+def test_threads_change_no_bit(dtype):
     inner, bias, change = numbers(300, 1500, dtype)
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append(both_ways(inner, bias, change, form))
+        results.append(both_ways(inner, bias, change))
     torch.set_num_threads(before)
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
 
 
 @native
-@pytest.mark.parametrize(("form", "tail"), [("tanh", 1e-37), ("none", 2e-7)])
-def test_every_number_of_bf16_is_rounded_once(form, tail):
+def test_every_number_of_bf16_is_rounded_once():
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
     inner = bits.view(torch.bfloat16)
     inner = inner[inner.isfinite()].view(-1, 16)
     change = torch.randn(inner.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    active, gradient, _ = both_ways(inner, None, change, form)
-    expected, expected_gradient, _ = reference(inner, None, change, form)
-    # Half a unit of the last of 8 places, and a little for fp32. With tanh down to where bf16 is
-    # denormal; that with erf is right to 8e-8.
-    torch.testing.assert_close(active.double(), expected, rtol=2**-7.99, atol=tail)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2**-7.99, atol=10 * tail)
+    active, gradient, _ = both_ways(inner, None, change)
+    expected, expected_gradient, _ = reference(inner, None, change)
+    # Half a unit of the last of 8 places, and a little for fp32, down to where bf16 is denormal.
+    torch.testing.assert_close(active.double(), expected, rtol=2**-7.99, atol=1e-37)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2**-7.99, atol=1e-36)
 
 
 @native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", ["none", "tanh"])
-def test_ends_and_what_is_not_finite(dtype, form):
+def test_ends_and_what_is_not_finite(dtype):
     inner = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0, 10.5, -10.5]]).to(dtype)
-    active, change, _ = both_ways(inner, None, torch.ones_like(inner), form)
+    active, change, _ = both_ways(inner, None, torch.ones_like(inner))
     assert active[0, :3].isfinite().tolist() == [False] * 3
     assert active[0, 3:].tolist() == [inner[0, 3].item(), 0, 0, 10.5, 0]
     assert change[0, 0].isnan()
@@ -121,33 +109,20 @@ def test_ends_and_what_is_not_finite(dtype, form):
 
 
 @native
-def test_what_is_no_number_stays_none_whatever_its_bits():
+def test_nan_stays_nan_whatever_its_bits():
     bits = torch.tensor([[0x7F81, 0x7FFF, 0xFF81, 0xFFFF]], dtype=torch.int32)
     inner = bits.to(torch.uint16).view(torch.bfloat16)
     active, change, for_bias = torch.zeros_like(inner), torch.ones_like(inner), inner[0] * 0
-    gelu_backward(inner, None, active, change, for_bias, approximate="tanh")
+    gelu_backward(inner, None, active, change, for_bias)
     assert all(result.isnan().all() for result in (inner, active, change, for_bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
 def test_the_compiled_one_is_taken_for_what_it_was_compiled_for(dtype, monkeypatch):
     called = []
-    monkeypatch.setattr(activation, "_call", lambda *arguments: called.append(arguments[0]))
+    monkeypatch.setattr(gelu, "_call", lambda *arguments: called.append(arguments[0]))
     both = numbers(2, 3, dtype)
-    gelu_forward(both[0], both[1], torch.empty_like(both[0]), approximate="tanh")
-    gelu_backward(*both[:2], torch.empty_like(both[0]), both[2], None, approximate="tanh")
+    gelu_forward(both[0], both[1], torch.empty_like(both[0]))
+    gelu_backward(*both[:2], torch.empty_like(both[0]), both[2], None)
     taken = has_native_gelu() and dtype in (torch.bfloat16, torch.float32)
     assert called == (["forward", "backward"] if taken else [])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_gelu_again_is_gelu_and_its_gradient(dtype, contiguous):
-    z, _, change = numbers(33, 70, torch.float64)
-    z, change = z.to(dtype), change.to(dtype)
-    z = z if contiguous else z.t().contiguous().t()
-    active, gradient, _ = reference(z, None, change, "none")
-    result = gelu_again(z, change)
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]
-    torch.testing.assert_close(result.double(), active, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(change.double(), gradient, rtol=tolerance, atol=tolerance)

@@ -17,7 +17,7 @@ import torch
 Item = TypeVar("Item")
 
 
-def share_out(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
+def parallel_for(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
     """Runs work in as many threads as PyTorch computes with, each of which computes alone.
 
     Gradients are not recorded there.

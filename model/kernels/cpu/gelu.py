@@ -1,0 +1,97 @@
+"""GELU by tanh and its derivative, both in one pass over the inner rows of an expert.
+
+    h s(h)    s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
+
+PyTorch's own takes as long as the products of a small expert. `gelu.c` is compiled when Polyad is
+installed. Where there was no compiler, and in other precisions, the definition is taken, which is
+PyTorch's.
+
+Shapes: m rows, F inner width.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from model.kernels.cpu.native import load_library
+
+NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""What it is compiled for, in the names of its functions."""
+VERSION = 2
+"""Of the library that is called here; one of an older installation is left alone."""
+
+
+def gelu_forward(inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
+    """Writes the activation of the inner rows with the bias. All tensors are contiguous.
+
+    Args:
+        inner_mF: The rows.
+        bias_F: Of them; None: 0.
+        active_mF: Where the activation goes.
+    """
+    if _is_native(inner_mF):
+        _call("forward", inner_mF, bias_F, active_mF)
+        return
+    shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
+    torch.ops.aten.gelu.out(shifted_mF, approximate="tanh", out=active_mF)
+
+
+def gelu_backward(
+    inner_mF: Tensor,
+    bias_F: Tensor | None,
+    active_mF: Tensor,
+    change_mF: Tensor,
+    for_bias_F: Tensor | None,
+) -> None:
+    """Writes the activation, turns its gradient into that of the inner rows, and sums them.
+
+    Args:
+        inner_mF: See `gelu_forward`.
+        bias_F: The same.
+        active_mF: The same.
+        change_mF: The gradient, which is overwritten.
+        for_bias_F: Where the sum goes; None: nowhere.
+    """
+    if _is_native(inner_mF):
+        _call("backward", inner_mF, bias_F, active_mF, change_mF, for_bias_F)
+        return
+    shifted_mF = inner_mF if bias_F is None else inner_mF + bias_F
+    torch.ops.aten.gelu.out(shifted_mF, approximate="tanh", out=active_mF)
+    torch.ops.aten.gelu_backward.grad_input(
+        change_mF, shifted_mF, approximate="tanh", grad_input=change_mF
+    )
+    if for_bias_F is not None:
+        torch.sum(change_mF, 0, out=for_bias_F)
+
+
+def has_native_gelu() -> bool:
+    """Whether it was compiled when Polyad was installed."""
+    return _library() is not None
+
+
+def _is_native(inner_mF: Tensor) -> bool:
+    return inner_mF.dtype in NATIVE and has_native_gelu()
+
+
+def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
+    """The library's, by as many threads as PyTorch has: each number is rounded once, from fp32."""
+    tensors = (inner_mF, *others)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    function = _function(f"polyad_gelu_{direction}_{NATIVE[inner_mF.dtype]}", len(tensors))
+    function(*addresses, *inner_mF.shape, torch.get_num_threads())
+
+
+@functools.cache
+def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
+    """Of the library: addresses of so many tensors, the numbers of rows, columns and threads."""
+    function: ctypes._NamedFuncPointer = getattr(_library(), name)
+    function.argtypes = [*[ctypes.c_void_p] * tensors, *[ctypes.c_long] * 3]
+    function.restype = None
+    return function
+
+
+def _library() -> ctypes.CDLL | None:
+    return load_library("model.kernels.cpu._gelu", VERSION)

@@ -1,0 +1,144 @@
+"""The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down.
+
+By definition one expert after the other. Faster: on a CPU one operation over all of them
+(`cpu/experts.py`), elsewhere grouped products, for which nobody waits to know the counts.
+
+Shapes: M rows, E experts, D width, F inner width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import gelu, grouped_mm
+
+from model.kernels import switch
+from model.kernels.cpu.experts import experts_on_cpu
+
+
+def one_by_one(
+    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+) -> Tensor:
+    """As `grouped`, by definition; reads the counts from the device."""
+    # Autograd would fill a gradient of all experts for each one that is taken by its index.
+    biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
+    of_each = torch.split(rows_MD, counts_E.tolist()), up_EDF.unbind(0), biases, down_EFD.unbind(0)
+    outputs = []
+    for rows_mD, up_DF, bias_F, down_FD in zip(*of_each, strict=True):
+        inner_mF = rows_mD @ up_DF
+        if bias_F is not None:
+            inner_mF = inner_mF + bias_F
+        outputs.append(gelu(inner_mF, approximate="tanh") @ down_FD)
+    return torch.cat(outputs)
+
+
+def grouped(
+    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+) -> Tensor:
+    """Runs every row through its expert.
+
+    Args:
+        rows_MD: First all rows of expert 0, then all of expert 1, and so on.
+        up_EDF: First layers.
+        bias_EF: Of the first layers; None: they have none.
+        down_EFD: Second layers.
+        counts_E: Rows of each expert; 0 is allowed.
+
+    Returns:
+        [M, D], in the same order.
+    """
+    tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
+    if switch.REFERENCE:
+        return one_by_one(*tensors)
+    if rows_MD.device.type in {"cpu", "meta"}:
+        return experts_on_cpu(*tensors)
+    return by_grouped_products(*tensors)
+
+
+def by_grouped_products(
+    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+) -> Tensor:
+    """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
+    if not _takes_grouped(rows_MD.dtype, up_EDF):
+        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
+    offsets_E = counts_E.cumsum(0).to(torch.int32)
+    inner_MF = _product(rows_MD, up_EDF, offsets_E)
+    if bias_EF is not None:
+        inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
+    return _product(gelu(inner_MF, approximate="tanh"), down_EFD, offsets_E)
+
+
+def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
+    """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
+    aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])
+    return aligned and dtype != torch.float64
+
+
+def _product(rows_MD: Tensor, weight_EDF: Tensor, offsets_E: Tensor) -> Tensor:
+    """Each expert's rows, which end at its offset, times its weight: [M, F]."""
+    if rows_MD.dtype == torch.bfloat16:
+        return grouped_mm(rows_MD, weight_EDF, offs=offsets_E)
+    product_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
+    return product_MF
+
+
+def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+    """The bias of each row's expert: [M, F]."""
+    bias_MF: Tensor = _OfEachRow.apply(  # type: ignore[no-untyped-call]
+        bias_EF, offsets_E, num_rows
+    )
+    return bias_MF
+
+
+class _OfEachRow(torch.autograd.Function):
+    """By hand for the gradient: autograd's would add the rows of an expert up one by one, in bf16
+    and on a GPU in any order. A product with ones adds them up in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(offsets_E)
+        rows_M = torch.arange(num_rows, device=bias_EF.device, dtype=offsets_E.dtype)
+        return bias_EF.index_select(0, torch.searchsorted(offsets_E, rows_M, right=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor, None, None]:
+        (offsets_E,) = ctx.saved_tensors
+        # The grouped product takes rows of whole 16 bytes, so there are 8 equal columns of ones.
+        ones_8M = gradient_MF.new_ones(gradient_MF.shape[0], 8).t()
+        sums_E8F = _product(ones_8M, gradient_MF.contiguous(), offsets_E)
+        return sums_E8F[:, 0], None, None
+
+
+# grouped_mm takes fp32, but torch.compile and the meta device believe that it takes bf16 alone
+# (PyTorch 2.13). As an operation of our own, it says itself what comes out.
+@torch.library.custom_op("polyad::grouped_mm", mutates_args=())
+def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
+    return grouped_mm(a, b, offs=offsets_E).contiguous()
+
+
+@_grouped_mm.register_fake
+def _like_grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    if b.dim() == 3:
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(offsets_E.shape[0], a.shape[0], b.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    a, b, offsets_E = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    if b.dim() == 3:
+        for_a = _grouped_mm(gradient, b.mT, offsets_E)
+    else:
+        for_a = _grouped_mm(b, gradient.mT, offsets_E).t()
+    return for_a, _grouped_mm(a.t(), gradient, offsets_E), None
+
+
+_grouped_mm.register_autograd(_differentiate, setup_context=_keep)

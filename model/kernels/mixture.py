@@ -1,0 +1,252 @@
+"""The mixture p = S r of a graph of tokens, where S is the softmax of inner products of features.
+
+    S_ij = softmax_j(scale q_i . k_j)        p_i = sum_j S_ij r_j
+
+The definition keeps S, T x S numbers of each sequence. Faster ways do without:
+
+- by blocks of query rows, as one operation. For the backward pass a number of each row is kept (the
+  logarithm of its sum) and the rows are made again. A causal block stops at its last row.
+- on a GPU by PyTorch's fused attention. It wants values as wide as keys, so that the E scores of a
+  token are padded to the F features: on a CPU the blocks are faster.
+
+Shapes: B batch, S tokens, of which the last T are queries, F width of the features, E experts, M
+rows that are asked for, R rows of a block.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from model.kernels import switch
+
+ROWS_AT_ONCE = 128
+"""Query rows of a block. Fewer make narrow products, more leave the cache."""
+
+
+def matrix(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None = None,
+    rows_M: Tensor | None = None,
+) -> Tensor:
+    """S, or some of its rows. Any dimensions may stand before the last two in place of B.
+
+    Args:
+        query_BTF: Of the last T tokens.
+        key_BSF: Of all.
+        scale: Of the inner products.
+        causal: Whether a token sees itself and those before it alone.
+        entropy_BS: Of each token's scores, if one sees those with no more than its own alone.
+        rows_M: Which of the T rows; None: all.
+
+    Returns:
+        [B, M, S], each row summing to 1.
+    """
+    new, length = query_BTF.shape[-2], key_BSF.shape[-2]
+    token_S = torch.arange(length, device=query_BTF.device)
+    token_M = token_S[length - new :]
+    if rows_M is not None:
+        query_BTF, token_M = query_BTF.index_select(-2, rows_M), token_M[rows_M]
+    exponents_BMS = scale * (query_BTF @ key_BSF.mT)
+    if causal:
+        exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[:, None], -torch.inf)
+    if entropy_BS is not None:
+        unseen_BMS = entropy_BS[:, None, :] > entropy_BS[:, token_M, None]
+        exponents_BMS = exponents_BMS.masked_fill(unseen_BMS, -torch.inf)
+    return exponents_BMS.softmax(-1)
+
+
+def mixture_by_definition(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None = None,
+) -> Tensor:
+    """As `mixture`, with S as a matrix."""
+    s_BTS = matrix(query_BTF, key_BSF, scale=scale, causal=causal, entropy_BS=entropy_BS)
+    return s_BTS @ value_BSE
+
+
+def mixture(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None = None,
+) -> Tensor:
+    """S r.
+
+    Args:
+        query_BTF: See `matrix`.
+        key_BSF: See `matrix`.
+        value_BSE: r, of the same dtype.
+        scale: See `matrix`.
+        causal: See `matrix`.
+        entropy_BS: See `matrix`; no gradient flows to it.
+
+    Returns:
+        p [B, T, E].
+    """
+    tensors = query_BTF, key_BSF, value_BSE
+    if switch.REFERENCE:
+        return mixture_by_definition(*tensors, scale=scale, causal=causal, entropy_BS=entropy_BS)
+    whole = query_BTF.shape[1] == key_BSF.shape[1]
+    if query_BTF.device.type == "cuda" and whole and entropy_BS is None:
+        return mixture_by_attention(*tensors, scale=scale, causal=causal)
+    mixed_BTE: Tensor = _by_blocks(*tensors, scale, causal, entropy_BS)[0]
+    return mixed_BTE
+
+
+def mixture_by_attention(
+    query_BTF: Tensor, key_BTF: Tensor, value_BTE: Tensor, *, scale: float, causal: bool
+) -> Tensor:
+    """As `mixture` of all tokens, by one call of fused attention."""
+    experts = value_BTE.shape[-1]
+    # One width for keys and values, and a multiple of 8: what fused kernels take.
+    width = -(-max(query_BTF.shape[-1], experts) // 8) * 8
+    query, key, value = (
+        pad(x_BTF, (0, width - x_BTF.shape[-1])).unsqueeze(1)
+        for x_BTF in (query_BTF, key_BTF, value_BTE)
+    )
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
+    return mixed[:, 0, :, :experts]
+
+
+# An operation of our own: a compiler would unroll the loop over blocks.
+@torch.library.custom_op("polyad::mixture", mutates_args=())
+def _by_blocks(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The mixture, and the logarithm of the sum of each row's exponentials [B, T]."""
+    mixed_BTE = value_BSE.new_empty(*query_BTF.shape[:2], value_BSE.shape[2])
+    log_sum_BT1 = value_BSE.new_empty(*query_BTF.shape[:2], 1)
+    for rows, seen in _blocks(query_BTF, key_BSF, causal):
+        weights_BRS = _exponents(query_BTF, key_BSF, rows, seen, scale, causal, entropy_BS)
+        most_BR1 = weights_BRS.amax(-1, keepdim=True)
+        weights_BRS.sub_(most_BR1).exp_()
+        sum_BR1 = weights_BRS.sum(-1, keepdim=True)
+        torch.div(weights_BRS @ value_BSE[:, seen], sum_BR1, out=mixed_BTE[:, rows])
+        torch.add(most_BR1, sum_BR1.log(), out=log_sum_BT1[:, rows])
+    return mixed_BTE, log_sum_BT1.squeeze(-1)
+
+
+@_by_blocks.register_fake
+def _like_by_blocks(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    mixed_BTE = value_BSE.new_empty(*query_BTF.shape[:2], value_BSE.shape[2])
+    return mixed_BTE, value_BSE.new_empty(query_BTF.shape[:2])
+
+
+# Another operation, which has no derivative: that of a derivative is refused.
+@torch.library.custom_op("polyad::mixture_backward", mutates_args=())
+def _by_blocks_backward(
+    gradient_BTE: Tensor,
+    mixed_BTE: Tensor,
+    log_sum_BT: Tensor,
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    for_query_BTF = torch.empty_like(query_BTF, memory_format=torch.contiguous_format)
+    for_key_BSF = torch.zeros_like(key_BSF, memory_format=torch.contiguous_format)
+    for_value_BSE = torch.zeros_like(value_BSE, memory_format=torch.contiguous_format)
+    # sum_j S_ij dS_ij, which the softmax takes off each row, without the row.
+    inner_BT1 = (gradient_BTE * mixed_BTE).sum(-1, keepdim=True)
+    for rows, seen in _blocks(query_BTF, key_BSF, causal):
+        gradient_BRE = gradient_BTE[:, rows]
+        weights_BRS = _exponents(query_BTF, key_BSF, rows, seen, scale, causal, entropy_BS)
+        weights_BRS.sub_(log_sum_BT[:, rows, None]).exp_()
+        for_value_BSE[:, seen].baddbmm_(weights_BRS.mT, gradient_BRE)
+        change_BRS = (gradient_BRE @ value_BSE[:, seen].mT).sub_(inner_BT1[:, rows])
+        change_BRS.mul_(weights_BRS)
+        torch.mul(change_BRS @ key_BSF[:, seen], scale, out=for_query_BTF[:, rows])
+        for_key_BSF[:, seen].baddbmm_(change_BRS.mT, query_BTF[:, rows], alpha=scale)
+    return for_query_BTF, for_key_BSF, for_value_BSE
+
+
+@_by_blocks_backward.register_fake
+def _like_by_blocks_backward(
+    gradient_BTE: Tensor,
+    mixed_BTE: Tensor,
+    log_sum_BT: Tensor,
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    value_BSE: Tensor,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (query_BTF, key_BSF, value_BSE))  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query_BTF, key_BSF, value_BSE, ctx.scale, ctx.causal, entropy_BS = inputs
+    ctx.set_materialize_grads(False)  # of the logarithms, which nobody outside has
+    ctx.save_for_backward(*output, query_BTF, key_BSF, value_BSE, entropy_BS)
+
+
+def _differentiate(ctx: Any, gradient_BTE: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if gradient_BTE is None:
+        return (None,) * 6
+    *tensors, entropy_BS = ctx.saved_tensors
+    gradients = _by_blocks_backward(gradient_BTE, *tensors, ctx.scale, ctx.causal, entropy_BS)
+    return (*gradients, None, None, None)
+
+
+_by_blocks.register_autograd(_differentiate, setup_context=_keep)
+for _device in ("cpu", "cuda"):
+    _by_blocks.register_autocast(_device, torch.float32)
+
+
+def _blocks(query_BTF: Tensor, key_BSF: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows that are computed together, and the keys that any of them sees."""
+    new, length = query_BTF.shape[1], key_BSF.shape[1]
+    for first in range(0, new, ROWS_AT_ONCE):
+        last = min(first + ROWS_AT_ONCE, new)
+        yield slice(first, last), slice(0, length - new + last if causal else length)
+
+
+def _exponents(
+    query_BTF: Tensor,
+    key_BSF: Tensor,
+    rows: slice,
+    seen: slice,
+    scale: float,
+    causal: bool,
+    entropy_BS: Tensor | None,
+) -> Tensor:
+    """What some rows of S are the softmax of, [B, R, S]; -inf where a row does not see."""
+    exponents_BRS = (query_BTF[:, rows] @ key_BSF[:, seen].mT).mul_(scale)
+    size = exponents_BRS.shape[1]
+    if causal:  # of the last R keys some rows see a part
+        unseen_RR = torch.ones(size, size, dtype=torch.bool, device=query_BTF.device).triu_(1)
+        exponents_BRS[:, :, -size:].masked_fill_(unseen_RR, -torch.inf)
+    if entropy_BS is not None:
+        of_rows_BR = entropy_BS[:, entropy_BS.shape[1] - query_BTF.shape[1] :][:, rows]
+        exponents_BRS.masked_fill_(entropy_BS[:, None, seen] > of_rows_BR[:, :, None], -torch.inf)
+    return exponents_BRS

@@ -1,0 +1,166 @@
+"""Rows of tokens, sorted by expert: taken, and summed up again for each token.
+
+Autograd's gradient of an index adds rows up atomically, on a GPU in any order and in bf16 with a
+rounding for each. Here the inverse of the permutation is known, so that both directions only read;
+on a CPU sums of rows are one operation, `embedding_bag`'s.
+
+Assignment a = n K + k is the k-th expert of token n.
+
+Shapes: N tokens, K experts of a token, A = N K assignments, M rows (A unless some are dropped), D
+width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
+
+from model.kernels import switch
+
+
+def take_by_definition(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+    """As `take`."""
+    return tokens_ND.index_select(0, assignment_M // _top_k(tokens_ND, row_A))
+
+
+def combine_by_definition(
+    rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
+) -> Tensor:
+    """As `combine`."""
+    rows_AD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])]).index_select(0, row_A)
+    rows_NKD = rows_AD.view(*weights_NK.shape, rows_MD.shape[1])
+    return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
+
+
+def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+    """The token of each row.
+
+    Args:
+        tokens_ND: Tokens.
+        assignment_M: Of each row.
+        row_A: Of each assignment; M for one that is dropped.
+
+    Returns:
+        [M, D].
+    """
+    if switch.REFERENCE:
+        return take_by_definition(tokens_ND, assignment_M, row_A)
+    rows_MD: Tensor = _Take.apply(tokens_ND, assignment_M, row_A)  # type: ignore[no-untyped-call]
+    return rows_MD
+
+
+def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+    """The weighted sum of the rows of each token; a dropped one counts as zero.
+
+    Args:
+        rows_MD: Rows.
+        weights_NK: Of the same dtype.
+        assignment_M: See `take`.
+        row_A: See `take`.
+
+    Returns:
+        [N, D].
+    """
+    if switch.REFERENCE:
+        return combine_by_definition(rows_MD, weights_NK, assignment_M, row_A)
+    y_ND: Tensor = _Combine.apply(rows_MD, weights_NK, assignment_M, row_A)  # type: ignore[no-untyped-call]
+    return y_ND
+
+
+def _top_k(tokens_ND: Tensor, row_A: Tensor) -> int:
+    """K; 1 of a process that gets no row at all."""
+    return max(1, row_A.shape[0] // max(1, tokens_ND.shape[0]))
+
+
+def _padded(rows: Tensor, row_A: Tensor) -> Tensor:
+    """With a row of zeros at the end, if an assignment that was dropped points there."""
+    if rows.shape[0] < row_A.shape[0]:
+        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+    return rows
+
+
+def _takes_bags(rows_MD: Tensor) -> bool:
+    """Whether sums of rows are one operation: on a CPU, which is slow at several over all rows."""
+    return rows_MD.device.type == "cpu"
+
+
+def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+    """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
+    num_tokens, top_k = row_NK.shape
+    if not row_NK.numel():  # of a process to which no row was sent
+        return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
+    rows_MD = _padded(rows_MD, row_NK.view(-1))
+    if top_k == 1 and weights_NK is None:  # a permutation, of which nothing is summed
+        return rows_MD.index_select(0, row_NK.view(-1))
+    if _takes_bags(rows_MD):
+        return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")
+    rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
+    if weights_NK is None:
+        return rows_NKD.sum(1)
+    return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
+
+
+def _scaled_rows(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor:
+    """weight_m token_m. [M, D]."""
+    if _takes_bags(tokens_ND) and token_M.numel():
+        bags_M1, weights_M1 = token_M.unsqueeze(1), weight_M.unsqueeze(1)
+        return embedding_bag(bags_M1, tokens_ND, per_sample_weights=weights_M1, mode="sum")
+    return tokens_ND.index_select(0, token_M) * weight_M.unsqueeze(1)
+
+
+def _products_with_rows(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
+    """token_n . row_nk; 0 for one that is dropped. [N, K]."""
+    num_tokens, top_k = row_NK.shape
+    if not row_NK.numel():
+        return tokens_ND.new_zeros(num_tokens, top_k)
+    rows_MD = _padded(rows_MD, row_NK.view(-1))
+    if not _takes_bags(rows_MD):
+        rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
+        return (rows_NKD * tokens_ND.unsqueeze(1)).sum(2)
+    token_N = torch.arange(num_tokens)
+    products_A: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        tokens_ND.contiguous(),
+        rows_MD,
+        row_NK.reshape(-1),
+        token_N * top_k,
+        token_N.repeat_interleave(top_k),
+        mode=0,
+    )
+    return products_A.view(num_tokens, top_k)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
+        ctx.save_for_backward(row_A)
+        ctx.num_tokens = tokens_ND.shape[0]
+        ctx.top_k = row_A.shape[0] // max(1, ctx.num_tokens)  # a process may get no row at all
+        return tokens_ND.index_select(0, assignment_M // max(1, ctx.top_k))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (row_A,) = ctx.saved_tensors
+        return _sum_rows(gradients[0], row_A.view(ctx.num_tokens, ctx.top_k)), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(rows_MD, weights_NK, assignment_M, row_A)
+        return _sum_rows(rows_MD, row_A.view_as(weights_NK), weights_NK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
+        (gradient_ND,) = gradients
+        token_M = assignment_M // weights_NK.shape[1]
+        weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
+        for_rows_MD = _scaled_rows(gradient_ND, token_M, weight_M)
+        for_weights_NK = _products_with_rows(gradient_ND, rows_MD, row_A.view_as(weights_NK))
+        return for_rows_MD, for_weights_NK, None, None

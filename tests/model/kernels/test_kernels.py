@@ -1,0 +1,344 @@
+"""Every operation, in every way that computes it, against its definition in float64.
+
+Shapes: B batch, S tokens, T of them queries, F features or inner width, E experts, M rows, D width.
+"""
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from model.entropy import entropy
+from model.kernels import grouped, mixture, rows, switch
+from model.kernels.cpu import experts as cpu_experts
+from model.kernels.cpu import gelu
+from tests.helpers.routing import Watch
+
+# Four tokens with two experts each: 6 rows, sorted by expert, and 2 assignments that are dropped.
+ASSIGNMENTS, ROWS = torch.tensor([2, 7, 0, 5, 1, 6]), torch.tensor([2, 4, 0, 6, 6, 3, 5, 1])
+COUNTS = torch.tensor([5, 0, 9, 3])
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03}
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+)
+OURS = {"mixture", "mixture_backward", "experts_on_cpu", "experts_on_cpu_backward"}
+OURS |= {"_embedding_bag", "_embedding_bag_forward_only"}  # of rows
+
+
+def numbers(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def mixture_inputs(experts=5):
+    query_BTF, key_BSF, logits_BSE = numbers((2, 20, 6), (2, 20, 6), (2, 20, experts))
+    return [query_BTF, key_BSF, (2 * logits_BSE).softmax(-1)]
+
+
+def mixing(compute, causal=True, restricted=False):
+    """The mixture as a function of its tensors alone."""
+
+    def call(query_BTF, key_BSF, value_BSE):
+        entropy_BS = entropy(value_BSE.detach()) if restricted else None
+        options = {"scale": 0.7, "causal": causal}
+        return compute(query_BTF, key_BSF, value_BSE, entropy_BS=entropy_BS, **options)
+
+    return call
+
+
+def experts_inputs(bias=True):
+    rows, up, up_bias, down = numbers((17, 8), (4, 8, 16), (4, 16), (4, 16, 8))
+    return [rows, up, up_bias, down] if bias else [rows, up, down]
+
+
+def running(compute):
+    def call(rows_MD, up_EDF, *others):
+        bias_EF, down_EFD = others if len(others) == 2 else (None, *others)
+        return compute(rows_MD, up_EDF, bias_EF, down_EFD, COUNTS.to(rows_MD.device))
+
+    return call
+
+
+# Name: how to call it, its definition, and its inputs.
+OPERATIONS = {
+    **{
+        f"mixture, causal {causal}, restricted {restricted}": (
+            mixing(mixture.mixture, causal, restricted),
+            mixing(mixture.mixture_by_definition, causal, restricted),
+            mixture_inputs(),
+        )
+        for causal in (True, False)
+        for restricted in (True, False)
+    },
+    "experts": (running(grouped.grouped), running(grouped.one_by_one), experts_inputs()),
+    "experts without a bias": (
+        running(grouped.grouped),
+        running(grouped.one_by_one),
+        experts_inputs(bias=False),
+    ),
+    "rows taken": (
+        lambda tokens: rows.take(tokens, ASSIGNMENTS, ROWS),
+        lambda tokens: rows.take_by_definition(tokens, ASSIGNMENTS, ROWS),
+        numbers((4, 6)),
+    ),
+    "rows combined": (
+        lambda *both: rows.combine(*both, ASSIGNMENTS, ROWS),
+        lambda *both: rows.combine_by_definition(*both, ASSIGNMENTS, ROWS),
+        numbers((6, 6), (4, 2)),
+    ),
+}
+every_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@pytest.fixture(params=["fast", "reference"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(switch, "REFERENCE", request.param == "reference")
+    return request.param
+
+
+def with_gradients(compute, inputs, dtype, context=None):
+    """Output and gradients; of a loss that weighs every element differently."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    with context or nullcontext():
+        output = compute(*leaves)
+        (direction,) = numbers(output.shape)
+        gradients = torch.autograd.grad(output, leaves, direction.to(dtype))
+    return [output.detach(), *gradients]
+
+
+def assert_close(ours, exact, dtype):
+    for mine, other in zip(ours, exact, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - other).norm() <= TOLERANCES[dtype] * other.norm().clamp_min(1)
+
+
+@every_operation
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_outputs_and_gradients_are_the_definitions(name, dtype, way):
+    compute, definition, inputs = OPERATIONS[name]
+    if dtype == torch.bfloat16 and name.startswith("mixture"):
+        dtype = torch.float32  # routing's precision; there is no other
+    inputs = [x.to(dtype).double() for x in inputs]
+    exact = with_gradients(definition, inputs, torch.float64)
+    with Watch() as watch:
+        ours = with_gradients(compute, inputs, dtype)
+    assert_close(ours, exact, dtype)
+    assert bool(OURS & watch.operations) == (way == "fast"), watch.operations
+
+
+@every_operation
+def test_without_the_compiled_library_nothing_changes(name, monkeypatch):
+    monkeypatch.setattr(gelu, "_library", lambda: None)
+    compute, definition, inputs = OPERATIONS[name]
+    inputs = [x.float().double() for x in inputs]
+    exact = with_gradients(definition, inputs, torch.float64)
+    assert_close(with_gradients(compute, inputs, torch.float32), exact, torch.float32)
+
+
+@every_operation
+def test_recomputation_changes_no_number(name, way):
+    compute, _, inputs = OPERATIONS[name]
+    plain = with_gradients(compute, inputs, torch.float32)
+    again = with_gradients(
+        lambda *leaves: checkpoint(compute, *leaves, use_reentrant=False), inputs, torch.float32
+    )
+    assert all(map(torch.equal, plain, again))
+
+
+@every_operation
+def test_a_compiler_traces_it_whole_but_the_loop(name, way):
+    compute, _, inputs = OPERATIONS[name]
+    # The loop over experts reads the counts, which no trace knows.
+    is_loop = way == "reference" and name.startswith("experts")
+    torch._dynamo.reset()
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=not is_loop)
+    plain = with_gradients(compute, inputs, torch.float32)
+    torch.testing.assert_close(with_gradients(compiled, inputs, torch.float32), plain)
+
+
+@every_operation
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_shapes_are_known_without_numbers(name, kind):
+    compute, _, inputs = OPERATIONS[name]
+    real = with_gradients(compute, inputs, torch.float32)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if kind == "fake" else torch.device("meta")
+    with mode:
+        leaves = [torch.empty(x.shape, requires_grad=True) for x in inputs]
+        call = compute
+        if name.startswith("experts"):
+            counts = torch.empty(4, dtype=torch.int64)
+            call = _with_counts(counts)
+        output = call(*leaves)
+        gradients = torch.autograd.grad(output, leaves, torch.empty_like(output))
+    assert [x.shape for x in (output, *gradients)] == [x.shape for x in real]
+
+
+def _with_counts(counts_E):
+    def call(rows_MD, up_EDF, *others):
+        bias_EF, down_EFD = others if len(others) == 2 else (None, *others)
+        return grouped.grouped(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
+
+    return call
+
+
+def test_pytorch_finds_no_fault_in_a_registration():
+    query, key, value = (x.float().requires_grad_() for x in mixture_inputs())
+    entropy_BS = entropy(value.detach())
+    rows, up, bias, down = (x.float().requires_grad_() for x in experts_inputs())
+    for restriction in (None, entropy_BS):
+        torch.library.opcheck(
+            mixture._by_blocks, (query, key, value, 0.7, True, restriction), test_utils=CHECKS
+        )
+    for shift in (None, bias):
+        torch.library.opcheck(
+            cpu_experts._forward, (rows, up, shift, down, COUNTS), test_utils=CHECKS
+        )
+    offsets_E = COUNTS.cumsum(0).to(torch.int32)
+    torch.library.opcheck(grouped._grouped_mm, (rows, up, offsets_E), test_utils=CHECKS)
+
+
+@every_operation
+@pytest.mark.parametrize("power", [1, 2])
+def test_second_derivatives_are_refused_or_right(name, power, way):
+    """Also of a loss whose gradient is a constant, which asks for no derivative of its own."""
+    compute, definition, inputs = OPERATIONS[name]
+
+    def second(function):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        loss = function(*leaves).pow(power).sum()
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
+
+    exact = second(definition)
+    try:
+        ours = second(compute)
+    except (RuntimeError, NotImplementedError):
+        assert way == "fast"
+        return
+    assert_close(ours, exact, torch.float64)
+
+
+# The mixture
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("experts", [5, 40])  # fewer and more than features
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_mixture_by_fused_attention_is_the_definition(causal, experts, dtype):
+    inputs = [x.to(dtype).double() for x in mixture_inputs(experts)]
+    options = {"scale": 0.7, "causal": causal}
+    exact, ours = (
+        with_gradients(lambda *x, c=compute: c(*x, **options), inputs, of)
+        for compute, of in (
+            (mixture.mixture_by_definition, torch.float64),
+            (mixture.mixture_by_attention, dtype),
+        )
+    )
+    assert_close(ours, exact, dtype)
+
+
+@pytest.mark.parametrize("rows", [7, 16, 128])
+@pytest.mark.parametrize("new", [1, 13, 50])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("restricted", [True, False])
+def test_blocks_of_any_size_are_the_definition_for_the_last_tokens_alone(
+    rows, new, causal, restricted, monkeypatch
+):
+    monkeypatch.setattr(mixture, "ROWS_AT_ONCE", rows)
+    inputs = numbers((2, new, 6), (2, 50, 6), (2, 50, 5))
+    inputs[2] = inputs[2].softmax(-1)
+    ours, exact = (
+        with_gradients(mixing(compute, causal, restricted), inputs, torch.float64)
+        for compute in (mixture.mixture, mixture.mixture_by_definition)
+    )
+    assert_close(ours, exact, torch.float64)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_rows_are_the_largest_that_the_mixture_makes(causal):
+    # The operation as a whole is one to whoever watches; these are its two halves.
+    query_BTF, key_BTF = torch.randn(2, 2, 512, 8)
+    value_BTE = torch.randn(2, 512, 4).softmax(-1)
+    rest = (query_BTF, key_BTF, value_BTE, 0.5, causal, None)
+    with Watch() as watch:
+        mixed_BTE, log_sum_BT = mixture._by_blocks._init_fn(*rest)
+        mixture._by_blocks_backward._init_fn(mixed_BTE, mixed_BTE, log_sum_BT, *rest)
+    assert watch.largest == 2 * 128 * 512
+
+
+def test_sharp_rows_are_finite_and_nan_reaches_no_earlier_token():
+    query_BTF, key_BTF, value_BTE = (x.float() for x in mixture_inputs())
+    call = mixing(mixture.mixture)
+    for output in with_gradients(call, [1e3 * query_BTF, 1e3 * key_BTF, value_BTE], torch.float32):
+        assert output.isfinite().all()
+    key_BTF[:, 10] = torch.nan
+    mixed_BTE = call(query_BTF, key_BTF, value_BTE)
+    assert mixed_BTE[:, :10].isfinite().all()
+    assert mixed_BTE[:, 10:].isnan().all()
+
+
+# Grouped products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_are_the_definition(dtype):
+    inputs = [x.to(dtype).double() for x in experts_inputs()]
+    exact = with_gradients(running(grouped.one_by_one), inputs, torch.float64)
+    ours = with_gradients(running(grouped.by_grouped_products), inputs, dtype)
+    assert_close(ours, exact, dtype)
+
+
+def test_second_derivatives_of_grouped_products_are_right():
+    rows, up = (x.float() for x in experts_inputs()[:2])
+    offsets_E = COUNTS.cumsum(0).to(torch.int32)
+
+    def by_loop(rows_MD, up_EDF):
+        parts = zip(rows_MD.split(COUNTS.tolist()), up_EDF, strict=True)
+        return torch.cat([part @ each for part, each in parts])
+
+    results = []
+    for compute in (by_loop, lambda a, b: grouped._grouped_mm(a, b, offsets_E)):
+        leaves = [x.clone().requires_grad_() for x in (rows, up)]
+        loss = compute(*leaves).pow(3).sum()
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        results.append(torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+
+
+# The switch
+
+
+@pytest.mark.parametrize(
+    ("value", "reference"), [(None, False), ("", False), ("fast", False), ("reference", True)]
+)
+def test_the_variable_chooses(value, reference):
+    environment = {k: v for k, v in os.environ.items() if k != switch.VARIABLE}
+    if value is not None:
+        environment[switch.VARIABLE] = value
+    code = "from model.kernels import switch; print(switch.REFERENCE)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{reference}\n"
+
+
+def test_another_value_is_one_line_and_exit_status_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "validate", "configs/quickstart/gpt2.yaml"],
+        env=os.environ | {switch.VARIABLE: "quick"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    line = "polyad: error: POLYAD_KERNELS: 'quick' is not allowed: fast or reference\n"
+    assert done.stderr == line

@@ -1,0 +1,30 @@
+"""BatchNorm of gates: n data-parallel processes compute what one computes with all tokens."""
+
+import pytest
+
+from model.gpt2 import GPT2Config
+from model.mumoe.config import MuMoEConfig
+from tests.helpers.factors import batch_norm_against_the_whole, norm_of_an_engine
+from tests.helpers.training import MODEL, Case
+
+pytestmark = pytest.mark.distributed
+
+
+def with_batch_norm(**changes) -> GPT2Config:
+    """A language model refuses such a gate: so it is put into it past the check."""
+    options = {"num_experts": (5, 2), "rank": 8, "hidden_size": 24, "gate_norm": "batch"}
+    return MODEL.model_copy(update={"feed_forward": MuMoEConfig(**(options | changes))})
+
+
+@pytest.mark.parametrize("model", [with_batch_norm(), with_batch_norm(factorization="tr")])
+@pytest.mark.parametrize(("processes", "tensor"), [(2, 1), (4, 1), (4, 2)])
+def test_output_gradients_and_statistics_are_those_of_all_tokens(workers, model, processes, tensor):
+    for result in workers(processes).run(batch_norm_against_the_whole, model, tensor, 6):
+        assert max(result.values()) < 1e-10, result
+
+
+def test_an_engine_synchronizes_where_there_is_somebody_to_talk_to(workers):
+    case = Case(model=with_batch_norm())
+    assert workers(1).run(norm_of_an_engine, case) == ["BatchNorm"]
+    assert workers(2).run(norm_of_an_engine, case.but(tensor=2)) == ["BatchNorm"] * 2
+    assert workers(2).run(norm_of_an_engine, case) == ["SynchronizedBatchNorm"] * 2
