@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
@@ -20,6 +21,9 @@ from tests.helpers.workers import WorkerPool
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Models in tests are tiny: a second thread mostly waits, and for long where the cores are busy.
+torch.set_num_threads(1)
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
