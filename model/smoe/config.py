@@ -65,8 +65,9 @@ class SparseMoEConfig(Config):
     """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
     come after do without it. null: no token is ever dropped."""
     allow_leak: bool = False
-    """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although a
-    token's experts then depend on later tokens, and with a capacity on what else is in the batch."""
+    """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although the
+    experts of a token then depend on later ones, and with a capacity on what else is in the
+    batch."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
     with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after
