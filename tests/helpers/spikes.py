@@ -26,7 +26,7 @@ def run_with_bad_batches(
         bad: the batches.
         overrides: `key=value`.
     """
-    with mock.patch("train.pretrain.cross_entropy", spoiling(config, what, bad)):
+    with mock.patch("train.config.parts.cross_entropy", spoiling(config, what, bad)):
         state = main(config, overrides)
     return state.step, state.left_out
 

@@ -1,0 +1,135 @@
+"""From a plan to the parts of a run: batches, engine, checkpoints, metrics."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from data.sampler import micro_batches
+from model.build import build_model
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
+from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.verification import newest_verified
+from parallel.fragments import Source
+from parallel.parallelize import InitialWeights, parallelize
+from parallel.zero import Engine
+from train.config.environment import write_environment
+from train.config.plan import Plan, check_resume
+from train.config.run import RunConfig
+from train.loop.loop import LoopConfig
+from train.loop.metrics import Metrics
+from train.loop.optimizer import build_optimizer
+from train.loop.startup import Startup
+from train.state import TrainState
+from train.tasks.cross_entropy import cross_entropy
+
+
+def with_verified(plan: Plan) -> Plan:
+    """With every byte of the checkpoint verified; an older one is looked at like the newest."""
+    resume = newest_verified(plan.resume, plan.checkpoints)
+    if resume is not None and resume is not plan.resume:
+        check_resume(plan.config, resume)
+    return replace(plan, resume=resume)
+
+
+def what_is_kept(config: RunConfig) -> str:
+    """Where a run that was interrupted will go on."""
+    found = complete_checkpoints(Path(config.run.folder) / "checkpoints")
+    if not found:
+        return "no checkpoint was written yet; the same command begins at step 0"
+    return f"the same command goes on from {found[-1]}"
+
+
+def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
+    """This process's micro-batches from where the run stands to its end."""
+    config = plan.config
+    return micro_batches(
+        plan.task.samples,
+        start_step=state.step,
+        num_steps=config.train.steps - state.step,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=plan.dims.data_parallel_size,
+        num_workers=config.data.num_workers,
+        pin_memory=world.device.type == "cuda",
+        left_out=state.left_out,
+    )
+
+
+def build_engine(plan: Plan, world: comm.World) -> Engine:
+    """The model in training over all processes, with the weights that the run starts from."""
+    config = plan.config
+    source: Source
+    if plan.resume is not None:
+        source = plan.resume
+    elif isinstance(plan.init, Checkpoint):
+        source = WeightsOnly(plan.init)
+    elif plan.init is not None:
+        source = plan.init
+    else:
+        source = InitialWeights(build_model(config.model), config.seed)
+    return parallelize(
+        build_model(config.model),
+        plan.dims,
+        config.parallel,
+        world=world,
+        make_optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
+        precision=config.train.precision,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        clip_grad_norm=config.optimizer.clip_grad_norm,
+        source=source,
+        cross_entropy=cross_entropy,
+        compiled=config.model.compile,
+    )
+
+
+def saver_of(engine: Engine, config: RunConfig) -> Saver:
+    """Writes the checkpoints of a run."""
+    wanted = config.checkpoint
+    return Saver(
+        engine,
+        Path(config.run.folder) / "checkpoints",
+        keep=Retention(wanted.keep_last, wanted.keep_every),
+        asynchronous=wanted.asynchronous,
+    )
+
+
+def open_run_folder(
+    plan: Plan, state: TrainState, world: comm.World, startup: Startup
+) -> Metrics | None:
+    """Says in the run's folder what runs there; gives the main process its records."""
+    if not world.is_main:
+        return None
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(plan.checkpoints)
+    (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")
+    write_environment(plan.folder, world.size)
+    done = state.step - (state.unfinished is not None)  # that step's record is written anew
+    return Metrics(
+        plan.folder,
+        plan.config.log,
+        done,
+        plan.config.train.steps,
+        startup,
+        unit=plan.task.unit,
+        validation_score=plan.task.validation_score,
+    )
+
+
+def loop_config(config: RunConfig) -> LoopConfig:
+    """The sections that the loop reads."""
+    return LoopConfig(
+        folder=Path(config.run.folder),
+        train=config.train,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        loss=config.loss,
+        monitor=config.monitor,
+        log=config.log,
+        validate_every=config.evaluation.every,
+        save_every=config.checkpoint.every,
+    )
