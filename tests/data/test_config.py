@@ -5,7 +5,7 @@ from data.config import DataConfig
 
 
 def test_defaults_need_nothing():
-    defaults = {"path": None, "mixture": None, "num_workers": 0, "verify": True}
+    defaults = {"kind": "text", "path": None, "mixture": None, "num_workers": 0, "verify": True}
     assert DataConfig().model_dump() == defaults
 
 

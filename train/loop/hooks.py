@@ -64,20 +64,28 @@ class Checkpoints:
         saver: writes them.
         config_yaml: the resolved configuration.
         files: of the task, by name.
+        task: says what is counted.
         memory: explains where it runs out.
     """
 
     def __init__(
-        self, saver: Saver, config_yaml: str, files: Mapping[str, bytes], memory: RunMemory
+        self,
+        saver: Saver,
+        config_yaml: str,
+        files: Mapping[str, bytes],
+        task: Task[Any],
+        memory: RunMemory,
     ) -> None:
         self._saver, self._config_yaml, self._files = saver, config_yaml, files
-        self._memory = memory
+        self._task, self._memory = task, memory
         self.poll, self.finish = saver.poll, saver.finish
 
     def save(self, state: TrainState) -> None:
         """Writes a checkpoint, or begins to: `poll` looks how far that is, `finish` waits."""
         with self._memory.building(f"saving step {state.step}"):
-            self._saver.save(state.step, state.to_json(), self._config_yaml, self._files)
+            counted = self._task.counted(state.samples)
+            values = state.to_json() | counted
+            self._saver.save(state.step, values, self._config_yaml, self._files)
 
 
 @dataclass(frozen=True, kw_only=True)

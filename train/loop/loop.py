@@ -158,7 +158,7 @@ class TrainLoop:
             "learning_rate": rate,
             f"{units}_per_second": units_per_second,
             "step_seconds": seconds,
-            units: state.samples * self._units_per_sample,
+            **self._task.counted(state.samples),
             "mfu": flops / (self._peak * self._world.size) if self._peak else None,
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,

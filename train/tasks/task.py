@@ -256,6 +256,10 @@ class Task(ABC, Generic[Batch]):
             ("scored", f"{result[counted]:,} {cls.unit.name}s"),
         ]
 
+    def counted(self, samples: int) -> dict[str, int]:
+        """How many units so many samples are, by their name."""
+        return {f"{self.unit.name}s": samples * self.model.units_per_sample()}
+
     def kept(self) -> Kept:
         """What a checkpoint carries."""
         return Kept(state={"data_fingerprint": self.fingerprint})

@@ -78,7 +78,7 @@ def test_long_documents_and_small_batches_give_the_same_files(
     prepared, prepared_path, tmp_path, monkeypatch
 ):
     # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
-    monkeypatch.setattr("data.attack.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("data.text.attack.BATCH_CHARACTERS", 50)
     pieces = cut_small(monkeypatch)
     write_attacked(prepared.split("train"), prepared.tokenizer(), WordSwap(0.0), tmp_path / "t")
     assert (tmp_path / "t.bin").read_bytes() == (prepared_path / "train.bin").read_bytes()
@@ -96,7 +96,7 @@ def cut_small(monkeypatch):
         counts.append(len(parts))
         return parts
 
-    monkeypatch.setattr("data.attack.cut_between_words", cut)
+    monkeypatch.setattr("data.text.attack.cut_between_words", cut)
     return counts
 
 

@@ -26,7 +26,7 @@ def test_undecodable_module_is_skipped_and_counted(tmp_path, monkeypatch):
     (tmp_path / "b.py").write_bytes(b"# coding: latin-1\n# \xe9\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "c.py").write_text("c = 1\n")
-    monkeypatch.setattr("data.text.standard_library", lambda: tmp_path)
+    monkeypatch.setattr("data.text.documents.standard_library", lambda: tmp_path)
     skipped = Skipped()
     documents = list(open_source(PYTHON_STDLIB).documents(skipped))
     assert [document.name for document in documents] == ["a.py#0"]

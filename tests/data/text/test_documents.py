@@ -51,7 +51,7 @@ def test_a_small_text_file_is_one_document_whatever_it_holds(tmp_path):
 
 @pytest.mark.parametrize("part_bytes", [PART_BYTES, 7])
 def test_a_line_is_one_document_where_that_is_asked_for(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr("data.readers.PART_BYTES", part_bytes)
+    monkeypatch.setattr("data.text.readers.PART_BYTES", part_bytes)
     path = tmp_path / "a.txt"
     path.write_bytes("one\r\n\n \t\n  two words, 漢字 \nx\ry\r\n\nlast".encode())
     documents = [""]

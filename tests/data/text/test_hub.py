@@ -262,7 +262,7 @@ def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
 
 def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, monkeypatch):
     library = pytest.importorskip("httpx2", reason="what the hub's client raises")
-    monkeypatch.setattr("data.prepare.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("data.text.prepare.SAVE_SECONDS", 0.0)
 
     class Rows:
         """A stream whose connection ends, as it cannot here without a network."""
@@ -276,7 +276,7 @@ def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, mo
 
     found = [document.text for document in open_source(str(texts)).documents()]
     source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
-    monkeypatch.setattr("data.prepare.open_splits", lambda *_, **__: {"train": source})
+    monkeypatch.setattr("data.text.prepare.open_splits", lambda *_, **__: {"train": source})
     with pytest.raises(DataError, match="hub:a/b: the server went away"):
         prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
     (kept,) = tmp_path.glob(".out.partial-*")

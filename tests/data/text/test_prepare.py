@@ -25,15 +25,15 @@ from data.text.prepare import prepare
 prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 PREPARE_SLOWLY = """
-import sys, time, data.prepare, data.writer
-data.writer.BATCH_CHARACTERS = 1000
-add = data.writer.DatasetWriter.add
+import sys, time, data.text.prepare, data.text.writer
+data.text.writer.BATCH_CHARACTERS = 1000
+add = data.text.writer.DatasetWriter.add
 def slow(*given):
     add(*given)
     print("document", flush=True)
     time.sleep(0.2)
-data.writer.DatasetWriter.add = slow
-data.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
+data.text.writer.DatasetWriter.add = slow
+data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 # Not getrusage: a child's ru_maxrss begins at what its parent held.
 PEAK = """

@@ -126,7 +126,7 @@ def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
 @pytest.mark.parametrize(("tokenizer", "stops"), [("train:300", (1, 3)), ("characters", (2,))])
 def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer, stops):
     silent(str(play), tokenizer, tmp_path / "whole")
-    monkeypatch.setattr(data.prepare, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(data.text.prepare, "SAVE_SECONDS", 0.0)
     add, encoded = DatasetWriter.add, []
     for stop in stops:
         calls = count()
@@ -151,7 +151,7 @@ def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):
     whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
-    monkeypatch.setattr(data.writer, "MOST_TOKENS", whole.tokens // 2)
+    monkeypatch.setattr(data.text.writer, "MOST_TOKENS", whole.tokens // 2)
     lines = []
     manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
     assert any("documents go on in another one" in line for line in lines)

@@ -19,15 +19,15 @@ from data.text.tokenizers.files import load_tokenizer
 from data.text.writer import DatasetWriter, SplitState, SplitWriter
 
 PREPARE_SLOWLY = """
-import sys, time, data.prepare, data.writer
-data.writer.BATCH_CHARACTERS, data.prepare.SAVE_SECONDS = 20_000, 0.0
-add = data.writer.DatasetWriter.add
+import sys, time, data.text.prepare, data.text.writer
+data.text.writer.BATCH_CHARACTERS, data.text.prepare.SAVE_SECONDS = 20_000, 0.0
+add = data.text.writer.DatasetWriter.add
 def slow(*given):
     add(*given)
     print("document", flush=True)
     time.sleep(0.02)
-data.writer.DatasetWriter.add = slow
-data.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
+data.text.writer.DatasetWriter.add = slow
+data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 THREADS = """
 import os, sys, tokenizers
@@ -123,7 +123,7 @@ def test_damaged_files_are_not_gone_on_from(tmp_path, texts, prepared_path, name
 def test_a_full_disk_keeps_what_was_saved_and_bad_text_does_not(
     tmp_path, texts, prepared_path, monkeypatch, encoded
 ):
-    monkeypatch.setattr(data.prepare, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(data.text.prepare, "SAVE_SECONDS", 0.0)
     arguments = (str(texts), str(prepared_path), tmp_path / "out")
     counted = DatasetWriter.add
 

@@ -138,7 +138,7 @@ def test_text_that_grows_is_given_to_the_library_in_smaller_groups(monkeypatch):
     texts = ["abc", "c" * 20, "", "ba", "cab"]
     whole = tokenizer.encode_batch(texts)
     sizes = []
-    monkeypatch.setattr("data.tokenizer.CHARACTERS_AT_ONCE", 50)
+    monkeypatch.setattr("data.text.tokenizers.tokenizer.CHARACTERS_AT_ONCE", 50)
     for group in tokenizer._groups(texts):
         sizes.append(len(group))
     assert sizes == [1, 1, 3]
