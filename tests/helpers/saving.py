@@ -42,7 +42,7 @@ def saving(engine: Engine, folder: Path, last: int | None, *, way: str) -> Itera
         saver = Saver(engine, folder, keep=keep, asynchronous=way != "synchronous")
 
         def save(step: int) -> None:
-            saver.save(step, {"step": step}, model_yaml(Case()), None)
+            saver.save(step, {"step": step}, model_yaml(Case()), {})
             saver.finish()
 
         try:

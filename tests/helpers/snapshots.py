@@ -51,7 +51,7 @@ def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = Tr
     saver = Saver(engine, root / "process", keep=Retention(), asynchronous=True)
     deaf = mock.patch.object(engine, "before_change") if not waits else nullcontext()
     with copies_held(), deaf:
-        saver.save(1, {"step": 1}, model_yaml(Case()), None)
+        saver.save(1, {"step": 1}, model_yaml(Case()), {})
         for _, buffer in persistent_buffers(engine.module):
             buffer.add_(1)  # as a forward pass may: nobody is asked before that
         saver.poll()
@@ -128,7 +128,7 @@ def second_save_waits(case: Case, folder: str) -> list[str]:
     assert saver.writer_id is not None
     if world.is_main:
         os.kill(saver.writer_id, signal.SIGSTOP)
-    saver.save(1, {"step": 1}, model_yaml(case), None)
+    saver.save(1, {"step": 1}, model_yaml(case), {})
     for _ in range(3):
         saver.poll()
     comm.barrier()
@@ -137,7 +137,7 @@ def second_save_waits(case: Case, folder: str) -> list[str]:
     started = time.monotonic()
     if world.is_main:
         threading.Timer(1.0, os.kill, (saver.writer_id, signal.SIGCONT)).start()
-    saver.save(2, {"step": 2}, model_yaml(case), None)
+    saver.save(2, {"step": 2}, model_yaml(case), {})
     comm.barrier()
     waited = time.monotonic() - started
     # The second one may be done as well by now.
@@ -171,14 +171,14 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
         comm.barrier()
         try:
             with failing:
-                saver.save(1, {}, model_yaml(case), None)
+                saver.save(1, {}, model_yaml(case), {})
                 engine.about_to_change()  # waits, and tells nobody
             if in_a_step:
                 for _ in range(200):
                     saver.poll()
                     time.sleep(0.01)
             else:
-                saver.save(2, {}, model_yaml(case), None)
+                saver.save(2, {}, model_yaml(case), {})
             lines.append("none")
         except SaveError as error:
             lines.append(str(error))
@@ -196,7 +196,7 @@ def close_while_copying(case: Case, folder: str) -> list[str]:
     engine, _ = build_engine(case)
     saver = Saver(engine, Path(folder), keep=Retention(), asynchronous=True)
     with copies_held():
-        saver.save(1, {}, model_yaml(case), None)
+        saver.save(1, {}, model_yaml(case), {})
         saver.close()
     assert not [t for t in threading.enumerate() if t.name == copying.THREAD_NAME]
     change(engine, 7)
