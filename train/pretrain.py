@@ -1,4 +1,4 @@
-"""`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
+"""`polyad train`: opens the inputs of a run, builds its parts in order, and starts the loop."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
         Where the run stands at its end.
     """
     startup = Startup()
-    startup.lap("imports")  # since the process began
+    startup.lap("imports")  # the first lap begins with the process itself
     with StopSignals(comm.environment_world_size(), launched=launched) as stop:
         return _run(path, overrides, startup, stop)
 
@@ -78,7 +78,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         lock.release()
         return state
     add_batches_left_out(state, plan.folder, world)
-    batches = _batches(plan, world, state)  # before the engine: loader workers start beside it
+    batches = _batches(plan, world, state)  # loader workers start while the engine is built
     memory = memory_of(config, dims, world)
     with memory.building("building the engine"):
         engine = _build_engine(plan, world)
@@ -89,7 +89,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     watchdog = Watchdog(plan.folder, world, config.monitor.stall_minutes)
     hooks = _hooks(engine, saver, plan, kept, memory, stop, watchdog)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
-        hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
+        hooks.fluctuation()  # routing at this checkpoint, which the next one is compared with
     startup.lap("run_folder")
     stop.wait_for_steps()
     data_check = DataCheck(plan.task.stored(), world, stop.fail)
@@ -110,7 +110,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
                 metrics=metrics,
             ).run()
             if signal:
-                comm.barrier()  # everybody has saved
+                comm.barrier()  # until all processes have saved
                 stop.stop(signal)
             data_check.finish()
             stop.end_if_failed()
@@ -123,7 +123,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
 
 
 def _with_verified(plan: Plan) -> Plan:
-    """With every byte of the checkpoint verified; an older one is looked at like the newest."""
+    """The plan with a checkpoint whose every byte was verified: the newest one that is good."""
     resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and resume is not plan.resume:
         check_resume(plan.config, resume)
@@ -201,7 +201,7 @@ def _open_run_folder(
     remove_leftovers(plan.checkpoints)
     (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")
     write_environment(plan.folder, world.size)
-    done = state.step - (state.unfinished is not None)  # that step's record is written anew
+    done = state.step - (state.unfinished is not None)  # an unfinished step's record is rewritten
     return Metrics(
         plan.folder,
         plan.config.log,
