@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 
 
 def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
-    """Says which global batch a step takes.
+    """The number of the global batch that a step takes.
 
     Args:
         step: Its number, from 0.

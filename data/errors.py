@@ -1,4 +1,4 @@
-"""The one error of this room that a user causes."""
+"""The error of `data` for bad input, and checks of paths and names."""
 
 import difflib
 import os
@@ -13,18 +13,18 @@ class DataError(ValueError):
 
 
 MAX_NAME_BYTES = 255
-"""Of one name in a path: what nearly every file system takes."""
+"""Bytes of one name in a path: the limit of nearly every file system."""
 MAX_PATH_BYTES = 3840
-"""Of a path: Linux takes 4,096, and files stand below it."""
+"""Bytes of a folder's path: Linux allows 4,096, with room for the names of files in it."""
 
 
 def path_fault(text: str) -> str | None:
-    """Says why no file or folder can be called so, whatever the file system; None if one can.
+    """The reason why no file or folder can have this path on any file system; None if it can.
 
     Args:
         text: What the user wrote.
     """
-    if not text:  # as an unset variable of a shell is
+    if not text:  # for example an unset shell variable
         return "the path is empty"
     if "\0" in text:
         return "a path holds no NUL"
@@ -38,10 +38,10 @@ def path_fault(text: str) -> str | None:
 
 
 def check_path(text: str | None) -> str | None:
-    """Passes on the path of a configuration, if a file can be called so.
+    """Returns a path of a configuration, after checking that a file can have it.
 
     Raises:
-        ValueError: none can.
+        ValueError: No file can have it.
     """
     if text is not None and (fault := path_fault(text)):
         raise ValueError(fault)
@@ -84,7 +84,7 @@ def listed(names: Iterable[str], most: int = 20) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Words the nearest match as the end of an error message.
+    """The end of an error message that suggests the nearest known name.
 
     Args:
         name: What the user wrote.

@@ -1,4 +1,4 @@
-"""What names a tokenizer: a digest of its file and of the token that ends documents."""
+"""Fingerprints of tokenizers: a digest of the file and of the token that ends documents."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from data.errors import DataError
 
 
 def canonical(content: str) -> str:
-    """Brings the text of a `tokenizer.json` into one form, without truncation and padding.
+    """Rewrites the text of a `tokenizer.json` in canonical form, without truncation and padding.
 
     Args:
         content: The text.
@@ -16,8 +16,8 @@ def canonical(content: str) -> str:
     Returns:
         The same tokenizer, keys sorted.
     """
-    # Not the library's own serialization: that may change with its version, and the fingerprint
-    # of prepared data with it.
+    # Not the library's own serialization: it may change with the library's version, and would
+    # change the fingerprint of prepared data.
     value = json.loads(content)
     if not isinstance(value, dict) or "model" not in value:
         raise DataError("not a tokenizer.json: no key 'model'")

@@ -1,4 +1,4 @@
-"""What `polyad prepare` says while it works: one line that renews itself, or one every 10 s."""
+"""Progress of `polyad prepare`: a line that is overwritten, or a new line every 10 s."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ TERMINAL_SECONDS, LOG_SECONDS = 0.2, 10.0
 
 
 class Progress:
-    """Tells how far a pass over the text is, how fast, and how long it will take.
+    """Prints the progress of a pass over the text, its rate, and the time left.
 
     Args:
         report: Receives each line; None writes to standard error, in place on a terminal.
@@ -49,7 +49,7 @@ class Progress:
         """Writes the state of the pass if the last time is long enough ago.
 
         Args:
-            done_bytes: Bytes of the sources behind us.
+            done_bytes: Bytes of the sources read so far.
             tokens: Tokens written, where the pass makes any.
         """
         now = time.monotonic()
@@ -60,7 +60,7 @@ class Progress:
         if not self._in_place:
             self.say(line)
             return
-        sys.stderr.write(f"\r{line}\x1b[K")  # to the end of the line: the last one was longer
+        sys.stderr.write(f"\r{line}\x1b[K")  # clears the rest of a longer line before
         sys.stderr.flush()
         self._line_open = True
 
@@ -80,7 +80,7 @@ class Progress:
         )
 
     def close(self) -> None:
-        """Leaves the cursor on a fresh line, whatever happened."""
+        """Moves the cursor to a new line, also after an error."""
         self._end_line()
 
     def _state(self, done_bytes: int, tokens: int, seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""Which samples a process trains on: a function of the step, and of nothing else.
+"""Which samples a process trains on: a function of the step alone.
 
-Not of the number of processes, of steps, or of loader workers. Samples of all epochs are numbered
-on without end; step s of a run takes the next global batch.
+It does not depend on the number of processes, of steps, or of loader workers. Samples of all epochs
+are numbered consecutively without end; step s of a run takes the next global batch.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def micro_batches(
     pin_memory: bool = False,
     left_out: Collection[int] = (),
 ) -> Iterator[Any]:
-    """Reads what one data-parallel rank trains on.
+    """Reads the micro-batches of one data-parallel rank.
 
     The global batch of step s is samples s * B to (s + 1) * B - 1 (see `data.batches` where some
     are left out), cut into B / m micro-batches; micro-batch j belongs to rank j % D. Whatever D is,
@@ -148,9 +148,9 @@ def _ignore_signals(worker: int) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Blocks signals while workers start, which inherit that: they take seconds to ignore them."""
+    """Blocks signals while workers start: they inherit this, and take seconds to ignore signals."""
     blocked = set(_STOP_SIGNALS)
-    # The tracker of multiprocessing starts with the first worker, and unblocks two when it has.
+    # multiprocessing's tracker starts with the first worker, and then unblocks two signals.
     multiprocessing.resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

@@ -1,4 +1,4 @@
-"""The torchrun command of one host: it starts this host's processes and meets the other hosts'."""
+"""The torchrun command of one host, which starts its processes and meets the other hosts."""
 
 import hashlib
 import sys
@@ -15,20 +15,20 @@ STANDALONE = ("--standalone",)
 class Rendezvous:
     """Where the agents of all hosts meet (torchrun's c10d rendezvous).
 
-    The static rendezvous of torchrun did not start a run again after a failure; this one does.
+    torchrun's static rendezvous cannot start a run again after a failure; this one can.
 
     Raises:
-        LaunchError: something is no host, port or name.
+        LaunchError: a value is not a host, port or name.
     """
 
     endpoint: str | None = None
-    """HOST or HOST:PORT, the same on every host; None: of one host alone."""
+    """HOST or HOST:PORT, the same on every host; None for a single host."""
     id: str | None = None
-    """Tells runs apart that meet at one endpoint; None: made from the run's folder."""
+    """Distinguishes runs that meet at one endpoint; None: made from the run's folder."""
     is_host: bool | None = None
     """Whether the endpoint is on this host; None: torchrun compares names and addresses."""
     local_addr: str | None = None
-    """How the other hosts reach this one; None: by its full name."""
+    """The address by which other hosts reach this one; None: its full name."""
 
     def __post_init__(self) -> None:
         if self.endpoint is not None:

@@ -1,4 +1,4 @@
-"""What the commands of `polyad` take from the command line."""
+"""The arguments of the commands of `polyad`."""
 
 from pathlib import Path
 

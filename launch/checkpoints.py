@@ -1,4 +1,4 @@
-"""`polyad checkpoint list`, `verify` and `delete`: what is in a run's folder, and is it good."""
+"""`polyad checkpoint list`, `verify` and `delete`: the checkpoints of a run, and their state."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ from parallel.checkpoint.manifest import CheckpointError
 from parallel.checkpoint.storage import discard
 
 Status = Literal["complete", "verified", "damaged", "unfinished"]
-"""As far as its manifest and sizes tell; to the last byte; neither; or never committed."""
+"""complete: manifest and sizes are right; verified: every byte is; unfinished: never committed."""
 
 
 class RefusedError(ValueError):
-    """Something that is not done without being asked twice."""
+    """A deletion that needs an explicit option."""
 
     exit_status = 2
 
 
 def list_checkpoints(folder: Path) -> dict[str, Any]:
-    """What is there: manifests, sizes and small files are looked at, tensors are not.
+    """Lists checkpoints; manifests, sizes and small files are read, tensors are not.
 
     Args:
         folder: a run, its `checkpoints` folder, or one checkpoint.

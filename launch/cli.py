@@ -22,7 +22,7 @@ TRAINING = frozenset({"train", "launch", "study"})
 def main() -> NoReturn:
     """Runs `sys.argv` and ends the process with the status."""
     if not TRAINING.isdisjoint(sys.argv[1:2]) and "RANK" not in os.environ:
-        stop_at_signals()  # one of several processes cannot end alone before it has met the others
+        stop_at_signals()  # not in a worker of torchrun, which must stop together with the others
     unblock_signals()
     status = run(sys.argv[1:])
     communication = sys.modules.get("parallel.comm")

@@ -88,7 +88,7 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     if interface is None:
         return {}
     interface_name(interface, "--interface")
-    # NCCL takes a bare name for a prefix: eth1 would be eth10 as well.
+    # NCCL takes a bare name as a prefix: eth1 would also match eth10.
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
@@ -109,7 +109,7 @@ def _check_nodes(nodes: int, via: str, rendezvous: Rendezvous) -> None:
 
 
 def _patience(grace_seconds: float) -> dict[str, str]:
-    """Has torchrun wait as long as the processes may take to save their step."""
+    """Variables that make torchrun wait as long as the processes may take to save their step."""
     wanted = math.ceil(grace_seconds) + 5
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted > TORCHRUN_GRACE else {}
 
@@ -143,8 +143,8 @@ def _become(
         return
     if say:
         print(line, file=sys.stderr)
-    # Replacing this process leaves nobody between the terminal and torchrun: signals reach it as
-    # they are, and its exit status is ours.
+    # Replaces this process, so that signals from the terminal reach torchrun unchanged, and its
+    # exit status is that of the command.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, words)

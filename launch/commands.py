@@ -1,4 +1,4 @@
-"""The commands of `polyad`: what each is for, what it takes, and what does it."""
+"""The commands of `polyad`: for each its summary, arguments and handler."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Command:
     arguments: Callable[[Parser], None]
     """Declares its arguments."""
     handler: Callable[[Namespace], int | None]
-    """Does it; None is success."""
+    """Runs the command; returns its exit status, None for success."""
 
 
 COMMANDS: dict[str, Command] = {

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from launch.machine import is_main, rank_of_process
-from launch.signals import hear_no_more
+from launch.signals import ignore_further_signals
 from launch.torchrun import tell_launcher
 from train.errors import Stopped, one_line
 
@@ -20,17 +20,17 @@ OUTPUT_ERRORS = frozenset(
         *(errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY),
     }
 )
-"""What a file system refuses: the user's to mend, so one line and no traceback."""
+"""Errors of a file system that the user can solve: one line and no traceback."""
 
 RANK_ZERO_SPEAKS_FIRST = 2.0
 """Seconds another rank waits with its error: torchrun ends it if rank 0 has failed as well."""
 
 
 def guard(work: Callable[[], int]) -> int:
-    """Turns however something ends into an exit status, and an error into its one line.
+    """Runs a command's work; turns its end into an exit status, and an error into one line.
 
     Args:
-        work: gives the status itself if it comes to its end.
+        work: returns the status if it ends without an error.
 
     Returns:
         The exit status.
@@ -40,12 +40,12 @@ def guard(work: Callable[[], int]) -> int:
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)
     except KeyboardInterrupt as stop:
-        hear_no_more()
+        ignore_further_signals()
         if is_main():
             _say("; ".join(["interrupted", *map(str, stop.args)]))
         return 0 if tell_launcher(signal.SIGINT) else 130
     except Stopped as stop:
-        hear_no_more()
+        ignore_further_signals()
         if is_main():
             _say(str(stop))
         return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status
@@ -65,7 +65,7 @@ def _report(error: Exception) -> int:
         where = f"{error.filename}: " if error.filename else ""
         _say(f"{where}{error.strerror}")
         return 2 if error.errno == errno.ENAMETOOLONG else 1
-    if rank_of_process():  # often only the echo of rank 0's end, which torchrun then answers
+    if rank_of_process():  # often a consequence of rank 0's failure, after which torchrun ends it
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
     traceback.print_exc()
     return 1

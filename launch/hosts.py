@@ -1,4 +1,4 @@
-"""What may reach a shell, a scheduler or another host: names checked, everything else quoted.
+"""Text for a shell, a scheduler or another host: names are checked, all else is quoted.
 
 Words of a command line are quoted (`command_line`). Names that are read by something else than a
 shell, as in `#SBATCH` lines, cannot be quoted and have to look as they should.
@@ -61,7 +61,7 @@ def endpoint(text: str, option: str) -> str:
         HOST:PORT.
 
     Raises:
-        LaunchError: the host or the port is none.
+        LaunchError: it is not a host and a port.
     """
     bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::([^:]*))?", text)
     if bracketed:

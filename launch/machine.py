@@ -1,4 +1,4 @@
-"""What libraries want from the environment of a process, set before they are imported."""
+"""Environment variables for libraries, set before these are imported."""
 
 import contextlib
 import ctypes
@@ -27,13 +27,13 @@ def prepare_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _keep_compiled_code()
     if not sys.warnoptions:
-        # Theirs tell us about libraries, kernels and devices that nothing here uses.
+        # Warnings about libraries, kernels and devices that nothing here uses.
         for library in ("deepspeed", "megatron", "torch", "tensorboard"):
             warnings.filterwarnings("ignore", module=rf"{library}\b")
 
 
 def _keep_compiled_code() -> None:
-    """Has torch.compile keep its code where the next start finds it; torch takes a folder of /tmp.
+    """Makes torch.compile cache its code where the next start finds it; torch's default is in /tmp.
 
     `TORCHINDUCTOR_CACHE_DIR` names another one. What cannot be made is left to torch.
     """
@@ -50,7 +50,7 @@ END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
 
 
 def end_with_launcher() -> bool:
-    """Has a process end when what started it does, also when that is killed outright.
+    """Makes a process end when its launcher does, even if that was killed with SIGKILL.
 
     That is torchrun, whose workers have sessions of their own, or another command of `polyad`. A
     SIGKILL of it would leave them training, and writing, beside those of the next start. Linux
@@ -59,13 +59,13 @@ def end_with_launcher() -> bool:
     Returns:
         Whether one of them started this process.
     """
-    parent = os.environ.pop(END_WITH_PARENT, None)  # not for what this process starts
+    parent = os.environ.pop(END_WITH_PARENT, None)  # must not be inherited by its children
     launched = "TORCHELASTIC_RUN_ID" in os.environ or parent is not None
     if not launched or sys.platform != "linux":
         return launched
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() == 1 or (parent is not None and os.getppid() != int(parent)):  # it was quicker
+    if os.getppid() == 1 or (parent is not None and os.getppid() != int(parent)):  # ended before
         sys.exit(128 + signal.SIGTERM)
     return launched
 
@@ -87,12 +87,12 @@ def rank_of_process() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Whether this is the process that prints for all."""
     return rank_of_process() == 0
 
 
 def processor_name() -> str:
-    """What this machine's processor calls itself."""
+    """The name of this machine's processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = (line.partition(":")[2] for line in lines if line.startswith("model name"))

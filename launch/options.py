@@ -1,4 +1,4 @@
-"""What `polyad launch` takes from the command line."""
+"""The options of `polyad launch`."""
 
 from argparse import Namespace
 from typing import Any

@@ -70,7 +70,7 @@ def show(result: dict[str, Any], table: str, json_path: str | None, stdout: Text
 
 
 def strict(value: Any) -> Any:
-    """The same value with null for numbers that JSON cannot write: NaN and the infinities."""
+    """Replaces NaN and infinities, which JSON cannot write, by null."""
     if isinstance(value, dict):
         return {key: strict(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""Tasks and models that are not part of Polyad: modules of yours that add to its registries.
+"""Plugins: modules outside of Polyad that add tasks and models to its registries.
 
     POLYAD_PLUGINS=lab.spectra,lab.models polyad train spectra.yaml
 
-A module is imported before anything reads a configuration, and adds its lines where Polyad's own
-stand: `model.build.MODELS["mine"] = ModelKind(...)`, `train.tasks.registry.TASKS["mine"] = ...`.
+A module is imported before any configuration is read, and adds entries to the registries of
+Polyad: `model.build.MODELS["mine"] = ModelKind(...)`, `train.tasks.registry.TASKS["mine"] = ...`.
 Processes that a command starts find the variable too.
 """
 
@@ -25,7 +25,7 @@ def load_plugins() -> None:
     for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever a module of somebody's does when it is imported
+        except Exception as error:  # importing a plugin may raise anything
             raise ConfigError(
                 f"{VARIABLE}: {name}: cannot be imported: {type(error).__name__}: "
                 f"{one_line(error)}; a module on the path of Python is needed (PYTHONPATH)"

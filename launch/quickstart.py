@@ -42,7 +42,7 @@ OURS = frozenset(
 
 
 class StepFailed(Exception):
-    """A step of the quickstart failed, and has said why."""
+    """A step of the quickstart failed; its command printed the error."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -104,7 +104,7 @@ def _prepare() -> None:
         [
             *("prepare", "--source", "python-stdlib", "--tokenizer", f"train:{VOCAB_SIZE}"),
             *("--output", str(DATA), "--validation-fraction", "0.02", "--test-fraction", "0.02"),
-            "--overwrite",  # another Python has another library
+            "--overwrite",  # the text depends on the version of Python
         ]
     )
     if status:
@@ -112,7 +112,7 @@ def _prepare() -> None:
 
 
 def _polyad(*arguments: str) -> None:
-    """Runs a command in processes of its own: nothing but the checkpoint goes from one to the next.
+    """Runs a command in a process of its own, so that commands share nothing but files.
 
     Raises:
         StepFailed: it failed.
@@ -139,7 +139,7 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
 
 
 def _goes_on() -> bool:
-    """Whether the run that is there is of this configuration and text."""
+    """Whether the existing run has this configuration and text."""
     from train.config.plan import plan_run
 
     try:
@@ -219,7 +219,7 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
 
 
 def _routing_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the routers did in a step; no rows in a dense model."""
+    """Rows of routing statistics of a step; none for a dense model."""
     rows = []
     if "routing/load_max" in record:
         unused = 100 * record["routing/unused"]

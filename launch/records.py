@@ -1,4 +1,4 @@
-"""What the records of a run, its metrics.jsonl, come to."""
+"""Summaries of a run's records in metrics.jsonl."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LAST = 10
-"""Records that a figure of the end of training is the mean of: single steps jump."""
+"""Records that numbers of the end of training are averaged over, since single steps vary."""
 
 Records = Sequence[dict[str, Any]]
 
@@ -26,17 +26,17 @@ def last_loss(records: Records) -> float:
 
 
 def median_rate(records: Records, unit: str = "token") -> float:
-    """What the median step did in a second, of what the task counts."""
+    """The median throughput of steps, in the task's units per second."""
     return float(statistics.median(record[f"{unit}s_per_second"] for record in records))
 
 
 def peak_memory(records: Records) -> int:
-    """The most that a process held, in bytes."""
+    """The peak memory of a process, in bytes."""
     return max(int(record["memory_bytes"]) for record in records)
 
 
 def last_routing(records: Records) -> dict[str, float]:
-    """Means over the last steps of what routers did over all layers.
+    """Routing statistics of all layers, averaged over the last steps.
 
     Args:
         records: of a run.
@@ -57,7 +57,7 @@ def last_routing(records: Records) -> dict[str, float]:
 
 
 def shared_experts(records: Records) -> float | None:
-    """How many experts all tokens of the last steps shared, were they shared evenly.
+    """The effective number of experts that the tokens of the last steps used in all.
 
     Args:
         records: of a run; loads stand in those of steps that had a line on the console.

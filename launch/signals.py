@@ -17,25 +17,28 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def stop_at_signals() -> None:
-    """From now on a signal ends what the main thread does: it raises `Stopped`, or
-    KeyboardInterrupt. Otherwise SIGTERM and SIGUSR1 would end the process without a word."""
+    """Installs handlers: a signal raises `Stopped`, or KeyboardInterrupt, in the main thread.
+
+    Otherwise SIGTERM and SIGUSR1 would end the process without a message.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
 
 
-def hear_no_more() -> None:
-    """What was asked for is being done: the same signal again is not to disturb it."""
+def ignore_further_signals() -> None:
+    """Ignores further signals while the first one is carried out."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is _stop:
             signal.signal(number, _nothing)
 
 
-def hear_one() -> None:
-    """Has every handler that is set from now on answer one signal, and none after it.
+def answer_first_signal_only() -> None:
+    """Makes every handler that is set later run for the first signal only.
 
-    For a library that ends its processes at the first one, and gives them up at the next.
+    For torchrun, which ends its workers in order at the first signal, but abandons them at the
+    next.
     """
-    heard: list[int] = []
+    received: list[int] = []
     set_handler = signal.signal
 
     def set_for_one(number: int, handler: Any) -> Any:
@@ -43,8 +46,8 @@ def hear_one() -> None:
             return set_handler(number, handler)
 
         def first(number: int, frame: FrameType | None) -> Any:
-            if not heard:
-                heard.append(number)
+            if not received:
+                received.append(number)
                 handler(number, frame)
 
         return set_handler(number, first)
@@ -53,12 +56,12 @@ def hear_one() -> None:
 
 
 def unblock_signals() -> None:
-    """Takes what was sent since `Relay.start` asked for this process."""
+    """Delivers the signals that were sent since `Relay.start` began to start this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 class Relay:
-    """Hands a signal to a child and lets it end by itself, within a `with` block.
+    """Passes a signal on to a child and lets it end by itself, within a `with` block.
 
     Only the first is handed on. The child may have been sent it already: Ctrl-C in a terminal goes
     to all processes there, and so does what ends a job of Slurm.
@@ -92,12 +95,12 @@ class Relay:
             command: its words.
             options: of `subprocess.Popen`.
         """
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # which is inherited
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by the child
         try:
             self._child = subprocess.Popen(command, **options)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._hand_on()  # one that came before there was a child
+        self._hand_on()  # a signal that came before the child existed
         return self._child
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

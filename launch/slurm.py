@@ -18,7 +18,7 @@ from launch.hosts import LaunchError, plain_name
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
 MOST_SIGNAL_SECONDS = 65535
-"""What Slurm has room for (man sbatch, --signal)."""
+"""The longest time that Slurm accepts (man sbatch, --signal)."""
 
 _TIME = re.compile(
     r"(?P<minutes>[0-9]{1,7})(:(?P<seconds>[0-5]?[0-9]))?"
@@ -37,7 +37,7 @@ class SubmissionError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What a job asks of Slurm; None asks nothing, and the cluster's default holds.
+    """The resources of a job; None leaves the cluster's default.
 
     Raises:
         LaunchError: a value that does not look as Slurm wants it.
@@ -53,7 +53,7 @@ class SlurmJob:
     gpus_per_node: int | None = None
     cpus_per_node: int | None = None
     memory_per_node: str | None = None
-    """With a unit, K, M, G or T; 0 is all."""
+    """With a unit, K, M, G or T; 0 is all memory."""
     signal_seconds: int = 120
     """Seconds before the limit at which the job goes back into the queue."""
 
@@ -115,7 +115,7 @@ def seconds(text: str) -> int:
     """Seconds of a time as `sbatch --time` takes it.
 
     Raises:
-        LaunchError: it is none.
+        LaunchError: it is not a time.
     """
     match = _TIME.fullmatch(text)
     if match is None:

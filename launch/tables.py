@@ -1,4 +1,4 @@
-"""What a command that succeeded prints at its end."""
+"""Tables that commands print when they succeed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
-    """Prepared data by split.
+    """A table of prepared data, by split.
 
     Args:
         manifest: what was prepared.
         folder: where it is.
-        seconds: it took.
+        seconds: duration of the preparation.
 
     Returns:
         A few lines.
@@ -38,7 +38,7 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
 
 
 def trained_table(state: "TrainState", config: Path, overrides: Sequence[str]) -> str:
-    """Where a run stands at its end.
+    """The line at the end of a run: its state.
 
     Args:
         state: of training.

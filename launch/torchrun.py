@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from launch.signals import hear_one, stop_at_signals
+from launch.signals import answer_first_signal_only, stop_at_signals
 from train.errors import Stopped, one_line
 
 STOP_FILE = "POLYAD_STOP_FILE"
@@ -62,27 +62,27 @@ def _run() -> int:
 
 
 def _stopped() -> int:
-    """128 + the signal that the workers stopped for; 0 if they came to their end."""
+    """128 + the signal that the workers stopped for; 0 if they finished."""
     with contextlib.suppress(OSError, ValueError):
         return 128 + int(Path(os.environ[STOP_FILE]).read_text(encoding="utf-8"))
     return 0
 
 
 def forget_stop() -> None:
-    """Takes back what workers of an earlier start left, of which another one failed."""
+    """Removes the stop file of an earlier start, one worker of which failed."""
     file = os.environ.get(STOP_FILE)
     if file:
         Path(file).unlink(missing_ok=True)
 
 
 def tell_launcher(number: int) -> bool:
-    """Leaves word for the torchrun of this host that a worker stopped as it was asked to.
+    """Tells this host's torchrun, by the stop file, that a worker stopped for a signal.
 
     Args:
         number: the signal.
 
     Returns:
-        Whether there is one to read it: then the worker ends with 0.
+        Whether torchrun will read it: then the worker must exit with 0.
     """
     file = os.environ.get(STOP_FILE)
     if not file or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -119,5 +119,5 @@ if __name__ == "__main__":
     stop_at_signals()
     # torchrun ends its workers in order at the first signal; at the next ones it would give them
     # up, while they save.
-    hear_one()
+    answer_first_signal_only()
     sys.exit(main())

@@ -16,22 +16,22 @@ from model.initialization import Initializer, linear_initializers
 
 
 class AttentionTrace(NamedTuple):
-    """What attention did, for a router that reads it.
+    """Intermediate values of attention, for a router that reads them.
 
     Under tensor parallelism q, k, v and the weight are those of this process's heads; the output is
     whole.
     """
 
     qkv_BT3AH: Tensor
-    """q, k and v; no way for gradients in a model."""
+    """q, k and v of all heads, detached in a model."""
     of_head_BT3H: Tensor
-    """Those of the head that was asked for."""
+    """q, k and v of the head `traced_head`, with gradients."""
     output_BTD: Tensor
     """What attention adds to the residual stream, before dropout."""
     output_weight_DM: Tensor
     """The output projection; its M = A H columns are ordered by head."""
     output_bias_D: Tensor | None = None
-    """The output projection's, which is part of the output."""
+    """The bias of the output projection, which is part of the output."""
 
     @property
     def q_BATH(self) -> Tensor:
@@ -50,7 +50,7 @@ class AttentionTrace(NamedTuple):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and what came before.
+    """Multi-head attention in which a token sees itself and the tokens before it.
 
     The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
     values, each ordered by head (GPT-2's order; transformers' `c_attn.weight` is its transpose).
@@ -61,8 +61,8 @@ class CausalSelfAttention(nn.Module):
         num_heads: A.
         bias: Whether both projections have one.
         dropout: Probability, of the attention weights and of the output.
-        initializer_std: Of the fused weight.
-        residual_std: Of the output projection's weight.
+        initializer_std: Standard deviation of the initial fused weight.
+        residual_std: Standard deviation of the output projection's initial weight.
     """
 
     def __init__(
@@ -98,12 +98,13 @@ class CausalSelfAttention(nn.Module):
 
         Args:
             x_BTD: Normalized input.
-            traced_head: [1], the index of a head of this process whose q, k and v are asked for;
-                None: nothing is handed out and can be freed.
-            cache: The tokens before these, to which these are added; None: there are none.
+            traced_head: [1], the index of a head of this process whose q, k and v are returned;
+                None returns nothing, so that all can be freed.
+            cache: Keys and values of earlier tokens, to which those of these are added; None: there
+                are no earlier tokens.
 
         Returns:
-            The output [B, T, D], before the residual, and what attention did if asked for.
+            The output [B, T, D], before the residual, and the trace if a head is traced.
         """
         batch, length, _ = x_BTD.shape
         # -1 and not A: under tensor parallelism a process holds some of the heads.
@@ -128,7 +129,7 @@ class CausalSelfAttention(nn.Module):
         )
 
     def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
-        """Weighs the values of a token and those before it.
+        """Computes the attention of each token to itself and to those before it.
 
         Args:
             q_BATH: Queries.
@@ -143,10 +144,10 @@ class CausalSelfAttention(nn.Module):
 
 
 class _WithHead(torch.autograd.Function):
-    """q, k and v of all heads, and those of one once more.
+    """Returns q, k and v of all heads, and a copy of those of one head.
 
-    By hand for the backward pass, which has to put the gradient of all heads into one piece in any
-    case: that of the one is added there, instead of a gradient of all that is zero elsewhere.
+    Its backward pass adds the gradient of the one head to that of all in place. Autograd would
+    build a gradient of all heads that is zero for the others.
     """
 
     @staticmethod

@@ -16,8 +16,8 @@ from model.output import RoutingStats
 class Block(nn.Module):
     """Attention, then a feed-forward, both on the residual stream.
 
-    A block must not know its place in the model: `torch.compile` then makes one program for all
-    blocks, where an index or a name would be a reason to compile each of them again.
+    A block does not know its index or name in the model, so `torch.compile` makes one program for
+    all blocks.
 
     Args:
         attention: The first branch.
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each LayerNorm starts; the branches speak for themselves."""
+        """Says how each LayerNorm starts; the branches have initializers of their own."""
         return {
             **norm_initializers("attention_norm", self.attention_norm),
             **norm_initializers("feed_forward_norm", self.feed_forward_norm),
@@ -56,10 +56,10 @@ class Block(nn.Module):
 
         Args:
             x_BTD: The residual stream.
-            cache: What the block keeps of earlier tokens, in generation.
+            cache: Keys and values of earlier tokens, in generation.
 
         Returns:
-            The residual stream [B, T, D] after the block, and what the feed-forward's router did.
+            The residual stream [B, T, D] after the block, and the routing statistics.
         """
         attended_BTD, trace = self.attention(
             self.attention_norm(x_BTD),

@@ -1,4 +1,4 @@
-"""From a configuration to a model: built without memory, then filled one parameter at a time.
+"""Builds a model from a configuration: first without memory, then filled tensor by tensor.
 
     model = build_model(config)          # on the meta device: shapes, no memory
     materialize(model, seed=0)           # in one process
@@ -20,11 +20,11 @@ from model.settings import ModelSettings
 
 
 class ModelKind(NamedTuple):
-    """A model as the registry knows it."""
+    """An entry of the registry of models."""
 
     config: type[ModelSettings]
     build: Callable[[Any], nn.Module]
-    """Takes that kind's own config, which no one signature can say: hence Any."""
+    """Takes the config class of the same kind; a single type cannot say that, hence Any."""
 
 
 MODELS: dict[str, ModelKind] = {
@@ -39,7 +39,7 @@ def read_model_config(section: object) -> ModelSettings:
         section: As YAML has it; without a `kind` it is a GPT-2's.
 
     Raises:
-        ValueError: It is no such section; pydantic's error, with the key.
+        ValueError: A key or value is wrong; pydantic's error, which names the key.
     """
     kind = section.get("kind", "gpt2") if isinstance(section, dict) else "gpt2"
     if not isinstance(kind, str) or kind not in MODELS:
@@ -75,7 +75,7 @@ def build_model(config: ModelSettings) -> nn.Module:
         OverflowError,
         RuntimeError,
         TypeError,
-    ) as error:  # what torch says of shapes, at some length
+    ) as error:  # torch's long message about shapes
         reason = " ".join(str(error).split())[:120]
         raise ModelSizeError(f"model: its sizes are more than can be counted: {reason}") from None
 
@@ -224,7 +224,7 @@ def place(
         else:
             for module, attribute in owners[id(old)]:
                 module._buffers[attribute] = value.to(device, old.dtype)
-        del value  # or it would live on beside the next one
+        del value  # or it would stay in memory beside the next one
     buffers_changed(model)
 
 
@@ -247,7 +247,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Every place that holds a tensor: {id(tensor): [(module, attribute)]}."""
+    """All modules and attributes that refer to a tensor: {id(tensor): [(module, attribute)]}."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -271,7 +271,7 @@ def _find_initializer(model: nn.Module, name: str) -> Initializer:
 
 
 def compile_model(model: nn.Module) -> None:
-    """Runs every block of a model through torch.compile from now on, in place.
+    """Compiles every block of a model with torch.compile, in place.
 
     Call it after the weights exist and after parallel layers have taken their places. Names of
     modules and parameters do not change. Equal blocks share one compiled program. A model without

@@ -1,4 +1,4 @@
-"""What attention has computed of the tokens so far, so that generating one more reads it alone.
+"""Keys and values of the tokens so far, so that generation computes only those of a new token.
 
 Shapes: B batch, T tokens that are new, S tokens seen in all, A heads, H width of one head.
 """
@@ -21,7 +21,7 @@ class LayerCache:
         self._k_BATH = self._v_BATH = torch.empty(0)
 
     def append(self, k_BATH: Tensor, v_BATH: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the new tokens'.
+        """Adds keys and values of new tokens.
 
         Args:
             k_BATH: Their keys.
@@ -43,7 +43,7 @@ class LayerCache:
 
 
 class BlockCache:
-    """What one block keeps.
+    """The cache of one block.
 
     Args:
         capacity: Tokens that there is room for.
@@ -52,7 +52,7 @@ class BlockCache:
     def __init__(self, capacity: int) -> None:
         self.attention = LayerCache(capacity)
         self.feed_forward = LayerCache(capacity)
-        """Of a router that mixes over tokens; any other leaves it empty."""
+        """The cache of a router that mixes scores over tokens; others leave it empty."""
 
 
 class KeyValueCache:
@@ -87,7 +87,7 @@ def attend_cached(
         q_BATH: The new tokens' queries.
         k_BATH: Their keys.
         v_BATH: Their values.
-        cache: What is before them; they are added to it.
+        cache: Keys and values of the tokens before them, to which theirs are added.
         scale: Of the inner products; None: 1 / sqrt(H).
 
     Returns:
@@ -97,7 +97,7 @@ def attend_cached(
     k_BASH, v_BASH = cache.append(k_BATH, v_BATH)
     if before == 0:
         return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, is_causal=True, scale=scale)
-    seen_TS = None  # one token sees everything
-    if new > 1:  # token i of the new ones sees what was before and the first i + 1 of them
+    seen_TS = None  # a single new token sees all tokens
+    if new > 1:  # new token i sees the cached tokens and new tokens 0 to i
         seen_TS = q_BATH.new_ones(new, before + new, dtype=torch.bool).tril(before)
     return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, attn_mask=seen_TS, scale=scale)

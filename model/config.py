@@ -6,11 +6,13 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
-"""Of other numbers, in size: products of a few of them are still numbers in fp32."""
+"""Bounds of a number's magnitude: products of a few such numbers are finite in fp32."""
 
 
 class SectionError(ValueError):
-    """Values of a section that do not fit the rest; the section does not know where it lies.
+    """Values of a section that contradict one another, or the model.
+
+    A section does not know its key in the configuration: `within` adds it.
 
     Args:
         message: What is wrong, with an @ before each key of the section.

@@ -25,7 +25,7 @@ from yaml.scanner import Scanner
 
 MAX_CHARACTERS = 200_000
 MAX_NODES = 5_000
-"""Of a document, with everything that aliases stand for."""
+"""Nodes of a document at most, with aliases expanded."""
 MAX_DEPTH = 50
 MAX_DIGITS = 100
 """Characters of a number; longer ones are strings, which no key for numbers takes."""
@@ -52,7 +52,7 @@ class ConfigYamlError(ValueError):
 
 @dataclass(frozen=True)
 class Written:
-    """A number or boolean, and how it was written: a key for text wants that."""
+    """A number or boolean, and its text: a key that takes text, as a folder's name, uses that."""
 
     text: str
     value: int | float | bool

@@ -48,7 +48,7 @@ class DenseFeedForwardConfig(Config):
         return 2 * width * inner + bias * (inner + width)
 
     def of_model(self, *, width: int, bias: bool) -> "DenseFeedForwardConfig":
-        """With what the model decides filled in: nothing is.
+        """Completed with what the model decides: nothing in this kind.
 
         Args:
             width: D.
@@ -57,7 +57,7 @@ class DenseFeedForwardConfig(Config):
         return self
 
     def of_block(self, block: int) -> "DenseFeedForwardConfig":
-        """The feed-forward of one block: this in each.
+        """The feed-forward of one block: the same in each.
 
         Args:
             block: its number, from 0.
@@ -65,7 +65,7 @@ class DenseFeedForwardConfig(Config):
         return self
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Nothing in a model can contradict it.
+        """Does nothing: this kind fits every model.
 
         Args:
             num_layers: of the model.
@@ -74,7 +74,7 @@ class DenseFeedForwardConfig(Config):
         """
 
     def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """No token is mixed with others.
+        """FLOPs of mixing over tokens: none.
 
         Args:
             width: D.
@@ -87,7 +87,7 @@ class DenseFeedForwardConfig(Config):
         return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
-        """What one token leaves for the backward pass: inner units before and after the activation.
+        """Numbers that a token saves for the backward pass: units before and after the activation.
 
         Args:
             width: D.
@@ -111,7 +111,7 @@ class DenseFeedForward(FeedForward):
 
     Args:
         config: Its own configuration.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: DenseFeedForwardConfig, context: FeedForwardContext) -> None:

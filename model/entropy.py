@@ -13,6 +13,6 @@ def entropy(shares: Tensor) -> Tensor:
     Returns:
         One dimension less.
     """
-    # 0 log 0 is 0. So it is with xlogy, which takes nine times as long on a CPU.
+    # 0 log 0 counts as 0. xlogy does the same, but takes nine times as long on a CPU.
     tiny = torch.finfo(shares.dtype).tiny
     return shares.clamp_min(tiny).log_().mul_(shares).sum(-1).neg_()

@@ -28,7 +28,7 @@ FeedForwardConfig: TypeAlias = Annotated[
     BeforeValidator(_default_kind),
 ]
 
-# A kind's builder takes that kind's own config, which no one signature can say: hence Any.
+# A builder takes the config class of its kind; a single type cannot say that, hence Any.
 FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
     "dense": DenseFeedForward,
     "mumoe": MuMoE,
@@ -41,7 +41,7 @@ def build_feedforward(config: FeedForwardConfig, context: FeedForwardContext) ->
 
     Args:
         config: Which kind, and its settings.
-        context: What the model says.
+        context: Settings of the model.
 
     Returns:
         A module with the interface of `FeedForward`.

@@ -89,7 +89,7 @@ class GPT2Config(ModelSettings):
         return [feed_forward.of_block(block) for block in range(self.num_layers)]
 
     def known_vocab_size(self) -> int:
-        """The vocabulary size, which somebody has to have filled in by now.
+        """The vocabulary size, which must have been filled in.
 
         Raises:
             ValueError: It is still None.
@@ -101,7 +101,7 @@ class GPT2Config(ModelSettings):
         return self.vocab_size
 
     def filled(self) -> Self:
-        """With the rank that a number of parameters decides."""
+        """Completed with the rank that follows from the number of parameters."""
         return self.model_copy(update={"feed_forward": self.known_feed_forward()})
 
     def units_per_sample(self) -> int:
@@ -109,22 +109,22 @@ class GPT2Config(ModelSettings):
         return self.sequence_length
 
     def left_to_data(self) -> str | None:
-        """The vocabulary, unless it was given."""
+        """The key of the vocabulary size, unless it is set."""
         return "model.vocab_size" if self.vocab_size is None else None
 
     def in_words(self) -> str:
-        """Depth and width."""
+        """The depth and width, for people."""
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
 
     def cut_sizes(self) -> CutSizes:
-        """Heads, width, and what the feed-forward has."""
+        """Heads, width, and the sizes of the feed-forward."""
         sizes = [{"model.num_heads": self.num_heads}, {"model.hidden_size": self.hidden_size}]
         for choices in self.known_feed_forward().cut_sizes(self.hidden_size):
             sizes.append({f"model.feed_forward.{key}": n for key, n in choices.items()})
         return sizes
 
     def last_parameter(self) -> str:
-        """Of the last block."""
+        """A parameter of the last block."""
         return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
     def flops_per_unit(self) -> int:
@@ -205,7 +205,7 @@ class UntiedHead(nn.Module):
         self._initializer_std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """As the token embedding's; see `model/initialization.py`."""
+        """Starts as the token embedding does; see `model/initialization.py`."""
         return {"weight": normal(self._initializer_std)}
 
     def forward(self, x_BTD: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
@@ -264,7 +264,7 @@ class GPT2(nn.Module):
 
         Args:
             input_ids_BT: Token ids, T at most `sequence_length`.
-            cache: In generation: the tokens before these, to which these are added.
+            cache: In generation: keys and values of earlier tokens; those of these are added.
 
         Returns:
             Logits [B, T, V] and one `RoutingStats` per block whose feed-forward routes.
@@ -290,7 +290,7 @@ class GPT2(nn.Module):
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
-        # Not touched if it is not needed: ZeRO 3 would gather it.
+        # Read only if it is needed: ZeRO 3 would gather it.
         embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
         logits_BTV = self.head(self.final_norm(x_BTD), embedding_VD)
         return ModelOutput(logits_BTV, tuple(routing))

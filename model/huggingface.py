@@ -56,13 +56,13 @@ _ONLY = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
 }
-"""Options of theirs, and the one value of each that is GPT-2 as it is built here."""
+"""Options of transformers, and the one value of each that this GPT-2 supports."""
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 _THEIRS = {
     **{ours: theirs for theirs, ours in _OURS.items()},
     **{"dropout": _DROPOUTS[0], "feed_forward": "n_inner"},
 }
-"""What to call a key of ours in an error about their file."""
+"""Keys of transformers for errors about config.json, by Polyad's key."""
 
 
 class HuggingFaceError(ValueError):
@@ -72,7 +72,7 @@ class HuggingFaceError(ValueError):
 
 
 class TheirTensor(NamedTuple):
-    """A parameter of ours as they have it."""
+    """A parameter's form in transformers."""
 
     name: str
     """Without `PREFIX`."""
@@ -83,13 +83,13 @@ def their_tensor(name: str) -> TheirTensor:
     """Translates the name of a parameter.
 
     Args:
-        name: Ours, as in `named_parameters`.
+        name: Polyad's name, as in `named_parameters`.
 
     Returns:
-        Theirs, and whether they store the transpose.
+        The name in transformers, and whether its files store the transpose.
 
     Raises:
-        HuggingFaceError: GPT-2 as they have it has no such parameter.
+        HuggingFaceError: transformers' GPT-2 has no such parameter.
     """
     if name == "head.weight":
         return TheirTensor(HEAD, False)
@@ -104,13 +104,13 @@ def their_tensor(name: str) -> TheirTensor:
 
 
 def parameter_shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Lists what a model of theirs has: every parameter of ours, biases included.
+    """Lists the parameters of transformers' model: all of Polyad's, biases included.
 
     Args:
         config: With the vocabulary size filled in.
 
     Yields:
-        Our names and shapes, in the order of `named_parameters`.
+        Polyad's names and shapes, in the order of `named_parameters`.
     """
     model = build_model(config.model_copy(update={"bias": True}))
     for name, parameter in model.named_parameters():
@@ -118,14 +118,15 @@ def parameter_shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def config_from_huggingface(tree: dict[str, Any], origin: str) -> GPT2Config:
-    """Reads their configuration.
+    """Reads a configuration of transformers.
 
     Args:
         tree: The content of config.json.
         origin: What to call it in errors.
 
     Returns:
-        Ours. Where their three dropouts differ it has none: dropout is a matter of training.
+        Polyad's configuration. It has no dropout if the three dropouts of transformers differ:
+        dropout matters in training alone.
 
     Raises:
         HuggingFaceError: It is of another architecture, or asks for what is not built here.
@@ -143,7 +144,9 @@ def config_from_huggingface(tree: dict[str, Any], origin: str) -> GPT2Config:
         _OURS[key]: tree.get(key, tree.get(_ALIASES.get(key, key), default))
         for key, default in _DEFAULTS.items()
     }
-    if values["vocab_size"] is None:  # ours may wait for a tokenizer's, weights may not
+    if (
+        values["vocab_size"] is None
+    ):  # None is allowed in Polyad's configuration, not in one of weights
         raise HuggingFaceError(f"{origin}: vocab_size: None: a number of at least 1 is needed")
     dropouts = [tree.get(key, 0.1) for key in _DROPOUTS]
     values["dropout"] = dropouts[0] if dropouts.count(dropouts[0]) == len(dropouts) else 0.0
@@ -160,14 +163,14 @@ def config_from_huggingface(tree: dict[str, Any], origin: str) -> GPT2Config:
 
 
 def _in_their_names(message: str) -> str:
-    """An error about keys of ours as one about keys of theirs."""
+    """Replaces Polyad's keys in an error by those of transformers."""
     for ours, theirs in _THEIRS.items():
         message = re.sub(rf"\b(model\.)?{ours}\b", theirs, message)
     return message
 
 
 def config_to_huggingface(config: GPT2Config, end_of_text_id: int | None) -> dict[str, Any]:
-    """Writes our configuration as theirs.
+    """Writes a configuration for transformers.
 
     Args:
         config: With the vocabulary size filled in.
@@ -177,7 +180,7 @@ def config_to_huggingface(config: GPT2Config, end_of_text_id: int | None) -> dic
         The content of config.json; every key that decides what is computed is written out.
 
     Raises:
-        HuggingFaceError: Their GPT-2 has no such model.
+        HuggingFaceError: transformers' GPT-2 cannot be such a model.
     """
     if not isinstance(config.feed_forward, DenseFeedForwardConfig):
         raise HuggingFaceError(

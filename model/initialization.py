@@ -1,4 +1,4 @@
-"""How a parameter gets its first value: drawn alone, from its own generator.
+"""Initial values of parameters: each is drawn from a generator of its own.
 
 A module that makes parameters says how each one starts in a method `initializers()`: a dict from
 the parameter's name, relative to that module and dotted when a child holds it, to an `Initializer`.
@@ -30,7 +30,7 @@ class Initializer:
     a process that holds some of the experts then draws those and no others."""
 
     def each_expert(self) -> "Initializer":
-        """The same, of a parameter whose first dimension counts experts."""
+        """This initializer for a parameter whose first dimension counts experts."""
         return Initializer(self.fill, per_expert=True)
 
     def draw(
@@ -77,7 +77,7 @@ def seeded_generator(seed: int, name: str, expert: int | None = None) -> Generat
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()
-    # torch's CPU generator uses the low 32 bits of a seed and drops the rest; four bytes say so.
+    # Four bytes, since torch's CPU generator uses only the low 32 bits of a seed.
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
 
 
@@ -100,7 +100,7 @@ def uniform(bound: float) -> Initializer:
 
 
 def constant(number: float) -> Initializer:
-    """The same number everywhere.
+    """Every element the same number.
 
     Args:
         number: The value.

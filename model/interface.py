@@ -1,4 +1,4 @@
-"""What a block asks of its feed-forward, whatever its kind.
+"""The interface between a block and its feed-forward of any kind.
 
 Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, N experts.
 """
@@ -16,22 +16,22 @@ from model.output import RoutingStats
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardContext:
-    """What a model tells each of its feed-forwards, whatever their kind."""
+    """Settings of the model that every kind of feed-forward gets."""
 
     hidden_size: int
     """Width D of the input and the output."""
     bias: bool
     """Whether linear layers have one."""
     dropout: float
-    """Probability, of the output."""
+    """Dropout probability of the output."""
     initializer_std: float
-    """Of a weight that is not the last before the residual."""
+    """Standard deviation of initial weights, but for those before the residual stream."""
     residual_std: float
-    """Of a weight whose output is added to the residual stream."""
+    """Standard deviation of initial weights whose output is added to the residual stream."""
     num_heads: int | None = None
-    """Of the attention in the same block; None in a model without attention."""
+    """Heads of the attention in the same block; None in a model without attention."""
     causal: bool = True
-    """Whether a token must not know of later ones, as in a language model."""
+    """Whether a token must not depend on later ones, as in a language model."""
 
 
 def refuse_autocast(x: Tensor, what: str) -> None:
@@ -39,7 +39,7 @@ def refuse_autocast(x: Tensor, what: str) -> None:
 
     Args:
         x: What is computed with.
-        what: Who computes, for the error.
+        what: What the error calls the layer.
 
     Raises:
         RuntimeError: Autocast is on, on the tensor's device.
@@ -53,16 +53,15 @@ def refuse_autocast(x: Tensor, what: str) -> None:
 
 
 class FeedForward(nn.Module, ABC):
-    """The interface: views of the block's state in, the output and what the router did out."""
+    """The base of all feed-forwards."""
 
     def attention_head(self) -> Tensor | None:
-        """Which head of the block's attention `forward` is to be told about, with what attention
-        did on the whole.
+        """The head of the block's attention that `forward` needs the trace of.
 
-        Asked before attention runs, and meant until `update` is called.
+        The block asks before attention runs. The answer changes only in `update`.
 
         Returns:
-            [1], its index among those of this process; None: nothing is read of the attention.
+            [1], its index among those of this process; None: `forward` needs no trace.
         """
         return None
 
@@ -79,9 +78,8 @@ class FeedForward(nn.Module, ABC):
         Args:
             normalized_BTD: The residual stream after the block's LayerNorm.
             residual_BTD: The residual stream before it, which the gate of a muMoE reads.
-            attention: What the block's attention did, if `attention_head` names one.
-            cache: In generation: what this feed-forward keeps of earlier tokens, to which these
-                are added.
+            attention: The trace of the block's attention, if `attention_head` names a head.
+            cache: In generation: what this feed-forward stores of earlier tokens; these are added.
 
         Returns:
             The output [B, T, D], before it is added to the residual stream, and the routing
@@ -92,7 +90,7 @@ class FeedForward(nn.Module, ABC):
         """The directions of the gate's input that raise each expert's score.
 
         Returns:
-            Of each level of experts [N, D], N experts; empty if it does not route.
+            For each level of experts [N, D], N experts; empty if it does not route.
         """
         return []
 

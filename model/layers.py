@@ -1,8 +1,8 @@
-"""Two layers of PyTorch whose gradients lose nothing in bf16: sums over tokens are in fp32.
+"""Embedding and LayerNorm whose gradients are sums over tokens in fp32, also in bf16.
 
-PyTorch adds the gradients of an embedding's rows up in the weights' precision (on a GPU too, for
-3,072 tokens and fewer), and on a CPU those of a LayerNorm's scale and shift. In bf16 such a sum of
-equal numbers ends at 256 times one of them.
+PyTorch sums the gradients of an embedding's rows in the weights' precision (on a GPU too, for
+3,072 tokens and fewer), and on a CPU those of a LayerNorm's scale and shift. In bf16 a sum of equal
+numbers stops growing at 256 times one of them.
 
 Shapes: V rows of an embedding, D width.
 """
@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, layer_norm
 
 
 class Embedding(nn.Embedding):
-    """As PyTorch's, but for its gradient's sums."""
+    """PyTorch's Embedding, with gradients summed in fp32."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these numbers, [..., D]."""
@@ -54,7 +54,7 @@ class _Embed(torch.autograd.Function):
 
 
 class LayerNorm(nn.LayerNorm):
-    """As PyTorch's, but for its gradients' sums on a CPU."""
+    """PyTorch's LayerNorm, with gradients summed in fp32 on a CPU, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension."""

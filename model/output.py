@@ -1,4 +1,4 @@
-"""What comes out of a model: logits, and what every routed feed-forward did with its tokens.
+"""The output of a model: logits, and the routing statistics of every routed feed-forward.
 
 Both types are NamedTuples, because those pass through the DeepSpeed engine, activation
 recomputation and `torch.compile` unchanged. Statistics are returned and never stored on a module: a
@@ -17,8 +17,8 @@ class RoutingStats(NamedTuple):
     """The statistics of one routed feed-forward over one forward pass."""
 
     name: str
-    """Where the feed-forward stands in the model, as in its parameter names. A feed-forward leaves
-    it empty and the model fills it in: see `GPT2.forward`."""
+    """The name of the module in the model, as in parameter names. A feed-forward leaves it empty,
+    and the model fills it in: see `GPT2.forward`."""
     load_E: Tensor
     """Share of the assignments that each expert received; sums to 1. Of a muMoE: the mean over
     tokens of each coefficient; every level sums to 1."""
@@ -50,7 +50,7 @@ class RoutingStats(NamedTuple):
     """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless its
     gate has a BatchNorm."""
     score_square_S: Tensor | None = None
-    """Mean over tokens of its square."""
+    """Mean over tokens of each expert's squared score; None as `score_mean_S`."""
 
 
 class ModelOutput(NamedTuple):

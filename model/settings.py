@@ -1,4 +1,4 @@
-"""What every model's configuration says of itself, whatever its kind."""
+"""The interface of the configurations of all models."""
 
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
@@ -14,7 +14,7 @@ CutSizes: TypeAlias = list[dict[str, int]]
 
 
 class ModelSettings(Config):
-    """The base of the configurations of models. A sample is what a batch has many of."""
+    """The base of the configurations of models. A batch consists of samples."""
 
     embeddings: ClassVar[tuple[str, ...]] = ()
     """How the names of parameters begin that are embeddings or output heads."""
@@ -28,7 +28,7 @@ class ModelSettings(Config):
     """Whether every block runs through torch.compile."""
 
     def filled(self) -> Self:
-        """With what its own sizes decide filled in, as a rank that matches a number of weights."""
+        """Completed with what its own sizes decide, as a rank that matches a number of weights."""
         return self
 
     def units_per_sample(self) -> int:
@@ -60,11 +60,11 @@ class ModelSettings(Config):
         return DenseFeedForwardConfig()
 
     def left_to_data(self) -> str | None:
-        """The key that the data is yet to fill in; None where all is known."""
+        """The key that the data has to fill in; None if there is none."""
         return None
 
     def in_words(self) -> str:
-        """The model for a person."""
+        """A short description for people."""
         return self.kind
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:

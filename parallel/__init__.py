@@ -1,1 +1,1 @@
-"""Everything that knows of other processes: degrees, communication, ZeRO, sharded checkpoints."""
+"""Training over several processes: parallel layouts, communication, ZeRO, sharded checkpoints."""

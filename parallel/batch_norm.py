@@ -1,4 +1,4 @@
-"""BatchNorm of a gate's scores over data-parallel processes: n of them compute what one computes.
+"""BatchNorm of a gate's scores over all data-parallel processes, with the result of a single one.
 
 Each normalizes by the mean and the variance over the micro-batches of all, which have equally many
 tokens. Sums of two vectors of S numbers are exchanged forward, and their gradients backward.
@@ -18,7 +18,7 @@ from parallel import comm
 
 
 def synchronize_norms(model: nn.Module, world: comm.World) -> None:
-    """Puts norms over all data-parallel processes in the place of those over one, in place.
+    """Replaces each BatchNorm of a model by one over all data-parallel processes, in place.
 
     Args:
         model: on the meta device.
@@ -36,7 +36,7 @@ class SynchronizedBatchNorm(BatchNorm):
     """BatchNorm over the tokens of all data-parallel processes.
 
     Args:
-        whole: the norm over one process's.
+        whole: the norm over the tokens of one process.
         world: this process.
     """
 
@@ -50,7 +50,7 @@ class SynchronizedBatchNorm(BatchNorm):
         """
         here_S, variance_S = super().moments(scores_MS)
         mean_S = _Mean.apply(here_S, self._world)
-        # The variance here is around the mean here: around that of all it is larger.
+        # The local variance is around the local mean; around the mean of all it is larger.
         return mean_S, _Mean.apply(variance_S + (here_S - mean_S).square(), self._world)
 
 

@@ -1,4 +1,4 @@
-"""The process group: its start, its end, and the few exchanges that the training loop needs."""
+"""The process group: its start and end, and the collectives that the training loop needs."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """The ranks and group sizes of this process."""
 
     rank: int
     size: int
@@ -37,27 +37,27 @@ class World:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process among those that share its layers."""
+        """This process's rank among those that share its layers."""
         return self.rank % self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Groups of processes that see different samples."""
+        """The number of groups of processes that see different samples."""
         return self.size // self.tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's group among them."""
+        """The number of this process's group among those that see different samples."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def expert_parallel_rank(self) -> int:
-        """This process among those that have different experts."""
+        """This process's rank among those that have different experts."""
         return self.data_parallel_rank % self.expert_parallel_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes what all share."""
+        """Whether this is the one process that prints, and writes the shared files."""
         return self.rank == 0
 
 
@@ -65,7 +65,7 @@ def environment_world_size() -> int:
     """Processes that torchrun started, 1 without it; reads the environment only.
 
     Raises:
-        LayoutError: the environment is half that of torchrun.
+        LayoutError: the environment has only some of torchrun's variables.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         value = os.environ.get(name)
@@ -86,7 +86,7 @@ def environment_rank() -> int:
 def initialize(
     timeout_minutes: float = 30.0, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
 ) -> World:
-    """Joins the processes that torchrun started, or makes a world of one; a second call is free.
+    """Joins the processes that torchrun started, or makes a world of one; may be called again.
 
     Collectives run over NCCL where there is a GPU for every local process, else over gloo.
 
@@ -136,7 +136,7 @@ def _join_tensor_parallel_group(size: int) -> None:
 
 
 def limit_waiting(timeout_minutes: float) -> None:
-    """Has the collectives of all groups that this process is in wait so long, and no longer.
+    """Sets the timeout of the collectives of all groups that this process is in.
 
     DeepSpeed and megatron-core make groups of their own, whose timeout is torch's default (10
     minutes on NCCL) and not that of the world.
@@ -160,7 +160,7 @@ def collectives_begun() -> dict[str, int]:
 
 
 def shutdown() -> None:
-    """Leaves the process group once every process has come this far."""
+    """Leaves the process group once every process has called this."""
     if dist.is_initialized():
         dist.barrier()  # a peer that still talks to this process would abort
         dist.destroy_process_group()
@@ -181,7 +181,7 @@ def leave(status: int) -> NoReturn:
 
 
 def peer_has_failed() -> bool:
-    """Whether another process of this host has failed: then nothing can be agreed on any more."""
+    """Whether another process of this host has failed: then collectives can only hang."""
     mark = _failure_mark()
     if mark is None:
         return False
@@ -189,13 +189,13 @@ def peer_has_failed() -> bool:
 
 
 def _failure_mark() -> Path | None:
-    """Beside the file in which torchrun expects a process's error, in a folder of its attempt."""
+    """A file that a failed process leaves for its peers, beside torchrun's error files."""
     where = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(where).parent / "polyad-failed" if where else None
 
 
 def seed_random(seed: int, step: int, world: World) -> None:
-    """Starts the random numbers of dropout: its own for each group of other samples."""
+    """Seeds dropout, differently for each group of processes that sees other samples."""
     digest = hashlib.sha256(f"{seed}/{step}/{world.data_parallel_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
@@ -206,7 +206,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Processes of the world."""
+    """The number of processes in the world."""
     return dist.get_world_size()
 
 
@@ -245,31 +245,31 @@ def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def any_rank(condition: bool) -> bool:
-    """Whether the condition holds anywhere: every process gets the same answer."""
+    """Whether the condition holds on any process; the answer is the same on all."""
     return bool(max_over_ranks(torch.tensor(float(condition), device=_device())).item())
 
 
 def highest(number: int) -> int:
-    """The highest of a number of every process: every process gets the same answer."""
+    """The maximum of a number over all processes; the same on all."""
     return int(max_over_ranks(torch.tensor(number, device=_device())).item())
 
 
 def from_main(value: T | None) -> T:
-    """What rank 0 holds, on every process. Small Python values only, made by this program."""
+    """Broadcasts a value of rank 0 (pickled: only small values that this program made)."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=_device())
     return box[0]  # type: ignore[return-value]
 
 
 def from_all(value: T) -> list[T]:
-    """Every rank's value in rank order, on every rank. Small Python values only."""
+    """Every rank's value in rank order, on every rank (pickled, as in `from_main`)."""
     everyone: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone  # type: ignore[return-value]
 
 
 def gather_to_main(value: T) -> list[T] | None:
-    """Every rank's value in rank order, on rank 0; None elsewhere."""
+    """Every rank's value in rank order, on rank 0; None on the others."""
     everyone: list[T | None] | None = (
         [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     )
@@ -279,7 +279,7 @@ def gather_to_main(value: T) -> list[T] | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps off standard output what libraries (and compilers they start) print there.
+    """A context in which libraries, and compilers they start, print nothing to standard output.
 
     Works on the file descriptor, since some of it does not come from Python; standard error
     stays.

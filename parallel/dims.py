@@ -1,4 +1,4 @@
-"""Degrees and ranks: arithmetic only, so that a layout can be checked without a single process."""
+"""Parallel degrees and ranks: arithmetic alone, to check a layout before any process starts."""
 
 from dataclasses import dataclass
 

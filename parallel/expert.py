@@ -52,7 +52,7 @@ def parallelize_experts(layer: SparseMoE, world: comm.World) -> None:
 
 
 def _cut(experts: Experts, name: str, world: comm.World, *, inner: int) -> None:
-    """Leaves of one parameter this process's part: some experts, some of their inner units."""
+    """Reduces a parameter to this process's part: some experts, some of their inner units."""
     whole = getattr(experts, name)
     placement = split_experts(
         tuple(whole.shape),
@@ -65,7 +65,7 @@ def _cut(experts: Experts, name: str, world: comm.World, *, inner: int) -> None:
     with torch.device("meta"):
         part = nn.Parameter(torch.empty(placement.shape))
     part.placement = placement  # type: ignore[attr-defined]
-    # By these names DeepSpeed knows over which processes a gradient and a norm are summed.
+    # DeepSpeed reads these attributes: they say which processes sum a gradient and a norm.
     if world.tensor_parallel_size > 1:
         part.tensor_model_parallel = True  # type: ignore[attr-defined]
     if world.expert_parallel_size > 1:
@@ -75,12 +75,12 @@ def _cut(experts: Experts, name: str, world: comm.World, *, inner: int) -> None:
 
 
 def group_name(expert_parallel_size: int) -> str:
-    """What DeepSpeed calls the groups of processes that share a set of experts."""
+    """DeepSpeed's name of the groups of processes that share a set of experts."""
     return f"ep_size_{expert_parallel_size}"
 
 
 def forget_groups(tensor_parallel_size: int) -> None:
-    """Lets DeepSpeed make its groups of experts anew, if those it has are of another layout."""
+    """Makes DeepSpeed create its expert groups again, if they belong to another layout."""
     import_deepspeed()
     from deepspeed.utils import groups
 
@@ -92,7 +92,7 @@ def forget_groups(tensor_parallel_size: int) -> None:
 
 
 def split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Gives experts parameter groups of their own, as DeepSpeed needs them, in place.
+    """Moves experts into parameter groups of their own, as DeepSpeed requires, in place.
 
     Args:
         optimizer: before its first step.
@@ -135,7 +135,7 @@ class TensorParallelDispatcher(Dispatcher):
     ) -> tuple[Tensor, Plan]:
         """See `Dispatcher.forward`; y is the same on every process."""
         library = tensor_parallel_library()
-        # Up to the reduction a process holds a part of each sum: both inputs sum their gradients.
+        # Each process computes a part of the output, so gradients of both inputs are summed.
         copy = library.copy_to_tensor_model_parallel_region
         y_ND, plan = super().forward(
             copy(tokens_ND),
@@ -147,7 +147,7 @@ class TensorParallelDispatcher(Dispatcher):
 
 
 class _Exchange:
-    """Rows to the processes that have their experts, and back.
+    """Sends rows to the processes that have their experts, and returns the outputs.
 
     Args:
         num_experts: E.
@@ -158,11 +158,11 @@ class _Exchange:
         self.parts, self.experts_here = parts, num_experts // parts
 
     def __call__(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts, group: Any) -> Tensor:
-        """As `Dispatcher.compute`."""
+        """Computes the experts of all rows; see `Dispatcher.compute`."""
         counts_PX = counts_E.view(self.parts, self.experts_here)
         arriving_E = _wait(collectives.all_to_all_single(counts_E, None, None, group))
         arriving_PX = arriving_E.view(self.parts, self.experts_here)
-        # The one place where the host waits for the device.
+        # The only place where the CPU waits for the GPU.
         send, receive = torch.stack([counts_PX.sum(1), arriving_PX.sum(1)]).tolist()
         arrived_MD = _all_to_all(rows_MD, receive, send, group)
         if self.experts_here == 1:
@@ -175,7 +175,7 @@ class _Exchange:
         return _all_to_all(done_MD, send, receive, group)
 
     def _by_expert(self, arriving_PX: Tensor, total: int) -> Plan:
-        """Rows arrive sorted by sender and then by expert; the experts want them by expert."""
+        """A plan to sort the rows by expert: they arrive sorted by sender, then by expert."""
         expert_E = torch.arange(self.experts_here, device=arriving_PX.device).repeat(self.parts)
         expert_M = expert_E.repeat_interleave(arriving_PX.flatten(), output_size=total)
         return make_plan(expert_M.unsqueeze(1), self.experts_here)
@@ -192,7 +192,7 @@ def _wait(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _expert_parallel_dispatcher() -> type:
-    """The class, made when DeepSpeed is there: the engine looks for instances of its `MoE`."""
+    """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, which its engine looks for."""
     import_deepspeed()
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
@@ -231,10 +231,10 @@ def _expert_parallel_dispatcher() -> type:
 
 
 class TensorParallelAttentionGraph(AttentionGraph):
-    """The attention graph where each process has some of the heads.
+    """The attention graph with its heads spread over tensor-parallel processes.
 
-    The process that has the chosen head computes the mixture and the others get it; which one that
-    is depends on a buffer, so all of them run the same operations and none waits to know.
+    The process that has the chosen head computes the mixture, and the others receive it. The choice
+    is in a buffer on the device, and is never read: all processes run the same operations.
 
     Args:
         graph: the whole one.
@@ -248,7 +248,7 @@ class TensorParallelAttentionGraph(AttentionGraph):
         self._first_head = self._heads_here * world.tensor_parallel_rank
 
     def attention_head(self) -> Tensor:
-        """The head, or if it is another process's some head of this one's."""
+        """The chosen head; if another process has it, any head of this process."""
         head = super().attention_head() - self._first_head
         return head.clamp(0, self._heads_here - 1)
 

@@ -34,7 +34,7 @@ Region = Callable[[Tensor], Tensor]
 
 
 def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
-    """Puts a gate and two layers in place of the whole ones that hold this process's part.
+    """Replaces the gate and both layers by ones that hold this process's part.
 
     Args:
         layer: on the meta device.
@@ -48,7 +48,7 @@ def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
 
 
 def _gate_class(layer: MuMoE) -> "type[_CutGate]":
-    """Where gradients of the gate are summed: of what is fewer numbers a token.
+    """The gate class that sums its gradients where they are fewer numbers per token.
 
     Where ranks are mixed in parts, each process has a part of the coefficients' gradient. It is
     summed as it is, or goes on through the gate, which is linear backward, to the gate's input.
@@ -66,7 +66,7 @@ def _replace(module: nn.Module, name: str, placement: Placement) -> None:
 
 
 class _CutLayer(Factorized):
-    """What the parts of all layers have in common.
+    """The base of all cut layers.
 
     A class below for each factorization says what is cut of it, and one for each of the two layers
     of a block what is exchanged; a layer is both.
@@ -81,7 +81,7 @@ class _CutLayer(Factorized):
         self.group = _Group()
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
         axes, shapes = self.rank_axes(), self.factor_shapes(self.sizes)
-        # Cut along its second axis, a narrow mode is as many blocks as its first has, each cut.
+        # A narrow mode cut along its second axis is one cut block for each row of its first.
         self.input_blocks = shapes["input_factor"][1] if axes["input_factor"] == 2 else 1
         self.output_blocks = shapes["output_factor"][0] if axes["output_factor"] == 1 else 1
         for name, shape in shapes.items():
@@ -90,7 +90,7 @@ class _CutLayer(Factorized):
 
     @abstractmethod
     def rank_axes(self) -> dict[str, int]:
-        """The axis of a rank that is cut, by factor; of others every process has the whole."""
+        """The axis of the rank that is cut, by factor; factors that are not named stay whole."""
 
     def placement(self, name: str, shape: tuple[int, ...]) -> Placement | None:
         """Where this process's part of a factor lies; None: every process has the whole."""
@@ -98,12 +98,12 @@ class _CutLayer(Factorized):
         return None if axis is None else split_columns(shape, axis, self.rank, self.parts)
 
     def gather(self, part: Tensor) -> Tensor:
-        """A part of the first layer's narrow modes to all of them."""
+        """Gathers the first layer's narrow modes from all processes."""
         blocks = part.view(part.shape[0], self.input_blocks, -1)
         return self.group.gather(blocks, 2).flatten(1)
 
     def scatter(self, whole: Tensor) -> Tensor:
-        """Sums of the second layer's narrow modes over processes, of which each gets a part."""
+        """Sums the second layer's narrow modes over processes; each receives a part."""
         blocks = whole.view(whole.shape[0], self.output_blocks, -1)
         return self.group.scatter(blocks, 2).flatten(1)
 
@@ -146,7 +146,7 @@ class _CutCP(_CutLayer, CP):
 
 
 class _FirstCP(_FirstLayer, _CutCP):
-    """Mixes its part of the ranks without the others, and gathers after that."""
+    """Mixes its own part of the ranks, and gathers afterwards."""
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
         return Factorized.contract_input(self, self.group.copy(z_MI))
@@ -156,7 +156,7 @@ class _FirstCP(_FirstLayer, _CutCP):
 
 
 class _SecondCP(_SecondLayer, _CutCP):
-    """Gets its part of the sums before mixing."""
+    """Receives its part of the sums before mixing."""
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
         return self.scatter(super().contract_input(z_MI))
@@ -218,7 +218,7 @@ class _SecondTucker(_SecondLayer, _CutTucker):
     pass
 
 
-# A new factorization is cut by two classes and a line here.
+# A new factorization adds two classes and a line here.
 CUT_LAYERS: dict[type[Factorized], tuple[type[_FirstLayer], type[_SecondLayer]]] = {
     CP: (_FirstCP, _SecondCP),
     TensorRing: (_FirstRing, _SecondRing),
@@ -249,21 +249,21 @@ class _CutGate(Gate):
 
 
 class _GateByCoefficients(_CutGate):
-    """Gradients of the coefficients are sums over processes, made at once."""
+    """A gate that sums the gradients of its coefficients over processes at once."""
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
         return [self.group.copy(a_MN) for a_MN in super().mixing_weights(output, dtype)]
 
 
 class _GateByInput(_CutGate):
-    """Gradients of the coefficients are sums, made at the ends: the gate's input and weight."""
+    """A gate that sums gradients later: those of its input and of its weight."""
 
     def scores(self, u_MD: Tensor) -> Tensor:
         return linear(self.group.copy(u_MD), self.group.gather(self.weight, 1))
 
 
 def _collective(name: str) -> Callable[..., Tensor]:
-    """A functional collective of torch: 2.13 calls `_single` what was `_tensor` before."""
+    """A functional collective of torch: its name ends in `_single` from 2.13 on, else `_tensor`."""
     newer: Callable[..., Tensor] | None = getattr(collectives, name.replace("*", "single"), None)
     return newer or getattr(collectives, name.replace("*", "tensor"))
 
@@ -274,25 +274,25 @@ _reduce_scatter_autograd = _collective("reduce_scatter_*_autograd")
 
 
 class _Group:
-    """What tensor-parallel processes do together, forward and backward."""
+    """Collectives of the tensor-parallel processes, with their backward passes."""
 
     def __init__(self) -> None:
         library = tensor_parallel_library()
         self.copy: Region = library.copy_to_tensor_model_parallel_region
-        """The same; gradients are summed."""
+        """Forward the identity; backward the sum."""
         self.sum: Region = library.reduce_from_tensor_model_parallel_region
-        """The sum; gradients stay."""
+        """Forward the sum; backward the identity."""
 
     def gather(self, part: Tensor, axis: int) -> Tensor:
-        """All parts side by side; of the gradients' sum each gets its part."""
+        """Forward gathers all parts; backward each process gets a part of the summed gradients."""
         return _wait(_all_gather_autograd(part, axis, _group()))
 
     def scatter(self, whole: Tensor, axis: int) -> Tensor:
-        """A part of the sum; gradients are gathered."""
+        """Forward each process receives a part of the sum; backward gathers the gradients."""
         return _wait(_reduce_scatter_autograd(whole, "sum", axis, _group()))
 
     def gather_equal(self, part: Tensor, axis: int) -> Tensor:
-        """All parts side by side; gradients are alike on all processes, each takes its part."""
+        """Forward gathers all parts; backward each takes its part: gradients are equal on all."""
         whole: Tensor = _GatherAlike.apply(part, axis)
         return whole
 

@@ -1,8 +1,8 @@
-"""Where a process keeps the weights that it optimizes, under every ZeRO stage.
+"""Which weights a process optimizes, and where it keeps them, under every ZeRO stage.
 
 A fragment is a row-major range of one parameter's elements. Together the fragments of all processes
 cover every parameter; under data parallelism without ZeRO they cover it once per process.
-DeepSpeed's internals are read here and nowhere else (its version is pinned for that reason).
+This is the only file that reads DeepSpeed's internals (its version is pinned for that reason).
 """
 
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ class Fragment:
     """The fp32 tensor that the optimizer steps, under which it keeps its state."""
     state: dict[str, Any]
     position: int
-    """Of the fragment in `key`, in elements."""
+    """First element of the fragment in `key`."""
     start: int
     numel: int
 
     def view(self, field: str) -> torch.Tensor:
         """The fragment's elements of the master weight or of an optimizer state, flat, in place.
 
-        Who writes there calls `Engine.about_to_change` before.
+        Call `Engine.about_to_change` before writing to it.
         """
         whole = self.key if field == MASTER else self.state[field]
         return whole.detach().view(-1)[self.position : self.position + self.numel]
@@ -142,7 +142,7 @@ def _refresh(engine: Engine, held: dict[str, Fragment]) -> None:
         for fragment in held.values():
             partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
             partition[: fragment.numel] = fragment.view(MASTER)
-        optimizer.checkpoint_event_epilogue()  # and gathers them anew
+        optimizer.checkpoint_event_epilogue()  # gathers them again
     else:
         optimizer.update_lp_params()
 
@@ -155,11 +155,11 @@ def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
     )
 
 
-# Each of these gives a function: parameter -> (key, position, start, numel), or None.
+# Each of these returns a function: parameter -> (key, position, start, numel), or None.
 
 
 def _locate_replicated(engine: Engine) -> Any:
-    """Stage 0: all of it on every process; in bf16 DeepSpeed keeps fp32 masters beside."""
+    """Stage 0: the whole parameter on every process; in bf16 with DeepSpeed's fp32 master."""
     working, masters = (
         [p for group in getattr(engine.deepspeed.optimizer, groups, []) for p in group]
         for groups in ("fp16_groups", "fp32_groups")

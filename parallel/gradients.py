@@ -1,7 +1,7 @@
-"""Gradients of a bf16 model at stage 0, added up and summed over processes in fp32.
+"""Gradients of a bf16 model at ZeRO stage 0, accumulated and summed over processes in fp32.
 
-DeepSpeed has no such mode there: it adds micro-batches in bf16, and rounds to bf16 what it has
-summed over processes. At stages 1 to 3 it sums in fp32 where it is asked to, as `zero.py` does.
+DeepSpeed has no such mode at stage 0: it accumulates micro-batches in bf16, and rounds the sum over
+processes to bf16. At stages 1 to 3 it sums in fp32 if its configuration says so; see `zero.py`.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from parallel import comm
 
 
 class Fp32Gradients:
-    """Takes each gradient where autograd leaves it, and hands the masters their mean.
+    """Collects gradients from autograd, and gives the fp32 master weights their mean.
 
     Args:
-        engine: DeepSpeed's, at stage 0 in bf16. It no longer reduces gradients itself.
+        engine: DeepSpeed's, at stage 0 in bf16. Its own reduction of gradients is turned off.
         bucket_size: elements that are summed over processes in one call.
         world: this process.
     """
@@ -34,7 +34,7 @@ class Fp32Gradients:
 
     @torch.no_grad()
     def _add(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when a micro-batch's gradient of a parameter is whole."""
+        """Called by autograd when a parameter's gradient of a micro-batch is complete."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if parameter in self._sums:

@@ -1,4 +1,4 @@
-"""What becomes of freed memory where a model runs on the CPU."""
+"""Settings of glibc's malloc for training on a CPU: freed memory is kept for reuse."""
 
 import ctypes
 import gc
@@ -6,15 +6,15 @@ import os
 import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Environment variables that say how malloc is to do it; then nothing is changed."""
+"""Environment variables by which the user sets malloc; then nothing is changed."""
 LARGEST = 2**31 - 1
 """Bytes of a block that is kept: what `mallopt` can be told."""
 
 
 def keep_freed_memory() -> bool:
-    """Has malloc keep what is freed for what is allocated next, instead of giving it back.
+    """Makes malloc keep freed memory for later allocations, and not return it to the system.
 
     torch has no allocator of its own on a CPU. Every activation and gradient above 32 MiB, and in
     a process that has freed none yet above 128 KiB, is a mapping of its own, which the system fills
@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
     `GLIBC_TUNABLES` of malloc.
 
     Returns:
-        Whether it is so from now on.
+        Whether malloc was changed.
     """
     if sys.platform != "linux" or any(name in os.environ for name in OF_THE_USER):
         return False
@@ -39,7 +39,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Gives back what has been kept, so that what comes next finds no heap in pieces.
+    """Returns kept memory to the system, so that later allocations do not meet a fragmented heap.
 
     Does nothing without glibc.
     """

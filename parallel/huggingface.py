@@ -28,7 +28,7 @@ _ROWS = 4096
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Whether a path is such a folder and no checkpoint or run of ours."""
+    """Whether a path is a Hugging Face folder, and neither a checkpoint nor a run of Polyad."""
     return (path / CONFIG_FILE).is_file() and not (path / "manifest.json").exists()
 
 
@@ -55,11 +55,11 @@ class HuggingFaceWeights(FolderWeights):
         return self.config
 
     def stored(self, name: str) -> tuple[str, bool]:
-        """Theirs, and whether it is a `Conv1D`'s."""
+        """Hugging Face's name, and whether it is the transposed weight of a `Conv1D`."""
         return their_tensor(name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """There is none in such a model."""
+        """Always raises: such a model has no buffers."""
         raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
 
     def check_config(self, config: ModelSettings) -> None:
@@ -124,7 +124,7 @@ class HuggingFaceWeights(FolderWeights):
         if head.get_shape() != embedding.get_shape():
             return False
         return all(
-            # A run that went wrong has left NaN in both, which equals nothing.
+            # A diverged run has NaN in both, which are not equal to each other.
             torch.allclose(
                 head[row : row + _ROWS].double(),
                 embedding[row : row + _ROWS].double(),

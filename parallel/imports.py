@@ -1,4 +1,4 @@
-"""The libraries that a run needs, imported at one point: what a start spends on them is known."""
+"""Imports the libraries that a run needs at one point, so that their time can be measured."""
 
 from importlib import import_module
 
@@ -6,11 +6,11 @@ from data.text.indexed import indexed_dataset, quick_import, sample_index_helper
 from parallel.zero import import_deepspeed
 
 LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
-"""What any optimizer of torch, and any ZeRO optimizer of DeepSpeed, imports when it is made."""
+"""Modules that optimizers of torch and DeepSpeed import only when they are constructed."""
 
 
 def import_libraries() -> None:
-    """Imports what building an engine and the first step would import in their midst.
+    """Imports what building an engine and the first step would import later.
 
     DeepSpeed's Muon, which nothing here uses, would bring torch's compiler; see `quick_import`.
     """

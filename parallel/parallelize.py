@@ -1,4 +1,4 @@
-"""One ordered function that turns a model on paper into an engine over all processes."""
+"""Turns a model on the meta device into an engine over all processes, step by step."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,7 @@ class InitialWeights:
             return torch.zeros(size)
         box = [slice(a, a + n) for a, n in zip(offset, size, strict=True)]
         experts = None
-        if has_experts(self._model, name):  # those of other processes are not even drawn
+        if has_experts(self._model, name):  # draws only the experts of this process
             experts = range(offset[0], offset[0] + size[0])
             box[0] = slice(None)
         if (name, experts) != self._last:
@@ -71,7 +71,7 @@ class InitialWeights:
         return self._value[tuple(box)]
 
     def step(self, name: str) -> float:
-        """None taken."""
+        """0: a new run has done no steps."""
         return 0.0
 
     def buffer(self, name: str) -> torch.Tensor:
@@ -162,7 +162,7 @@ def parallelize(
 
 
 def _copies(parameter: nn.Parameter, world: comm.World) -> int:
-    """How many processes hold the same part of a parameter, but for ZeRO."""
+    """How many processes hold the same part of a parameter, before ZeRO shards it."""
     placement = placement_of(parameter)
     alike = world.data_parallel_size // placement.expert_parallel_size
     return alike * world.tensor_parallel_size if placement.replicated else alike

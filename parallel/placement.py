@@ -1,4 +1,4 @@
-"""Which part of a global tensor a process's shard is.
+"""Which part of a global tensor a process's shard holds.
 
 A shard is made of pieces: runs of its rows (the first dimension), each of them a box of the global
 tensor. A column-parallel weight is one piece, a fused q, k, v weight three; rows in no piece are
@@ -20,7 +20,7 @@ class Piece:
     first_row: int
     num_rows: int
     origin: tuple[int, ...]
-    """Of its first element, in the global tensor."""
+    """Position of its first element in the global tensor."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Placement:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Placement":
-        """A parameter that every process has the whole of, but for ZeRO."""
+        """The placement of a parameter that is not cut: each process has the whole, before ZeRO."""
         rows = shape[0] if shape else 1
         return cls(shape, shape, (Piece(0, rows, (0,) * len(shape)),), True)
 
@@ -132,7 +132,7 @@ def split_fused(shape: tuple[int, ...], fused: int, rank: int, parts: int) -> Pl
 
 
 def split_rows_and_rest(shape: tuple[int, ...], rows: int, rank: int, parts: int) -> Placement:
-    """An equal part of the first rows; what is below these goes to the last part.
+    """An equal part of the first rows; the rows below them go to the last part.
 
     The others have padding there: ZeRO's parts of what is replicated fall in the same places on
     every process only if all of them have as many numbers.

@@ -1,6 +1,6 @@
-"""Between the gradient and the weights: the last look at a step, and whether it is refused.
+"""Hooks between the gradient and the update of the weights, which may refuse a step.
 
-What happens to a refused step is what happens to one that is not finite: nothing changes.
+A refused step changes nothing, as a step that is not finite.
 """
 
 import math
@@ -22,7 +22,7 @@ def above(norm: float, limit: float) -> bool:
 
     Args:
         norm: of the gradient.
-        limit: the same on all processes; infinite: nothing is exchanged.
+        limit: the same on all processes; if it is infinite, nothing is exchanged.
     """
     return math.isfinite(limit) and comm.any_rank(not norm <= limit)
 
@@ -41,13 +41,13 @@ class StageZeroHook:
         self.refuse_above = math.inf
         self.grad_norm: float | None = None
         self.refused = False
-        """Whether the last step was; in bf16 DeepSpeed's optimizer around this one does not ask."""
+        """Whether the last step was refused; DeepSpeed's bf16 optimizer does not know it."""
         self.gradients: Fp32Gradients | None = None
-        """In bf16: where the gradients of the masters come from."""
+        """In bf16: the source of the master weights' gradients."""
         self._copies, self._is_cut = copies, any(n != world.size for n in copies)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Called by the optimizer."""
+        """Called by the optimizer before its step."""
         if self.gradients is not None:
             self.gradients.reduce()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -65,19 +65,19 @@ class StageZeroHook:
             torch._foreach_mul_(gradients, self.clip_grad_norm / (self.grad_norm + 1e-6))
 
     def _norm(self, parameters: list[Any]) -> torch.Tensor:
-        """Over all processes, where they hold different parts: what several hold counts once."""
-        # In bf16 these are DeepSpeed's fp32 masters: of the model's parameters the order alone is
-        # left, and by it the number of copies.
+        """The norm over all processes; a part that several processes hold counts once."""
+        # In bf16 these are DeepSpeed's fp32 masters, in the order of the model's parameters, which
+        # the numbers of copies are listed in, too.
         pairs = [(p.grad, n) for p, n in zip(parameters, self._copies, strict=True)]
         shares = [g.float().square().sum() / n for g, n in pairs if g is not None]
         return comm.sum_over_ranks(torch.stack(shares).sum()).sqrt()
 
 
 class ZeroHook:
-    """In DeepSpeed's step at stages 1 to 3, which has no place for a hook.
+    """Refuses steps at stages 1 to 3, where DeepSpeed's optimizers offer no hook.
 
     Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
-    and skips the step if that says so. While a step is taken the question comes here.
+    and skips the step if the answer is true. During a step this class answers instead.
 
     Args:
         optimizer: DeepSpeed's, around ours.
@@ -86,16 +86,16 @@ class ZeroHook:
     def __init__(self, optimizer: Any) -> None:
         self.refuse_above = math.inf
         self.refused = False
-        """Whether DeepSpeed does not know that it was; it always does."""
+        """Always False: DeepSpeed itself knows whether the last step was refused."""
         self.grad_norm: float | None = None
-        """Of a step that was refused for its norm; DeepSpeed knows that of any other."""
+        """The norm of a refused step; DeepSpeed keeps that of any other step."""
         self.replicas = 1
-        """What DeepSpeed's sums of gradients are divided by; 1 where they are means already."""
+        """Divisor of DeepSpeed's gradients: 1 where they are means, else the number of summands."""
         module: Any = sys.modules[type(optimizer).__module__]
         is_invalid, step = module.is_invalid_grad_norm, optimizer.step
 
         def judge(norm: Any) -> bool:
-            module.is_invalid_grad_norm = is_invalid  # what is asked later is something else
+            module.is_invalid_grad_norm = is_invalid  # answers one call only
             invalid = is_invalid(norm)
             if above(math.nan if invalid else float(norm), self.refuse_above):
                 self.grad_norm = None if invalid else float(norm)

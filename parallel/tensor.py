@@ -48,7 +48,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
 
 
 def _swap(parent: nn.Module, name: str, layer: nn.Module) -> None:
-    """Puts a parallel layer where the module's type promises torch's."""
+    """Replaces a layer; the parallel one is not of the type that the attribute declares."""
     parent._modules[name] = layer
 
 
@@ -165,19 +165,19 @@ class _Layers:
 
 
 def cut(parameter: nn.Parameter, placement: Placement) -> None:
-    """Says of a parameter that it is this process's part, and of what.
+    """Marks a parameter as this process's part of a global tensor.
 
     Args:
         parameter: of the shard's shape.
         placement: the shard in the global tensor.
     """
     parameter.placement = placement  # type: ignore[attr-defined]
-    # By this name DeepSpeed knows what it must sum over these processes for a norm.
+    # DeepSpeed reads this attribute: the norm of such a parameter is summed over the processes.
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def _without_bias_output(kind: type) -> type:
-    """A megatron layer that returns its output, as a layer of torch does, and not a pair."""
+    """A megatron layer that returns its output alone, as a layer of torch, not (output, bias)."""
 
     class Layer(kind):
         def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ class TensorParallelAttention(CausalSelfAttention):
 
 
 class Mpu:
-    """What DeepSpeed asks about tensor parallelism, answered by megatron-core."""
+    """The interface that DeepSpeed asks about tensor parallelism, answered by megatron-core."""
 
     def __init__(self) -> None:
         from megatron.core import parallel_state
@@ -268,11 +268,11 @@ class Mpu:
         return self._state.get_tensor_model_parallel_group()
 
     def get_model_parallel_rank(self) -> int:
-        """This process among them."""
+        """This process's rank among those."""
         return self._state.get_tensor_model_parallel_rank()
 
     def get_model_parallel_world_size(self) -> int:
-        """How many they are."""
+        """The number of processes that share every layer."""
         return self._state.get_tensor_model_parallel_world_size()
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -280,13 +280,13 @@ class Mpu:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> Any:
-        """Processes that hold the same part."""
+        """Processes that hold the same part of the model and see different samples."""
         return self._state.get_data_parallel_group()
 
     def get_data_parallel_rank(self) -> int:
-        """This process among them."""
+        """This process's rank among those that see different samples."""
         return self._state.get_data_parallel_rank()
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """The number of processes that see different samples."""
         return self._state.get_data_parallel_world_size()

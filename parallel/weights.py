@@ -1,4 +1,4 @@
-"""A model's weights, whoever wrote them: a checkpoint, Hugging Face, or plain safetensors."""
+"""Opens a model's weights in any format: a checkpoint, Hugging Face, or plain safetensors."""
 
 from pathlib import Path
 from typing import TypeAlias
@@ -14,7 +14,7 @@ from parallel.plain_weights import PlainWeights, is_plain_folder
 from parallel.zero import DTYPES, Precision
 
 Weights: TypeAlias = Checkpoint | HuggingFaceWeights | PlainWeights
-"""A model's weights, whoever wrote them: names, shapes and whole tensors, one at a time."""
+"""A model's weights in any format: names, shapes and whole tensors, one at a time."""
 
 
 def open_weights(path: Path) -> Weights:
@@ -50,7 +50,7 @@ def load_model(
     """A model with the weights that a path means, on one device, in evaluation mode.
 
     Args:
-        path: as of `open_weights`.
+        path: as in `open_weights`.
         device: where it goes.
         precision: of its parameters.
 

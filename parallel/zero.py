@@ -28,11 +28,11 @@ DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StepResult(NamedTuple):
-    """What became of an optimizer step, the same on every process."""
+    """The outcome of an optimizer step, the same on every process."""
 
     applied: bool
-    """False if any process had a loss or gradient that is not finite, or if the norm was refused:
-    nothing changed then."""
+    """False if any process had a loss or gradient that is not finite, or if the step was refused:
+    then nothing changed."""
     grad_norm: float
     """L2 norm of the whole gradient before clipping; infinite or NaN if something was not finite.
     """
@@ -54,7 +54,7 @@ def import_deepspeed() -> Any:
     logger.setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that newer torch renames, thousands of times.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    deepspeed.ops.__compatible_ops__ = {}  # of what could be compiled: nothing
+    deepspeed.ops.__compatible_ops__ = {}  # skips the probe for what could be compiled
     return deepspeed
 
 
@@ -76,7 +76,7 @@ def deepspeed_config(
     """
     stage = parallel.zero_stage
     bucket = min(parallel.bucket_size, max(num_parameters, 1))
-    bucket += bucket % 2  # stage 2 refuses an odd one
+    bucket += bucket % 2  # stage 2 refuses an odd size
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
@@ -136,12 +136,12 @@ class Engine:
         if self.stage == 0:
             hook = StageZeroHook(clip_grad_norm, copies, world)
             optimizer.register_step_pre_hook(hook)
-        # At every stage DeepSpeed has this optimizer change masters and moments, and only after
-        # that changes the weights of the forward pass. The norm has been judged by then.
+        # At every stage DeepSpeed lets this optimizer change masters and moments, and changes the
+        # weights of the forward pass after that. Before it, the norm has been checked.
         optimizer.register_step_pre_hook(lambda *_: self.about_to_change())
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            deepspeed.utils.groups.mpu = None  # of an engine that this process had before
+            deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
             dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
             self.deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=config, mpu=mpu
@@ -154,12 +154,12 @@ class Engine:
         self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
 
     def _average_in_fp32(self, bucket_size: int) -> None:
-        """Where DeepSpeed rounds bf16 gradients on the way to their mean: another way."""
+        """Averages gradients in fp32 at the stages where DeepSpeed would round them to bf16."""
         if isinstance(self._hook, StageZeroHook):
             self._hook.gradients = Fp32Gradients(self.deepspeed, bucket_size, self.world)
         elif self.stage == 2:
-            # It would divide them by the number of processes in bf16, before it sums in fp32, which
-            # rounds unless that is a power of two.
+            # DeepSpeed would divide by the number of processes in bf16 before it sums in fp32,
+            # which rounds unless the number is a power of two.
             self.deepspeed.optimizer.gradient_average = False
             self._hook.replicas = self.world.data_parallel_size
 
@@ -177,31 +177,31 @@ class Engine:
         self.deepspeed.train(mode)
 
     def no_grad(self) -> AbstractContextManager[None]:
-        """For evaluation through the engine."""
+        """A context without gradients, for evaluation."""
         return torch.no_grad()
 
     def before_change(self, callback: Callable[[], None]) -> None:
-        """Has something called before weights, masters or moments change the next time, once.
+        """Registers a function to be called once, before weights, masters or moments change next.
 
         They change in an optimizer's step that is applied, after the forward and backward passes,
         and in `fill`; buffers (running means, biases that balance experts) change in between.
-        Until the call comes, anybody may read weights, masters and moments in a thread.
+        Until the call, a thread may read weights, masters and moments.
 
         Args:
-            callback: the same one is called once, however often it is given. It must not exchange
-                anything with other processes: not all of them may be here.
+            callback: called once even if it is registered several times. It must not communicate:
+                not every process may have registered one.
         """
         if callback not in self._before_change:
             self._before_change.append(callback)
 
     def about_to_change(self) -> None:
-        """To be called by whoever is about to change weights, masters or moments."""
+        """Call this before changing weights, masters or moments."""
         callbacks, self._before_change = self._before_change, []
         for callback in callbacks:
             callback()
 
     def largest_weight(self) -> float:
-        """The largest magnitude among the weights that this process computes with; maybe NaN."""
+        """The largest magnitude of this process's weights; NaN if a weight is NaN."""
         tensors = [getattr(p, "ds_tensor", p).detach() for p in self.module.parameters()]
         norms = torch._foreach_norm([t for t in tensors if t.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max().item()
@@ -215,7 +215,7 @@ class Engine:
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
     def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
-        """Follows every `backward`; the last one of a window changes the weights.
+        """Call it after every `backward`; the last call of a step changes the weights.
 
         Args:
             learning_rate: for all parameters.

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Console:
-    """One line that renews itself on a terminal, or a line each in a file."""
+    """A line that is overwritten on a terminal; in a file each text is a line of its own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._live = stream, stream.isatty()
@@ -29,7 +29,7 @@ class Console:
         self._shown = len(line[:width])
 
     def end(self) -> None:
-        """Leaves the last line standing."""
+        """Ends the line, so that what is printed next does not overwrite it."""
         if self._live and self._shown:
             print(file=self._stream, flush=True)
         self._shown = 0

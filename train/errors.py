@@ -1,4 +1,4 @@
-"""How a command ends when it does not succeed. The exit statuses of `polyad` in one place.
+"""Errors that end a command, and the exit statuses of `polyad`.
 
 0        done
 1        the run failed, or the program has a fault (then with a traceback)
@@ -9,7 +9,7 @@
          saved the step that it was in, if there was time, and the same command goes on from there
 
 A scheduler starts a run again after 75, 138 and 143, and after 137 (a process was killed); 1 and 2
-want somebody to look. Under `polyad launch` torchrun starts the processes again by itself after 75
+need a person to look. Under `polyad launch` torchrun starts the processes again by itself after 75
 and 137, as often as --max-restarts says, and never after 128 + n for these three signals.
 """
 
@@ -17,15 +17,15 @@ import re
 import signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Those that ask a command to end; every command that trains treats them alike."""
+"""Signals that ask a command to end; every command that trains treats them alike."""
 
 STALLED = 75
 """EX_TEMPFAIL of sysexits.h: a failure that may be gone when one tries again."""
 
 MAX_SHOWN = 200
-"""Characters of a value in an error."""
+"""Characters of a value that an error shows at most."""
 MAX_LINE = 1800
-"""Characters of an error."""
+"""Characters that an error has at most."""
 _LONG = re.compile(
     rf"(?<![\w'])'[^']{{{MAX_SHOWN + 1},}}'(?!\w)"  # a string as Python quotes it
     rf'|(?<![\w"])"[^"]{{{MAX_SHOWN + 1},}}"(?!\w)'

@@ -1,4 +1,4 @@
-"""`polyad train`: wires a run together, in the order of the data's way. Nothing else."""
+"""`polyad train`: opens the inputs of a run, builds its parts in order, and starts the loop."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
         Where the run stands at its end.
     """
     startup = Startup()
-    startup.lap("imports")  # since the process began
+    startup.lap("imports")  # the first lap begins with the process itself
     with StopSignals(comm.environment_world_size(), launched=launched) as stop:
         return _run(path, overrides, startup, stop)
 
@@ -86,7 +86,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     watchdog = Watchdog(plan.folder, world, config.monitor.stall_minutes)
     hooks = _hooks(engine, saver, plan, kept, memory, stop, watchdog)
     if plan.resume is not None and hooks.fluctuation and state.step < config.train.steps:
-        hooks.fluctuation()  # the weights are those of the checkpoint that the next one follows
+        hooks.fluctuation()  # routing at this checkpoint, which the next one is compared with
     startup.lap("run_folder")
     stop.wait_for_steps()
     data_check = DataCheck(plan.task.stored(), world, stop.fail)
@@ -107,7 +107,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
                 metrics=metrics,
             ).run()
             if signal:
-                comm.barrier()  # everybody has saved
+                comm.barrier()  # until all processes have saved
                 stop.stop(signal)
             data_check.finish()
             stop.end_if_failed()

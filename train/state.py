@@ -21,12 +21,12 @@ class TrainState:
     """Steps left out because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
     recent_losses: list[float] = field(default_factory=list)
-    """Of the last steps that were applied: what a spike is measured by."""
+    """Losses of the last steps that were applied, which tell what a spike is."""
     recent_grad_norms: list[float] = field(default_factory=list)
     spikes: int = 0
     """Steps whose loss or gradient stood out, whatever was done about it."""
     spikes_in_a_row: int = 0
-    """Steps skipped for that without one in between that was applied."""
+    """Steps skipped for a spike since the last step that was applied."""
     left_out: list[int] = field(default_factory=list)
     """Global batches that the run went back to a checkpoint without; see `data.batches`."""
     unfinished: dict[str, Any] | None = None
@@ -37,7 +37,7 @@ class TrainState:
     """Time spent in training steps, over all processes' lives."""
     data_fingerprint: str = ""
     tokenizer_fingerprint: str | None = ""
-    """None in a checkpoint that was made of a model without a tokenizer."""
+    """None in a checkpoint that was converted from a model without a tokenizer."""
     end_of_text: str | None = None
     """The token that ends each document of the data."""
     vocab_size: int = 0
@@ -51,7 +51,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":
-        """What `to_json` gave; keys of other versions are left out."""
+        """The state that `to_json` wrote; keys that other versions wrote are ignored."""
         known: dict[str, Any] = {
             name: list(values[name]) if isinstance(values[name], tuple) else values[name]
             for name in cls.__dataclass_fields__

@@ -1,4 +1,4 @@
-"""Attacked text: the documents of a split with words replaced, encoded as they were."""
+"""Attacked text: the documents of a split with words replaced, and encoded again."""
 
 import random
 import re
@@ -15,7 +15,7 @@ from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 from data.text.writer import BATCH_CHARACTERS, SplitWriter
 
 REPLACEMENT = "AAA"
-"""As in TextAttack's word swap, which the papers use."""
+"""The word of TextAttack's word swap, which the papers use."""
 _WORD = re.compile(r"\S+")
 
 
@@ -24,7 +24,7 @@ class Swapped(NamedTuple):
 
     text: str
     words: int
-    """That it has."""
+    """Words of the text."""
     replaced: int
     """Of these."""
 
@@ -77,9 +77,9 @@ class AttackedSplit(NamedTuple):
 
     stream: TokenStream
     info: SplitInfo
-    """Of the attacked text: its tokens, words and bytes."""
+    """Counts of the attacked text: its tokens, words and bytes."""
     words: int
-    """That were there."""
+    """Words of the split."""
     replaced: int
     """Of these."""
 
@@ -135,7 +135,7 @@ def _documents(
 
 
 def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Documents and the number of the first, as much text at a time as is encoded at once."""
+    """Batches of documents, each with the number of its first; a batch is encoded at once."""
     batch: list[str] = []
     first, characters = 0, 0
     for text in texts:

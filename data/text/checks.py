@@ -1,4 +1,4 @@
-"""What opening a prepared folder checks, in a time that does not grow with its files."""
+"""Checks at the opening of a prepared folder, in a time that does not grow with its files."""
 
 import os
 import struct
@@ -25,11 +25,11 @@ from data.text.manifest import (
 AGAIN = "of another data set or damaged; prepare the data again"
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _TYPE_CODES = {"uint16": 8, "int32": 4}
-"""megatron-core's numbers."""
+"""Codes of types in megatron-core's format."""
 
 
 def check_prepared(folder: Path) -> None:
-    """Checks that a folder is one of prepared data, whole or not.
+    """Checks that a folder holds prepared data, complete or not.
 
     Args:
         folder: The folder.
@@ -100,7 +100,7 @@ def check_split(folder: Path, name: SplitName, manifest: Manifest) -> None:
 
 
 def check_tokens_size(folder: Path, name: SplitName, manifest: Manifest) -> Path:
-    """Gives the .bin file of a split, which is there and as long as it should be.
+    """Returns the .bin file of a split, after checking that it exists and has the right size.
 
     Raises:
         DataError: It is not.
@@ -110,7 +110,7 @@ def check_tokens_size(folder: Path, name: SplitName, manifest: Manifest) -> Path
 
 
 def check_index_size(folder: Path, name: SplitName, info: SplitInfo) -> Path:
-    """Gives the .idx file of a split, which is there and as long as it should be.
+    """Returns the .idx file of a split, after checking that it exists and has the right size.
 
     Raises:
         DataError: It is not.
@@ -181,7 +181,7 @@ def check_ids(
 
 
 def _ends(path: Path, dtype: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
-    """Tokens of both ends; a scan of everything would read everything."""
+    """Tokens of both ends of a file; checking all tokens would read the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(END_BYTES)
@@ -190,7 +190,7 @@ def _ends(path: Path, dtype: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> Path:
-    """Gives the tokenizer's file, which is the one that made the tokens.
+    """Returns the tokenizer's file, after checking that it is the one that made the tokens.
 
     Args:
         folder: The folder.
@@ -214,7 +214,7 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> Path:
             f"{path}: not the tokenizer that made these tokens (fingerprint {found[:12]}..., "
             f"{MANIFEST_FILE} says {info.fingerprint[:12]}...)"
         )
-    if info.vocab_size > size:  # each entry takes more than a byte
+    if info.vocab_size > size:  # impossible, since each entry takes more than a byte
         raise DataError(
             f"{path}: cannot have the tokenizer.vocab_size: {info.vocab_size} of {MANIFEST_FILE}"
         )

@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 # Test suites repeat the library's own lines and hold deliberately broken files; the package
-# folders belong to whoever installed into them, so that two machines would differ.
+# folders hold installed packages, which differ between machines.
 LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )

@@ -18,7 +18,7 @@ from data.text.verification import bytes_to_verify, verify_files
 
 
 class TokenStream:
-    """The tokens of one split, document after document, memory-mapped.
+    """The tokens of one split, memory-mapped, document after document.
 
     The files are opened at the first read, so that a stream can be handed to another process
     before or after it.

@@ -15,11 +15,11 @@ from data.text.readers import READERS, TEXT_READERS, Reader, read_module, read_t
 from data.text.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
-"""The source that every machine has: see `data/text/corpus.py`."""
+"""The name of the source that every machine has: see `data/text/corpus.py`."""
 DocumentKind = Literal["files", "lines"]
-"""What a document of a text file is: all of it, or a line."""
+"""What a document of a text file is: the whole file, or a line."""
 FileFormat = Literal["text"]
-"""What files are, whatever their names end in."""
+"""A format of files that is used whatever their names end in."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class FileSource:
 
     @property
     def has_text_files(self) -> bool:
-        """Whether a file is all text, so that what a document is was for the user to say."""
+        """Whether some file is plain text, for which the user chooses what a document is."""
         return any(file.read in TEXT_READERS.values() for file in self.files)
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
-        """Tells whether documents are too few to be dealt out.
+        """Tells whether the source is plain text of too few documents to be dealt out.
 
         Args:
-            count: How many would do.
+            count: How many documents are enough.
 
         Returns:
             Whether all files are text, with fewer documents than this. Files are not read for it,
@@ -153,12 +153,12 @@ def open_splits(
     if not spec:  # the current folder would be meant otherwise
         raise DataError("the source is empty; a name or a path is needed")
     try:
-        wanted = find_dataset(spec)
-        if wanted is None:
+        dataset = find_dataset(spec)
+        if dataset is None:
             return {"train": _open_files(spec, text_key, documents, file_format)}
     except OSError as error:
         raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
-    splits = open_dataset(wanted, text_key=text_key, streaming=streaming)
+    splits = open_dataset(dataset, text_key=text_key, streaming=streaming)
     if "train" not in splits:
         raise DataError(f"{spec}: no train split; it has {', '.join(splits) or 'none'}")
     return splits
@@ -173,7 +173,7 @@ def open_source(
     documents: DocumentKind = "files",
     file_format: FileFormat | None = None,
 ) -> Source:
-    """Finds what is behind a source's name or path; reads none of it.
+    """Opens the source of a name or path, without reading its text.
 
     Args:
         spec: `python-stdlib`; a `.txt`, `.jsonl`, `.jsonl.gz` or `.parquet` file; a folder,
@@ -247,7 +247,7 @@ def _reader(path: Path, documents: DocumentKind, file_format: FileFormat | None)
 
 
 def _text_files(root: Path, file_format: FileFormat | None) -> list[Path]:
-    """Finds the files of a folder; nothing that looks like text is left out without a word."""
+    """Finds the files of a folder; raises an error rather than ignore what looks like text."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
@@ -260,7 +260,7 @@ def _text_files(root: Path, file_format: FileFormat | None) -> list[Path]:
         found.extend(path for path in paths if _reader(path, "files", file_format))
     if broken := next((path for path in found if not path.exists()), None):
         raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
-    files = (path for path in found if path.is_file())  # a pipe would never end
+    files = (path for path in found if path.is_file())  # not pipes, which never end
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 

@@ -175,12 +175,12 @@ def join_articles(lines: Iterator[str]) -> Iterator[str]:
 
 
 def open_dataset(
-    wanted: HubDataset, *, text_key: str = "text", streaming: bool = False
+    dataset: HubDataset, *, text_key: str = "text", streaming: bool = False
 ) -> dict[SplitName, Source]:
     """Opens a data set; what is on the hub is downloaded into its cache, unless streamed.
 
     Args:
-        wanted: Which one.
+        dataset: Which one.
         text_key: Column of the text.
         streaming: Whether to read what is on the hub without a copy on the disk.
 
@@ -190,11 +190,11 @@ def open_dataset(
     Raises:
         DataError: There is no such data set, configuration or column, or it cannot be reached.
     """
-    with _one_line(wanted.spec, wanted):
-        if wanted.kind == "saved":
-            digest, config, splits = _load_saved(Path(wanted.name))
+    with _one_line(dataset.spec, dataset):
+        if dataset.kind == "saved":
+            digest, config, splits = _load_saved(Path(dataset.name))
         else:
-            digest, config, splits = _load(wanted, streaming)
+            digest, config, splits = _load(dataset, streaming)
     by_article = (config or "").startswith("wikitext-")
     found: dict[SplitName, Source] = {}
     for name in SPLITS:
@@ -203,11 +203,11 @@ def open_dataset(
         rows, columns = splits[name], splits[name].column_names
         if columns is not None:  # a streamed data set may not know before its first row
             if text_key not in columns:
-                raise DataError(_no_column(wanted.spec, text_key, columns))
+                raise DataError(_no_column(dataset.spec, text_key, columns))
             rows = rows.select_columns([text_key])
         size = (splits[name].info.splits or {}).get(name)
         found[name] = DatasetSource(
-            spec=wanted.spec,
+            spec=dataset.spec,
             split=name,
             text_key=text_key,
             total_bytes=(size.num_bytes or 0) if size else 0,
@@ -218,24 +218,24 @@ def open_dataset(
     return found
 
 
-def _load(wanted: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
+def _load(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    arguments: dict[str, Any] = {"path": wanted.name, "name": wanted.config}
-    if wanted.kind == "copy":
-        folder = Path(wanted.name)
-        if wanted.config and not (folder / README).is_file():
+    arguments: dict[str, Any] = {"path": dataset.name, "name": dataset.config}
+    if dataset.kind == "copy":
+        folder = Path(dataset.name)
+        if dataset.config and not (folder / README).is_file():
             # Copied without the page that names configurations: the folders have their names.
-            arguments = {"path": wanted.name, "data_dir": wanted.config}
+            arguments = {"path": dataset.name, "data_dir": dataset.config}
         # Streamed in any case: the library keeps a second copy of what it has loaded once, and
         # would give that again where files of the first have changed since.
         splits = datasets.load_dataset(**arguments, streaming=True)
-        return _listing(folder, wanted.config), wanted.config, dict(splits)
+        return _listing(folder, dataset.config), dataset.config, dict(splits)
     builder = datasets.load_dataset_builder(**arguments)
     splits = datasets.load_dataset(**arguments, streaming=streaming)
-    return f"{builder.config.name}\0{builder.hash}", wanted.config, dict(splits)
+    return f"{builder.config.name}\0{builder.hash}", dataset.config, dict(splits)
 
 
 def _load_saved(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
@@ -265,7 +265,7 @@ def _listing(folder: Path, config: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _one_line(spec: str, wanted: HubDataset | None = None) -> Iterator[None]:
+def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
     """Turns whatever the library raises into an error of one line."""
     try:
         yield
@@ -274,8 +274,8 @@ def _one_line(spec: str, wanted: HubDataset | None = None) -> Iterator[None]:
     except Exception as error:  # bare ones of several libraries: of pyarrow, of the network
         reason = " ".join(str(error).split()) or type(error).__name__
         cause = _network_as_os_error(error)
-        if wanted and wanted.kind == "hub" and isinstance(cause, OSError):
-            reason += f"; {_what_to_do(wanted)}"
+        if dataset and dataset.kind == "hub" and isinstance(cause, OSError):
+            reason += f"; {_what_to_do(dataset)}"
         raise DataError(f"{spec}: {reason}") from cause
 
 
@@ -286,10 +286,10 @@ def _network_as_os_error(error: Exception) -> Exception:
     return ConnectionError(str(error))
 
 
-def _what_to_do(wanted: HubDataset) -> str:
-    config = f":{wanted.config}" if wanted.config else ""
+def _what_to_do(dataset: HubDataset) -> str:
+    config = f":{dataset.config}" if dataset.config else ""
     return (
-        f"where there is a network run `hf download --repo-type dataset {wanted.name} --local-dir "
+        f"where there is a network run `hf download --repo-type dataset {dataset.name} --local-dir "
         f"DIR`, copy DIR here, and name it as --source hub:DIR{config} (HF_HUB_OFFLINE=1 uses only "
         "what is in the cache of HF_HOME, and does not try the network)"
     )

@@ -1,4 +1,4 @@
-"""The one door to `megatron.core.datasets`, opened when it is needed.
+"""The only file that imports `megatron.core.datasets`, when it is needed.
 
 Importing megatron-core takes half a second and warns, several times, about kernels that nothing
 here uses; opening a data set, listing its manifest or training a tokenizer does without it.

@@ -1,4 +1,4 @@
-"""What a prepared folder says about itself: `manifest.json`, written last."""
+"""The description of a prepared folder: `manifest.json`, written last."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from data.errors import DataError
 
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1
-"""Has neither a digest of the manifest itself nor of the .idx files; its folders are still read."""
+"""The version without digests of the manifest itself and of the .idx files; still readable."""
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 MANIFEST_FILE = "manifest.json"
@@ -27,7 +27,7 @@ FILES = frozenset(
         *(f"{name}.{end}" for name in SPLITS for end in ("bin", "idx")),
     }
 )
-"""Everything that a prepared folder may hold."""
+"""All files that a prepared folder may hold."""
 
 LENGTHS_SUFFIX = ".lengths"
 """Of a file that lies beside the others while they are written."""
@@ -194,7 +194,7 @@ class Manifest(Config):
         """
         path = plain_file(folder, MANIFEST_FILE)
         try:
-            if not path.is_file():  # a pipe would never end
+            if not path.is_file():  # not a pipe, which never ends
                 raise ValueError("it is not a file")
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES + 1)
@@ -259,7 +259,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Gives a file of a prepared folder, which nothing leads out of.
+    """Returns a file of a prepared folder, after checking that it does not lead out of it.
 
     The folder itself may be a link, and may lie behind one.
 
@@ -288,7 +288,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def data_fingerprint(splits: dict[SplitName, SplitInfo], tokenizer: TokenizerInfo) -> str:
-    """Names a data set by what training sees of it.
+    """Makes the fingerprint of a data set from what training reads of it.
 
     Args:
         splits: The splits.

@@ -1,4 +1,4 @@
-"""What a run trains on: one prepared folder, or several that are mixed by weight."""
+"""The data of a run: one prepared folder, or several that are mixed by weight."""
 
 import functools
 import hashlib
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """One prepared folder of the data.
 
     Attributes:
-        name: What its validation loss is called by.
+        name: The name of its validation loss.
         share: Of the samples; all shares sum to 1.
         data: The folder.
     """
@@ -150,7 +150,7 @@ class TrainingData:
     def documents(
         self, samples: "TrainingSamples | MixedSamples", numbers: Sequence[int]
     ) -> dict[str, list[int]]:
-        """Says which documents samples have tokens of.
+        """Finds the documents that samples have tokens of.
 
         Args:
             samples: As `samples` gave them.
@@ -204,18 +204,18 @@ class MixedSamples(Dataset[torch.Tensor]):
         return self._sources[source][number]
 
     def documents(self, sample: int) -> list[int]:
-        """Says which documents of its source a sample has tokens of; see `TrainingSamples`."""
+        """Finds the documents of its source that a sample has tokens of; see `TrainingSamples`."""
         source, number = self.place(sample)
         return self._sources[source].documents(number)
 
     def place(self, sample: int) -> tuple[int, int]:
-        """Says where a sample is.
+        """Finds the source of a sample.
 
         Args:
             sample: Its global number, from 0.
 
         Returns:
-            The number of its source, and its number there.
+            The number of its source, and the sample's number in the source.
         """
         if sample < 0:
             raise IndexError(f"sample {sample}")
@@ -270,9 +270,9 @@ def _open(path: str, key: str) -> PreparedData:
 
 
 def _check_tokenizers(first: Part, other: Part, key: str) -> None:
-    ours, theirs = (part.data.manifest.tokenizer.fingerprint for part in (first, other))
-    if ours != theirs:
+    expected, actual = (part.data.manifest.tokenizer.fingerprint for part in (first, other))
+    if expected != actual:
         raise DataError(
-            f"{key}: {other.data.path} was made with tokenizer {theirs[:12]}, {first.data.path} "
-            f"with {ours[:12]}: their token ids mean different things"
+            f"{key}: {other.data.path} was made with tokenizer {actual[:12]}, {first.data.path} "
+            f"with {expected[:12]}: their token ids mean different things"
         )

@@ -34,7 +34,7 @@ SAVE_SECONDS = 30.0
 
 
 class _How(TypedDict):
-    """How every source is read."""
+    """Options for reading every source."""
 
     text_key: str
     streaming: bool
@@ -161,7 +161,7 @@ def prepare(
             chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
             chosen.save(folder / chosen.file_name)
         manifest = _write(sources, chosen, request, folder, progress, resume)
-        if _prepared_before(output, request) is None:  # another call may have been there first
+        if _prepared_before(output, request) is None:  # or another call has prepared it meanwhile
             check_replaceable(output, overwrite=overwrite)
     _summarize(manifest, output, progress)
     return manifest
@@ -173,7 +173,7 @@ def _kind_of_documents(
     documents: DocumentKind,
     file_format: FileFormat | None,
 ) -> DocumentKind | None:
-    """What a document of a text file is; None where there is none, and nobody asked for one."""
+    """What a document of a text file is; None if there are no text files and no option says it."""
     if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
         return documents
     if documents != "files":
@@ -226,13 +226,13 @@ def _write(
     writer = DatasetWriter(folder, tokenizer, *saved)
     done = resume.documents if resume else 0
     trained = training_wanted(request.tokenizer) is not None
-    # A tokenizer that was trained is worth keeping before any text is encoded.
+    # A trained tokenizer is saved before any text is encoded, since training takes long.
     saved_at = -SAVE_SECONDS if trained and not resume else time.monotonic()
     with contextlib.closing(writer):
         progress.start("encoding", sources.total_bytes)
         for number, (split, document) in enumerate(sources.assigned(skipped)):
             if number < done:
-                continue  # read again, and not encoded: a small part of the work
+                continue  # already encoded; reading it again is a small part of the work
             if time.monotonic() - saved_at >= SAVE_SECONDS:
                 states = writer.states()
                 save_resume(folder, request, tokenizer, number, states, writer.held)
@@ -273,7 +273,7 @@ def _write(
 
 
 def _prepared_before(output: Path, request: Request) -> Manifest | None:
-    """Returns the manifest of what is there if it is whole and answers the same request."""
+    """Returns the manifest of existing data if it is complete and of the same request."""
     from data.text.dataset import PreparedData
 
     if not (output / MANIFEST_FILE).is_file():
@@ -281,12 +281,12 @@ def _prepared_before(output: Path, request: Request) -> Manifest | None:
     try:
         manifest = PreparedData.open(output).manifest
     except DataError:
-        return None  # damaged: --overwrite replaces it, and without that it is refused
+        return None  # damaged: replaced with --overwrite, refused without
     return manifest if manifest.request == request else None
 
 
 def _check_words(**given: str | None) -> None:
-    """Refuses what an unset variable of a shell gives, and what the manifest could not hold."""
+    """Refuses empty texts, as of an unset shell variable, and what a manifest cannot hold."""
     for name, text in given.items():
         if text == "" and name != "text_key":
             raise DataError(f"--{name.replace('_', '-')}: is empty")
@@ -310,7 +310,7 @@ def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, flo
 
 def _summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
     request = manifest.request
-    wanted = {
+    is_requested = {
         "train": True,
         "validation": bool(request.validation_fraction),
         "test": bool(request.test_fraction),
@@ -318,7 +318,7 @@ def _summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
     for name in SPLITS:
         split = manifest.splits[name]
         progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
-        if wanted[name] and split.documents == 0:
+        if is_requested[name] and split.documents == 0:
             progress.say(f"warning: too few documents in {request.source} for a {name} split")
     for count, what in (
         (manifest.skipped_empty, "documents without text"),

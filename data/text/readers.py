@@ -51,12 +51,12 @@ def read_text(path: Path, text_key: str) -> Iterator[Part]:
     Raises:
         DataError: A byte is not UTF-8.
     """
-    held = Part("", 0)
+    pending = Part("", 0)
     for text, position in _decoded(path):
-        if held.text:
-            yield held._replace(is_last=False)
-        held = Part(text, position)
-    yield held
+        if pending.text:
+            yield pending._replace(is_last=False)
+        pending = Part(text, position)
+    yield pending
 
 
 def read_lines(path: Path, text_key: str) -> Iterator[Part]:
@@ -90,7 +90,7 @@ def read_lines(path: Path, text_key: str) -> Iterator[Part]:
 
 
 def _decoded(path: Path) -> Iterator[tuple[str, int]]:
-    """Reads a text file as it is, line ends included, with the position behind each part."""
+    """Reads a text file unchanged, line ends included, with the position after each part."""
     position = line = 0
     rest, at_end = b"", False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""How far an interrupted `polyad prepare` came: `resume.json`, in the folder it was writing."""
+"""The progress of an interrupted `polyad prepare`: `resume.json`, in its unfinished folder."""
 
 import os
 from pathlib import Path
@@ -48,7 +48,7 @@ def save_resume(
     splits: dict[SplitName, SplitState],
     held: str = "",
 ) -> None:
-    """Says how far the files are written; what they hold is on the disk before.
+    """Writes how far the files are written, after their content is on the disk.
 
     Args:
         folder: Where the files are.
@@ -75,7 +75,7 @@ def save_resume(
 
 
 def read_resume(folder: Path, request: Request) -> Resume | None:
-    """Looks for where the same request was interrupted.
+    """Reads where the same request was interrupted.
 
     Args:
         folder: Where it wrote.
@@ -94,7 +94,7 @@ def read_resume(folder: Path, request: Request) -> Resume | None:
 
 
 def remove_resume(folder: Path) -> None:
-    """Removes what only an interrupted call would need.
+    """Removes the files that only an interrupted call needs.
 
     Args:
         folder: Where the files are, complete now but for the manifest.

@@ -1,4 +1,4 @@
-"""What every source of text is: documents in an order that is always the same."""
+"""The interface of all sources of text: documents in an order that never changes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

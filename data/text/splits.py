@@ -37,7 +37,7 @@ class Sources(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of all sources together."""
+        """Bytes of all sources together."""
         return sum(source.total_bytes for source in self.by_split.values())
 
 

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Writes a folder so that it appears complete or not at all."""
 
 import contextlib
 import os
@@ -119,7 +119,7 @@ def _take_over(output: Path, host: str, staging: Path, goes_on: Callable[[Path],
         if path == staging and goes_on(path):
             continue
         if not staging.exists() and goes_on(path):
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            with contextlib.suppress(FileNotFoundError):  # another process has taken it
                 path.rename(staging)
             continue
         shutil.rmtree(path, ignore_errors=True)

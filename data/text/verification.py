@@ -1,4 +1,4 @@
-"""Every byte of a prepared folder, read and compared with what the manifest says of it."""
+"""Reads every byte of a prepared folder and compares it with the manifest."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ from data.text.tokenizers.files import load_tokenizer
 T = TypeVar("T")
 Problem: TypeAlias = DataError | OSError
 PIECE_BYTES = 2**20
-"""Read and looked at together: a piece stays in a core's cache."""
+"""Bytes that are read and checked together: a piece stays in a core's cache."""
 
 Read = Callable[[int], None]
 """Called with the number of bytes, whenever some were read. What it raises ends the reading."""
 
 
 class FileReport(NamedTuple):
-    """What reading a file of a prepared folder showed.
+    """The result of reading a file of a prepared folder.
 
     Attributes:
         name: The file's.
@@ -55,7 +55,7 @@ class FileReport(NamedTuple):
 
 
 def bytes_to_verify(folder: Path) -> int:
-    """Says how much `verify_files` will read of the files that grow with the data.
+    """Counts the bytes that `verify_files` will read, of files that grow with the data.
 
     Args:
         folder: The folder.
@@ -67,7 +67,7 @@ def bytes_to_verify(folder: Path) -> int:
 
 
 def unsealed(manifest: Manifest) -> str | None:
-    """Says what cannot be verified of a folder that an earlier version prepared.
+    """Describes what cannot be verified in a folder that an earlier version prepared.
 
     Args:
         manifest: The folder's.
@@ -130,7 +130,7 @@ def _verify_split(
 def _verify_index(
     folder: Path, name: SplitName, manifest: Manifest, read: Read
 ) -> npt.NDArray[np.int64]:
-    """Reads an .idx file; gives where its documents end, as one past the last token of each."""
+    """Reads an .idx file; returns where its documents end, as one past the last token of each."""
     info = manifest.splits[name]
     path = check_index_size(folder, name, info)
     check_index_header(path, info, manifest.dtype)
@@ -196,11 +196,11 @@ def _verify_tokenizer(folder: Path, manifest: Manifest) -> None:
     path = check_tokenizer(folder, manifest)
     tokenizer = load_tokenizer(path, info.end_of_text)
     for key in ("vocab_size", "end_of_text_id"):
-        actual, said = getattr(tokenizer, key), getattr(info, key)
-        if actual != said:
+        actual, recorded = getattr(tokenizer, key), getattr(info, key)
+        if actual != recorded:
             raise DataError(
-                f"{folder / MANIFEST_FILE}: key 'tokenizer.{key}': {said}, but that of {path.name} "
-                f"is {actual}"
+                f"{folder / MANIFEST_FILE}: key 'tokenizer.{key}': {recorded}, but that of "
+                f"{path.name} is {actual}"
             )
 
 

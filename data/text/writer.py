@@ -38,18 +38,18 @@ class _Piece(NamedTuple):
 
 
 class SplitState(Config):
-    """How far a split is written, and how to tell that its files still hold that."""
+    """How far a split is written, and digests to check that its files still hold that."""
 
     documents: int
     tokens: int
     words: int
     bytes: int
     sha256: str
-    """Of the tokens."""
+    """The digest of the tokens."""
     lengths_sha256: str
-    """Of the lengths of documents."""
+    """The digest of the lengths of documents."""
     open_tokens: int = 0
-    """Those of `tokens` that belong to a document which has not ended."""
+    """How many of `tokens` belong to a document that has not ended."""
 
 
 class SplitWriter:
@@ -226,7 +226,7 @@ def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[A
 
 
 class DatasetWriter:
-    """Encodes documents of all splits together and hands each split its own.
+    """Encodes documents of all splits together and writes each to its split.
 
     A batch is encoded by a thread of its own, which needs Python's lock only at its end, while the
     documents of the next one are read and the tokens of the last one are written.

@@ -1,4 +1,4 @@
-"""What the commands of `polyad bench` take on the command line."""
+"""The arguments of the commands of `polyad bench`."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""`polyad bench checkpoint`: what saving costs a run, beside a plain write of the same bytes.
+"""`polyad bench checkpoint`: the cost of saving, compared with a plain write of the same bytes.
 
 One process trains GPT-2 124M. Again and again: a synchronous save, a plain write, an asynchronous
-save during which training goes on, reading it all to verify it, and loading it. Each time another
-one of the writes comes first, and each finds a disk that has nothing left to do. Medians count.
+save during which training goes on, reading it all to verify it, and loading it. The writes take
+turns in coming first, and each begins with an idle disk. Medians are reported.
 """
 
 import mmap
@@ -40,7 +40,7 @@ from train.tasks.cross_entropy import cross_entropy
 from train.tasks.language import TextBatch, text_losses
 
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
-"""Of the synchronous save, and of the plain write."""
+"""Shares of the synchronous save's time, and of the plain write's bandwidth."""
 LEARNING_RATE = 1e-4
 REST = 1.0
 """Seconds; see `bench_checkpoint`."""
@@ -84,7 +84,7 @@ def bench_checkpoint(
         raise ConfigError(f"--folder: {folder}: there is no such folder")
     engine = _engine(config, batch_size)
     trainer = _Trainer(engine, batch_size, sequence_length)
-    trainer.step()  # makes the moments
+    trainer.step()  # creates the optimizer's moments
     with _room_in(folder, engine) as place:
         times, nbytes = _measure(trainer, place, repeats, steps, rest)
     medians = {name: statistics.median(taken) for name, taken in times.items()}
@@ -103,7 +103,7 @@ def bench_checkpoint(
 
 
 class _Trainer:
-    """A run's step on tokens that are always the same."""
+    """A training step on the same tokens each time."""
 
     def __init__(self, engine: Engine, batch_size: int, sequence_length: int) -> None:
         self.engine = engine
@@ -112,7 +112,7 @@ class _Trainer:
         self._tokens = torch.randint(50, shape, generator=generator)
 
     def step(self) -> float:
-        """Takes one; gives its seconds."""
+        """Does a step; returns its seconds."""
         started = time.perf_counter()
         batches = iter([TextBatch.of(self._tokens)])
         train_step(self.engine, text_losses, batches, 1, LEARNING_RATE)
@@ -172,9 +172,9 @@ def _measure(
 
 
 def _settle(nbytes: int, rest: float) -> None:
-    """Has a write find what every other one does: an idle disk, and memory to cache it in."""
-    os.sync()  # what was written and removed before would be timed as well
-    if nbytes:  # a virtual machine first has to be given what was not used for a while
+    """Gives every write the same conditions: an idle disk, and free memory to cache it in."""
+    os.sync()  # or earlier writes and removals would be timed as well
+    if nbytes:  # a virtual machine's host may have to provide the memory first
         with mmap.mmap(-1, nbytes) as memory:
             for page in range(0, nbytes, mmap.PAGESIZE):
                 memory[page] = 1
@@ -190,7 +190,7 @@ class _Writes:
         self._synchronous = Saver(engine, place / "synchronous", keep=keep)
         self._asynchronous = Saver(engine, place / "asynchronous", keep=keep, asynchronous=True)
         self.nbytes = 0
-        """Of a checkpoint, known from the first one on, which comes before any other write."""
+        """Bytes of a checkpoint, known after the first save, which is the first write."""
         self._data = bytearray()
 
     def synchronous(self, repeat: int) -> Times:
@@ -218,8 +218,7 @@ class _Writes:
     def asynchronous(self, repeat: int) -> Times:
         """A save while training goes on, which is then read.
 
-        The step after the save has the copy beside it, the wait for it in it, and the beginning of
-        the writing.
+        The step after the save runs beside the copy, waits for it, and sees the writing begin.
         """
         saver, trainer = self._asynchronous, self._trainer
         waited, started = saver.seconds_waited, time.perf_counter()
@@ -228,7 +227,7 @@ class _Writes:
         copying = trainer.step()
         waited = saver.seconds_waited - waited
         path, writing = self._place / "asynchronous" / step_folder(repeat), []
-        while not path.exists():  # nothing is committed before it is asked for
+        while not path.exists():  # poll commits the checkpoint once it is written
             saver.poll()
             writing.append(trainer.step())
         saver.finish()

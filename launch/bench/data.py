@@ -42,7 +42,7 @@ GPT2_124M = GPT2Config(sequence_length=1024, vocab_size=50257)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training whose appetite the loader is compared with.
+    """The training whose rate the loader is compared with.
 
     As it stands: GPT-2 124M on short sequences, of which it takes more tokens a second than of
     long ones.
@@ -55,7 +55,7 @@ class Training:
     sequence_length: int = 256
     compiled: bool = False
     steps: int = 3
-    """Steps that are timed; one more goes before."""
+    """Steps that are timed, after one more that is not."""
 
 
 def bench_data(

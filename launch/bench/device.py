@@ -10,7 +10,7 @@ from train.errors import ConfigError
 
 
 def prepare_device(device: str) -> None:
-    """Checks that the device is there, and has the CPU's memory kept as a run has it.
+    """Checks that the device exists, and sets up the CPU's memory as a run does.
 
     Args:
         device: `cpu` or `cuda`.
@@ -25,13 +25,13 @@ def prepare_device(device: str) -> None:
 
 
 def synchronize(device: str | torch.device) -> None:
-    """Waits until the device has done what it was told."""
+    """Waits until the device has finished its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def now(device: str | torch.device) -> float:
-    """Seconds of a clock, once the device has done what it was told."""
+    """The time in seconds, once the device has finished its work."""
     synchronize(device)
     return time.perf_counter()
 

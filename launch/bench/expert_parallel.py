@@ -37,7 +37,7 @@ def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
     """
     from launch.bench.smoe import GOAL_SHAPE, check_shape
 
-    shape = GOAL_SHAPE | arguments  # those are the defaults, too
+    shape = GOAL_SHAPE | arguments  # the defaults of bench_smoe
     experts = shape["experts"]
     check_shape(shape["tokens"], experts, shape["top_k"])
     if experts % processes:
@@ -87,7 +87,7 @@ def _work() -> int:
 
 
 def main() -> None:
-    """What torchrun runs in each process; the order is the only argument."""
+    """Runs in each process of torchrun; the only argument is the JSON of the module's docstring."""
     end_with_launcher()
     prepare_environment()
     status = guard(_work)

@@ -37,7 +37,7 @@ from train.tasks.language import TextBatch, text_losses
 MODEL = GPT2Config(num_layers=2, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=256)
 STEPS, BATCH = 150, 8
 MIN_STEPS = 8
-"""Before that nothing is judged."""
+"""The spike guard judges no step before this one."""
 BITS = {"fp32": (32, 8, torch.int32), "bf16": (16, 8, torch.int16)}
 """Bits of a number, of its exponent, and the integers of that width."""
 MATRICES = (
@@ -96,7 +96,7 @@ def _count(found: list[tuple[str, float]]) -> dict[str, Any]:
 
 
 class _Trial:
-    """A model that has learned something, and its next step, again and again."""
+    """A trained model whose next step is repeated, each time with another bit flipped."""
 
     def __init__(self, precision: Precision, world: comm.World, folder: Path, steps: int) -> None:
         self._world, self._config = world, MonitorConfig(spike_warmup=MIN_STEPS)
@@ -214,7 +214,7 @@ def flips_table(result: dict[str, Any]) -> str:
 
 
 def _alike(bits: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbours of one part of the number that were noticed by the same, or not at all."""
+    """Groups neighbouring bits of one part of the number that were noticed in the same way."""
     groups: list[list[dict[str, Any]]] = []
     for bit in reversed(bits):
         kind = (bit["part"], tuple(bit["by"]), bit["noticed"] == bit["flips"])

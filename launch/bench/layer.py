@@ -1,4 +1,4 @@
-"""`polyad bench layer`: what every kind of layer is timed with, beside a dense MLP.
+"""`polyad bench layer`: the timing of any kind of layer beside a dense MLP.
 
 All variants see the same tokens with the same threads, one after the other in turn; what counts is
 the ratio to the dense MLP's (see `turns.py`). Peers: `smoe.py` and `mumoe.py`.
@@ -24,7 +24,7 @@ from parallel import comm
 from parallel.host_memory import give_back_freed_memory
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
-"""Of the norm of the difference to a reference, as a share of the reference's norm."""
+"""Allowed norm of the difference to a reference, as a share of the reference's norm."""
 HEAD = ("variant", "forward ms", "backward ms", "both ms", "x dense", "90%", "saved MiB", "x dense")
 
 
@@ -49,7 +49,7 @@ def of_ours(module: FeedForward) -> TimedLayer:
     """A feed-forward of a block as a variant.
 
     Args:
-        module: Which gets the tokens as normalized input and as residual stream.
+        module: The feed-forward, which gets the tokens as normalized input and as residual stream.
     """
 
     def call(tokens_ND: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def start(part: Any, config: Any, context: FeedForwardContext, like: Tensor) -> 
     Args:
         part: A kind of feed-forward.
         config: Its own.
-        context: What a model would say.
+        context: Settings as of a model.
         like: Of the weights' device and dtype.
     """
     with torch.device("meta"):
@@ -81,7 +81,7 @@ def start(part: Any, config: Any, context: FeedForwardContext, like: Tensor) -> 
 
 
 def context_of(width: int) -> FeedForwardContext:
-    """What a model of this width says, with biases.
+    """The settings of a model of this width, with biases.
 
     Args:
         width: D.
@@ -93,7 +93,7 @@ def context_of(width: int) -> FeedForwardContext:
 
 @contextlib.contextmanager
 def threads_of(threads: int | None) -> Iterator[None]:
-    """Computes with so many threads; None: as many as PyTorch takes."""
+    """A context that computes with so many threads; None: PyTorch's default number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -103,7 +103,7 @@ def threads_of(threads: int | None) -> Iterator[None]:
 
 
 def surroundings(device: str, repeats: int) -> dict[str, Any]:
-    """What figures depend on beside the shape, as JSON values."""
+    """What the results depend on beside the shape, as JSON values."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
         "bf16_instructions": device == "cuda" or has_bf16_products(),
@@ -136,7 +136,7 @@ def measure(
         For each its seconds and the bytes kept for backward, and both as a multiple of the dense
         MLP's; see `summary`.
     """
-    give_back_freed_memory()  # what was measured before may have left a heap in pieces
+    give_back_freed_memory()  # earlier measurements may have fragmented the heap
     if compiled:
         torch.compiler.reset()  # programs of another precision would be tried first
         layers = {name: _compile(layer) for name, layer in layers.items()}
@@ -158,7 +158,7 @@ def measure(
 
 
 def saved_bytes(layer: nn.Module, tokens_ND: Tensor) -> int:
-    """What the layer keeps for its backward pass: each storage once, parameters not.
+    """Bytes that the layer saves for backward; each storage counts once, parameters not at all.
 
     Args:
         layer: Any variant.
@@ -174,7 +174,7 @@ def saved_bytes(layer: nn.Module, tokens_ND: Tensor) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor  # kept until the end, so that no address comes twice
+        return tensor  # stays alive, so that no address is used twice
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(tokens_ND)
@@ -232,7 +232,7 @@ def pass_rows(times: Times, base: str) -> dict[str, dict[str, Any]]:
 
 
 def setting(result: dict[str, Any]) -> str:
-    """Where a result is from, for the first line of a table."""
+    """The device and software of a result, for the first line of a table."""
     bf16 = "" if result["bf16_instructions"] else " without bf16 instructions"
     return f"{result['device']}{bf16}, {result['threads']} threads; torch {result['torch']}"
 

@@ -1,4 +1,4 @@
-"""What `polyad bench layer` compares of kind mumoe: ours, the textbook form, experts left whole.
+"""Variants of `polyad bench layer --kind mumoe`: ours, the textbook form, whole experts.
 
 Shapes: N tokens, D width, E experts, F inner width, I and O input and output width of one layer,
 R rank, P and Q ring ranks before and after the experts' mode.
@@ -21,7 +21,7 @@ from train.errors import ConfigError
 
 FACTORIZATIONS: tuple[FactorizationName, ...] = ("cp", "tr")
 INITIAL = 0.02
-"""Standard deviation of weights that do not start by themselves."""
+"""Standard deviation of weights that have no initializer."""
 ACTIVATIONS = 5
 """How many times all experts' inner units are held at once by a step of the dense mixture: before
 and after the activation, weighted, and two gradients of them."""
@@ -68,7 +68,7 @@ def config_of(factorization: FactorizationName, experts: int, shape: dict[str, i
 
 
 def make_ours(config: MuMoEConfig, width: int, like: Tensor) -> MuMoE:
-    """Our layer, with a gate that has left its zero.
+    """Our layer, with random gate weights in place of its initial zeros.
 
     Args:
         config: Its own.
@@ -183,7 +183,7 @@ class DenseMoE(nn.Module):
 
     @torch.no_grad()
     def one_by_one(self, tokens_ND: Tensor) -> Tensor:
-        """The same in float64, one expert after the other."""
+        """The output in float64, computed one expert after the other."""
         experts, hidden = self.shape
         wide_ND = tokens_ND.double()
         scores_NE = linear(wide_ND, self.gate.double())

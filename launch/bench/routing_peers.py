@@ -1,4 +1,4 @@
-"""What `polyad bench routing` compares: one block or model, with different graphs of tokens.
+"""Variants of `polyad bench routing`: one block or model with different graphs of tokens.
 
 All have the same weights, and the same memory for them. Experts are given: an untrained graph may
 send all tokens to the same two, and the block would be timed with another load, not another graph.
@@ -40,7 +40,7 @@ def graphs_of(width: int) -> dict[str, dict[str, Any]]:
 
 
 class MaterializedGraph(Graph):
-    """The same mixtures as the paper writes them, with the matrix S [B, T, T] in memory.
+    """A graph's mixture as the paper writes it, with the matrix S [B, T, T] in memory.
 
     Args:
         like: Ours, whose configuration this has; of an attention graph the first head is taken,
@@ -92,7 +92,7 @@ class MaterializedGraph(Graph):
 
 
 class GivenExperts(TopK):
-    """Selects, and takes other experts: those given.
+    """Runs the selection, but returns given experts.
 
     Args:
         config: Of the layer.
@@ -110,7 +110,7 @@ class GivenExperts(TopK):
         selected = super().forward(scores_NE)
         weights_NK = scores_NE.gather(-1, self.ids_NK)
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        # The selection's own result counts for nothing, and must not be compiled away.
+        # Uses the selection's result without effect, so that the compiler keeps it.
         return Selected(weights_NK + 0 * selected.weights_NK, self.ids_NK)
 
 

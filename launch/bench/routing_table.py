@@ -1,4 +1,4 @@
-"""The figures of `polyad bench routing`: ratios, the bound that FLOPs set, and the table.
+"""Results of `polyad bench routing`: ratios, the bound that FLOPs set, and the table.
 
 Shapes: T tokens in a sequence.
 """

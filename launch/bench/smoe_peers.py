@@ -1,4 +1,4 @@
-"""What `polyad bench layer` compares of kind smoe: one sparse layer in several makes, a dense one.
+"""Variants of `polyad bench layer --kind smoe`: a sparse layer in several forms, a dense one.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one expert.
 """
@@ -79,7 +79,7 @@ def make_layers(
 
 
 def _cut(whole: SparseMoE, context: FeedForwardContext, world: comm.World) -> SparseMoE:
-    """The same layer with this process's part of the experts."""
+    """A copy of the layer with this process's part of the experts."""
     with torch.device("meta"):
         layer = SparseMoE(whole.config, context)
     parallelize_experts(layer, world)

@@ -1,4 +1,4 @@
-"""One start of `polyad bench step` in a process of its own, which is cold or warm as it finds it.
+"""One start of `polyad bench step` in a process of its own, cold or warm as its cache is.
 
     python -m launch.bench.start '{"began": ..., "name": "polyad", ...}'
 
@@ -57,7 +57,7 @@ def measure(began: float, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _graphs_found() -> int:
-    """Compiled graphs that this process took from the cache instead of making them."""
+    """The number of compiled graphs that this process took from the cache."""
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["fxgraph_cache_hit"])

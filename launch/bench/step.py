@@ -107,7 +107,7 @@ def bench_step(
 
 
 def _surroundings(device: str) -> dict[str, Any]:
-    """What a figure depends on beside the shape."""
+    """What the results depend on beside the shape."""
     import transformers
 
     return {
@@ -184,7 +184,7 @@ def _start(name: str, config: GPT2Config, precision: str, shape: dict[str, Any])
         text=True,
     )
     if done.returncode:
-        killed = done.returncode == -signal.SIGKILL  # so Linux ends what takes too much
+        killed = done.returncode == -signal.SIGKILL  # the kernel's way when memory runs out
         lines = [OUT_OF_MEMORY] if killed else done.stderr.strip().splitlines()
         raise _failed(name, shape, lines[-1] if lines else f"status {done.returncode}")
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -199,7 +199,7 @@ def _failed(who: str, shape: dict[str, Any], reason: str) -> RunError:
 
 @contextlib.contextmanager
 def _compiled_code_in(folder: Path) -> Iterator[None]:
-    """Has this process and those it starts keep compiled code there, and find none elsewhere."""
+    """A context in which this process and its children cache compiled code only in this folder."""
     names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton"}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(place) for name, place in names.items()})

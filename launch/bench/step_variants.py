@@ -1,4 +1,4 @@
-"""What `polyad bench step` compares: training steps of GPT-2 that differ in one thing."""
+"""Variants of `polyad bench step`: training steps of GPT-2 that differ in one thing."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ Call = Callable[[Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]
 FEED_FORWARDS = ("dense", "mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64")
 """Variants that differ in the feed-forward alone."""
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
-"""What routers learn from beside the tokens, as in the shipped configurations."""
+"""Auxiliary losses of the routers, as in the shipped configurations."""
 
 
 def feed_forward_of(name: str, width: int) -> FeedForwardConfig:

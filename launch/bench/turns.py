@@ -1,4 +1,4 @@
-"""Runs of several variants in turn, and the ratios of what they took.
+"""Times several variants in turn, and compares their times by ratios.
 
 A machine is faster in one minute than in the next. So a run is compared with the base's of its own
 turn, and the median of these ratios is what counts; how sure it is stands beside it. The order of
@@ -18,17 +18,18 @@ from launch.bench.device import now
 Run = Callable[[], tuple[float, ...]]
 """Does the work once; returns the seconds of its parts."""
 Times = dict[str, list[tuple[float, ...]]]
-"""Of each variant the parts of each turn."""
+"""By variant, the parts of each turn, in seconds."""
 SLOW = 10
-"""Times the base: what takes longer is timed once: the third digit of its ratio says nothing."""
+"""Variants that take longer than this multiple of the base are timed once: their ratio needs no
+third digit."""
 CONFIDENCE = 0.9
-"""That a ratio lies in its interval."""
+"""The probability that a ratio lies in its interval."""
 
 
 def take_turns(
     runs: Mapping[str, Run], repeats: int, *, before: int = 1, base: str | None = None
 ) -> Times:
-    """Has every variant run once a turn, and says how far it is.
+    """Runs every variant once per turn, and reports progress.
 
     Args:
         runs: The variants by name.
@@ -38,7 +39,7 @@ def take_turns(
             all. None: all run in all.
 
     Returns:
-        What the turns took that count.
+        The seconds of the turns that count.
     """
     times: Times = {name: [] for name in runs}
     slow: set[str] = set()
@@ -61,8 +62,8 @@ def clocked(work: Callable[[], object], device: str = "cpu") -> Run:
     """A run that has one part.
 
     Args:
-        work: What it does.
-        device: Where.
+        work: The work to time.
+        device: Where it runs.
     """
 
     def run() -> tuple[float, ...]:
@@ -89,7 +90,7 @@ def _progress(turn: int, before: int, repeats: int, began: float) -> str:
 
 
 def summary(times: Times, base: str) -> dict[str, dict[str, Any]]:
-    """What a result says of every variant.
+    """The results of every variant.
 
     Args:
         times: Of `take_turns`.
@@ -157,5 +158,5 @@ def span(found: tuple[float, float] | None, digits: int = 2) -> str:
 
 
 def say(line: str) -> None:
-    """Tells a person how far it is."""
+    """Prints a line of progress."""
     print(line, file=sys.stderr, flush=True)

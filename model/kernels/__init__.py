@@ -1,1 +1,1 @@
-"""Operations that are computed faster than plain PyTorch does, each beside its definition."""
+"""Fast implementations of operations, each beside its definition in plain PyTorch."""

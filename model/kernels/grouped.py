@@ -1,7 +1,7 @@
 """The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down.
 
 By definition one expert after the other. Faster: on a CPU one operation over all of them
-(`cpu/experts.py`), elsewhere grouped products, for which nobody waits to know the counts.
+(`cpu/experts.py`), on a GPU grouped products, which need not wait for the counts.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
@@ -21,7 +21,7 @@ def one_by_one(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> Tensor:
     """As `grouped`, by definition; reads the counts from the device."""
-    # Autograd would fill a gradient of all experts for each one that is taken by its index.
+    # Not by index: autograd would fill a gradient of all experts for each one.
     biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
     of_each = torch.split(rows_MD, counts_E.tolist()), up_EDF.unbind(0), biases, down_EFD.unbind(0)
     outputs = []
@@ -92,8 +92,8 @@ def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
 
 
 class _OfEachRow(torch.autograd.Function):
-    """By hand for the gradient: autograd's would add the rows of an expert up one by one, in bf16
-    and on a GPU in any order. A product with ones adds them up in fp32.
+    """Has its own backward pass: autograd would sum the rows of an expert one by one, in bf16 and
+    on a GPU in any order. A product with ones sums them in fp32.
     """
 
     @staticmethod

@@ -23,7 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from model.kernels import switch
 
 ROWS_AT_ONCE = 128
-"""Query rows of a block. Fewer make narrow products, more leave the cache."""
+"""Query rows of a block: with fewer, products are narrow; with more, they leave the cache."""
 
 
 def matrix(
@@ -35,14 +35,14 @@ def matrix(
     entropy_BS: Tensor | None = None,
     rows_M: Tensor | None = None,
 ) -> Tensor:
-    """S, or some of its rows. Any dimensions may stand before the last two in place of B.
+    """The matrix S, or some of its rows. B may stand for any number of dimensions.
 
     Args:
         query_BTF: Of the last T tokens.
         key_BSF: Of all.
         scale: Of the inner products.
         causal: Whether a token sees itself and those before it alone.
-        entropy_BS: Of each token's scores, if one sees those with no more than its own alone.
+        entropy_BS: Of each token's scores, if a token sees only those with at most its own entropy.
         rows_M: Which of the T rows; None: all.
 
     Returns:
@@ -71,7 +71,7 @@ def mixture_by_definition(
     causal: bool,
     entropy_BS: Tensor | None = None,
 ) -> Tensor:
-    """As `mixture`, with S as a matrix."""
+    """`mixture` by its definition, with S as a matrix."""
     s_BTS = matrix(query_BTF, key_BSF, scale=scale, causal=causal, entropy_BS=entropy_BS)
     return s_BTS @ value_BSE
 
@@ -85,7 +85,7 @@ def mixture(
     causal: bool,
     entropy_BS: Tensor | None = None,
 ) -> Tensor:
-    """S r.
+    """The mixture p = S r.
 
     Args:
         query_BTF: See `matrix`.
@@ -159,7 +159,7 @@ def _like_by_blocks(
     return mixed_BTE, value_BSE.new_empty(query_BTF.shape[:2])
 
 
-# Another operation, which has no derivative: that of a derivative is refused.
+# A separate operation without a derivative, so that second derivatives are refused.
 @torch.library.custom_op("polyad::mixture_backward", mutates_args=())
 def _by_blocks_backward(
     gradient_BTE: Tensor,

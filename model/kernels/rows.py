@@ -1,4 +1,4 @@
-"""Rows of tokens, sorted by expert: taken, and summed up again for each token.
+"""Takes rows of tokens, sorted by expert, and sums rows for each token.
 
 Autograd's gradient of an index adds rows up atomically, on a GPU in any order and in bf16 with a
 rounding for each. Here the inverse of the permutation is known, so that both directions only read;
@@ -21,14 +21,14 @@ from model.kernels import switch
 
 
 def take_by_definition(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
-    """As `take`."""
+    """`take` in plain PyTorch."""
     return tokens_ND.index_select(0, assignment_M // _top_k(tokens_ND, row_A))
 
 
 def combine_by_definition(
     rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
 ) -> Tensor:
-    """As `combine`."""
+    """`combine` in plain PyTorch."""
     rows_AD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])]).index_select(0, row_A)
     rows_NKD = rows_AD.view(*weights_NK.shape, rows_MD.shape[1])
     return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
@@ -89,10 +89,10 @@ def _takes_bags(rows_MD: Tensor) -> bool:
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
     """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
     num_tokens, top_k = row_NK.shape
-    if not row_NK.numel():  # of a process to which no row was sent
+    if not row_NK.numel():  # a process that no row was sent to
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     rows_MD = _padded(rows_MD, row_NK.view(-1))
-    if top_k == 1 and weights_NK is None:  # a permutation, of which nothing is summed
+    if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
     if _takes_bags(rows_MD):
         return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")

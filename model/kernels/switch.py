@@ -1,4 +1,4 @@
-"""Which ways of computing are taken: `POLYAD_KERNELS`.
+"""The choice between fast kernels and definitions: `POLYAD_KERNELS`.
 
 fast        the default: the fastest that the device, the precision and the installation allow
 reference   the definition of every operation, in plain PyTorch
@@ -11,7 +11,7 @@ WAYS = ("fast", "reference")
 
 
 class KernelsError(ValueError):
-    """An environment variable that says something else: one line."""
+    """A wrong value of the environment variable: one line."""
 
     exit_status = 2
 
@@ -20,13 +20,13 @@ def chosen_way(value: str | None) -> str:
     """Reads the variable.
 
     Args:
-        value: What it says; None or nothing: it is not set.
+        value: Its value; None or empty: it is not set.
 
     Returns:
         One of `WAYS`.
 
     Raises:
-        KernelsError: It says something else.
+        KernelsError: It has another value.
     """
     if not value:
         return WAYS[0]
@@ -35,6 +35,6 @@ def chosen_way(value: str | None) -> str:
     return value
 
 
-# Once and not in every forward pass: a process computes in one way.
+# Read once, not in every forward pass: a process computes in one way.
 REFERENCE = chosen_way(os.environ.get(VARIABLE)) == "reference"
 """Whether every operation is computed by its definition."""

@@ -1,4 +1,4 @@
-"""What every factorization of the experts' weight tensor is asked for.
+"""The interface of all factorizations of the experts' weight tensor.
 
 All experts of a linear layer are one tensor W of [N_1, ..., N_E, I, O], one expert mode a level of
 the hierarchy. A token z with coefficients a_1, ..., a_E over the experts of each level gets
@@ -25,7 +25,7 @@ from model.mumoe.products import contract
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the factors of one layer depend on."""
+    """The sizes that decide the factors of one layer."""
 
     num_experts: tuple[int, ...]
     """N of each level."""
@@ -38,7 +38,7 @@ class Sizes:
     expert_rank: int
     """R1 = R2 of a ring, R2 of a train, R_N of Tucker; CP has none."""
     bias: bool
-    """Whether every expert has one."""
+    """Whether every expert has a bias."""
     level_std: float = 0.0
     """Standard deviation of the initial expert factors of levels after the first."""
 
@@ -83,7 +83,7 @@ class Factorized(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def saved_numbers(cls, sizes: Sizes) -> int:
-        """What one token leaves for the backward pass, beside input, coefficients and output."""
+        """Numbers that a token saves for backward, beside input, coefficients and output."""
 
     @classmethod
     @abstractmethod
@@ -93,7 +93,7 @@ class Factorized(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def output_fan(cls, sizes: Sizes) -> int:
-        """How many numbers an output is a sum over, in the output factor's product."""
+        """How many products an output is the sum of, in the output factor."""
 
     @abstractmethod
     def expert_initializer(self, level: int) -> Initializer:
@@ -101,14 +101,14 @@ class Factorized(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
-        """Lets the coefficients choose among the experts. Linear in each of its arguments.
+        """Mixes the experts by their coefficients. Linear in each of its arguments.
 
         Args:
             contracted: The input with the input factor, [M, ...], its other modes flattened.
             coefficients: Of each level, [M, N].
 
         Returns:
-            [M, ...], what the output factor is contracted with, flattened.
+            [M, ...], flattened, to be contracted with the output factor.
         """
 
     def forward(self, z_MI: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
@@ -151,7 +151,7 @@ class Factorized(nn.Module, ABC):
         return [self.get_parameter(expert_factor(level)) for level in levels]
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
-        """The input, or GELU of it, with the input factor's first mode, and the bias row added.
+        """Contracts the input, or GELU of it, with the input factor, and adds the bias row.
 
         Args:
             z_MI: Tokens.
@@ -163,7 +163,7 @@ class Factorized(nn.Module, ABC):
         return contract(z_MI, self.input_factor, bias=bias, activated=activated)
 
     def contract_output(self, mixed: Tensor) -> Tensor:
-        """What was mixed with the output factor's modes but its last.
+        """Contracts what was mixed with all modes of the output factor but the last.
 
         Args:
             mixed: [M, ...], flattened.
@@ -175,7 +175,7 @@ class Factorized(nn.Module, ABC):
 
 
 def expert_factor(level: int) -> str:
-    """What the factor of an expert mode is called.
+    """The name of the factor of an expert mode.
 
     Args:
         level: From 0.

@@ -75,13 +75,13 @@ class MuMoEConfig(Config):
     @field_validator("rank", mode="before")
     @classmethod
     def _is_rank(cls, value: object) -> object:
-        # By hand: of a union, pydantic reports what every member says to a value.
+        # Not a union type: pydantic's error would list the complaints of every member.
         if value != "match-dense" and (type(value) is not int or value < 1):
             raise ValueError("1 or more, or match-dense")
         return value
 
     def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
-        """The same with the rank as a number.
+        """Completed: with the rank as a number.
 
         Args:
             width: D.
@@ -95,7 +95,7 @@ class MuMoEConfig(Config):
         return self.model_copy(update={"rank": self._nearest_rank(width, bias)})
 
     def of_block(self, block: int) -> "MuMoEConfig":
-        """The feed-forward of one block: this in each.
+        """The feed-forward of one block: the same in each.
 
         Args:
             block: its number, from 0.
@@ -103,7 +103,7 @@ class MuMoEConfig(Config):
         return self
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Checks what only the model knows.
+        """Checks this section against the rest of the model.
 
         Args:
             num_layers: of the model.
@@ -163,7 +163,7 @@ class MuMoEConfig(Config):
         return self.factorized.expert_matrix_rank(self.layer_sizes(width)[0])
 
     def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """No token is mixed with others.
+        """FLOPs of mixing over tokens: none.
 
         Args:
             width: D.
@@ -176,8 +176,8 @@ class MuMoEConfig(Config):
         return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
-        """What one token leaves for the backward pass: scores, coefficients and their roots, inner
-        units before the activation, and what the factors make of it.
+        """Numbers that a token saves for the backward pass: scores, coefficients and their roots,
+        inner units before the activation, and the factors' intermediate results.
 
         Args:
             width: D.
@@ -227,7 +227,7 @@ class MuMoEConfig(Config):
                 f"at rank 1 the experts and their gate have {parameters(1):,} parameters, the "
                 f"dense block {dense:,}; take fewer experts, or a number"
             )
-        # The count grows with the rank: the last rank that is not above, or the next.
+        # The count grows with the rank: either the last rank not above the target, or the next one.
         low, high = 1, 2
         while parameters(high) <= dense:
             low, high = high, 2 * high

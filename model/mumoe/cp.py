@@ -34,7 +34,7 @@ class CP(Factorized):
 
     @classmethod
     def multiply_adds(cls, sizes: Sizes) -> int:
-        """Each factor once. Elementwise products are not counted, here as everywhere."""
+        """Each factor once. Elementwise products are never counted."""
         return sizes.rank * (sum(sizes.num_experts) + sizes.inputs + sizes.outputs)
 
     @classmethod
@@ -53,7 +53,7 @@ class CP(Factorized):
         return sizes.rank
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1), so that experts begin alike with noise; of a further level with less or none."""
+        """N(1, 1): experts start alike but for noise; in further levels with less noise or none."""
         return around_one(self.sizes.level_std if level else 1.0)
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:

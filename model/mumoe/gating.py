@@ -1,4 +1,4 @@
-"""The gate: from what a token is to coefficients over the experts of every level.
+"""The gate: from a token to its coefficients over the experts of every level.
 
     a = phi(norm(G z))
 
@@ -23,11 +23,11 @@ from model.initialization import ONES, ZEROS, Initializer
 EPSILON = 1e-5
 """Added to the variance of the scores."""
 MOMENTUM = 0.1
-"""How far BatchNorm's running statistics move to those of a step."""
+"""Share by which BatchNorm's running statistics move towards those of a step."""
 
 
 class _Entmax15(torch.autograd.Function):
-    """Exact, by Newton's method; the backward pass needs the roots of the results alone."""
+    """Entmax-1.5, exact by Newton's method; backward needs only the roots of the results."""
 
     @staticmethod
     def forward(ctx: Any, scores_MN: Tensor) -> Tensor:
@@ -52,10 +52,10 @@ class _Entmax15(torch.autograd.Function):
 def _above_threshold(x_MN: Tensor) -> Tensor:
     """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
 
-    The norm is convex in tau and falls, so Newton's steps from -1 never pass the root. Each divides
-    the product of the norm's excess and its slope by 4 at least; that is below N at first, and the
-    slope never below 1: so many steps are enough that 4 to their number is N / epsilon. All of them
-    are taken: to end earlier, a device would have to be waited for at each.
+    The norm is convex and falling in tau, so Newton's steps from -1 never pass the root. Each step
+    divides the product of the norm's excess and its slope by at least 4. It starts below N, and
+    the slope is never below 1: n steps with 4^n >= N / epsilon are enough. All of them are
+    taken, since a test for convergence would wait for the device at each step.
     """
     epsilon = torch.finfo(x_MN.dtype).eps
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
@@ -92,15 +92,15 @@ class Normalized(NamedTuple):
     """Scores of every token, normalized."""
 
     levels: list[Tensor]
-    """Of each level, [M, N]."""
+    """The scores of each level, [M, N]."""
     mean_S: Tensor | None = None
-    """Mean over tokens of the scores as they came in, from a norm that keeps running ones."""
+    """Mean over tokens of the scores before the norm; None unless the norm keeps a running mean."""
     square_S: Tensor | None = None
-    """Mean over tokens of their squares."""
+    """Mean over tokens of the squared scores; None as `mean_S`."""
 
 
 class ScoreNorm(nn.Module, ABC):
-    """The interface of what is done to scores before the activation. Nothing is learned.
+    """The interface of norms of the scores, before the activation. They have no parameters.
 
     Args:
         num_experts: N of each level.
@@ -127,7 +127,7 @@ class ScoreNorm(nn.Module, ABC):
 
         Args:
             mean_S: What `forward` returned, averaged over the step.
-            square_S: As well.
+            square_S: Returned by `forward`, too, and averaged.
         """
 
 
@@ -143,8 +143,8 @@ class LayerNorm(ScoreNorm):
 class BatchNorm(ScoreNorm):
     """The scores of one expert over the tokens of a micro-batch, for vision models.
 
-    A token's coefficients then depend on all other tokens of the batch, later ones too: a language
-    model would see what it is to predict. In evaluation running statistics are read, which the
+    A token's coefficients then depend on all tokens of the batch, later ones too: a language model
+    would see the tokens that it has to predict. Evaluation uses running statistics, which the
     training loop updates once a step.
 
     Source: Oldfield et al. 2024, appendix F.1; their code synchronizes it over processes.
@@ -197,10 +197,10 @@ NORMS: dict[str, type[ScoreNorm]] = {"layer": LayerNorm, "batch": BatchNorm}
 
 
 class GateOutput(NamedTuple):
-    """What a gate decided."""
+    """The output of a gate."""
 
     coefficients: list[Tensor]
-    """Of each level, [M, N], fp32 at least; each row sums to 1."""
+    """The coefficients of each level, [M, N], fp32 at least; each row sums to 1."""
     mean_S: Tensor | None
     """See `Normalized`."""
     square_S: Tensor | None
@@ -226,7 +226,7 @@ class Gate(nn.Module):
         self.activation = ACTIVATIONS[activation]
 
     def initializers(self) -> dict[str, Initializer]:
-        """Zero, as the authors' code has it."""
+        """Zero, as in the authors' code."""
         return {"weight": ZEROS}
 
     def forward(self, u_MD: Tensor) -> GateOutput:
@@ -236,7 +236,7 @@ class Gate(nn.Module):
             u_MD: What the gate reads.
         """
         scores_MS = self.scores(u_MD)
-        # The product in the model's precision, what follows in fp32 at least.
+        # The product is in the model's precision, the rest in fp32 at least.
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
         levels, mean_S, square_S = self.norm(scores_MS)
         return GateOutput([self.activation(x_MN) for x_MN in levels], mean_S, square_S)
@@ -253,7 +253,7 @@ class Gate(nn.Module):
         return linear(u_MD, self.weight)
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
-        """The coefficients as both layers multiply by them.
+        """The coefficients in the precision of the layers.
 
         Args:
             output: What the gate decided.

@@ -1,4 +1,4 @@
-"""How the factors of experts start: around one, those of a further level nearer to it.
+"""Initial values of expert factors: around one, closer to it for further levels.
 
 Shapes: N experts of a level, P and Q ring ranks before and after it.
 """

@@ -25,7 +25,7 @@ class MuMoE(FeedForward):
 
     Args:
         config: Its own configuration.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: MuMoEConfig, context: FeedForwardContext) -> None:
@@ -42,7 +42,7 @@ class MuMoE(FeedForward):
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Nothing: it has no parameters of its own, and each part says how its own start."""
+        """None: it has no parameters of its own, and its parts have initializers."""
         return {}
 
     def forward(

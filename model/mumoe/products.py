@@ -1,4 +1,4 @@
-"""Products of tokens with a factor, which keep little for the backward pass.
+"""Products of tokens with a factor, which save little for the backward pass.
 
 Shapes: M tokens, C numbers of a token that are summed over, K columns of a factor.
 """
@@ -16,10 +16,9 @@ def contract(
 ) -> Tensor:
     """Multiplies tokens, or GELU of them, by a factor as a matrix.
 
-    Kept for the backward pass are the two arguments themselves. GELU is computed again there: its
-    output is as large as all else that a block keeps, and costs a hundredth of the products. Of a
-    view of the factor autograd would keep the memory that ZeRO 3 frees after the forward pass and
-    gathers again.
+    Only the two arguments are saved for the backward pass. GELU is computed again there: its output
+    is as large as all else that a block saves, and costs a hundredth of the products. The factor is
+    no view: autograd would keep a view's memory, which ZeRO 3 has to free after the forward pass.
 
     Args:
         x_MC: Tokens.

@@ -1,4 +1,4 @@
-"""What a gate did with the tokens of a forward pass, without gradients.
+"""Statistics of a gate over the tokens of a forward pass, without gradients.
 
 The leaves of a hierarchy are as many as the product of its levels, and none of this builds them: a
 leaf's coefficient is a product over levels, so entropies add up, exp(entropy) is a product, and the
@@ -15,17 +15,17 @@ from model.mumoe.gating import GateOutput
 from model.output import RoutingStats
 
 DOMINANT = 0.5
-"""A coefficient from which an expert has at least half of a token."""
+"""The coefficient from which an expert dominates a token."""
 
 
 def gate_statistics(output: GateOutput) -> RoutingStats:
-    """The statistics of a gate. All are means over tokens, so that means of them are too.
+    """The statistics of a gate. All are means over tokens, so they can be averaged.
 
     Args:
-        output: What the gate decided.
+        output: Of the gate.
 
     Returns:
-        With an empty name; what belongs to experts that are chosen is None.
+        The statistics with an empty name; None for those of sparse routing.
     """
     levels = [a_MN.detach() for a_MN in output.coefficients]
     entropies = [entropy(a_MN) for a_MN in levels]

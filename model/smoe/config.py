@@ -75,7 +75,7 @@ class SparseMoEConfig(Config):
     @field_validator("placement", mode="before")
     @classmethod
     def _is_placement(cls, value: object) -> object:
-        # By hand: of a union, pydantic reports what every member says to a value.
+        # Not a union type: pydantic's error would list the complaints of every member.
         numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
         if any(type(number) is not int or number < least for number in numbers):
             raise ValueError("1 or more, or a list of block numbers from 0")
@@ -114,7 +114,7 @@ class SparseMoEConfig(Config):
         return (block + 1) % self.placement == 0
 
     def of_model(self, *, width: int, bias: bool) -> "SparseMoEConfig":
-        """With what the model decides filled in: nothing is.
+        """Completed with what the model decides: nothing in this kind.
 
         Args:
             width: D.
@@ -123,7 +123,7 @@ class SparseMoEConfig(Config):
         return self
 
     def of_block(self, block: int) -> "SparseMoEConfig | DenseFeedForwardConfig":
-        """The feed-forward of one block: this, or a dense one.
+        """The feed-forward of one block: this one, or a dense one.
 
         Args:
             block: its number, from 0.
@@ -135,7 +135,7 @@ class SparseMoEConfig(Config):
         )
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Checks what only the model knows.
+        """Checks this section against the rest of the model.
 
         Args:
             num_layers: of the model.
@@ -192,8 +192,8 @@ class SparseMoEConfig(Config):
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
     def saved_numbers_per_token(self, width: int) -> int:
-        """What one token leaves for the backward pass: of each of its experts the row that goes in,
-        the inner units before and after the activation, and the row that comes out.
+        """Numbers that a token saves for the backward pass: for each of its experts the input, the
+        inner units before and after the activation, and the output.
 
         Args:
             width: D.
@@ -215,7 +215,7 @@ class SparseMoEConfig(Config):
         return score + self.top_k * 2 * width * self.inner_size(width)
 
     def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """Counts what the graph adds, forward and backward, as attention is counted: full length.
+        """FLOPs of the graph, forward and backward; counted over the full length, as attention.
 
         Args:
             width: D.

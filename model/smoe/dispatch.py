@@ -1,4 +1,4 @@
-"""Dispatch: tokens to the experts that were selected for them, and their outputs back.
+"""Dispatch: sends tokens to their selected experts, and returns the experts' outputs.
 
 No token is dropped unless a capacity is asked for, and no row is added: assignments are sorted by
 expert, and each expert takes the rows that it has.
@@ -19,7 +19,7 @@ from model.smoe.selection import Selected
 
 
 class Plan(NamedTuple):
-    """Where every assignment goes. Assignment a = n K + k is the k-th of token n."""
+    """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
     assignment_M: Tensor
     """The assignment of each row; rows are sorted by expert, then by assignment."""
@@ -52,7 +52,7 @@ def make_plan(
         return Plan(
             assignment_A, torch.empty_like(rank_A).scatter(0, assignment_A, rank_A), counts_E
         )
-    # 1.1 x 50 / 5 is a little more than 11 in floating point, and is to be 11.
+    # In floating point 1.1 x 50 / 5 is a little more than 11; it must give 11.
     capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
     first_E = counts_E.cumsum(0) - counts_E
     kept_A = rank_A - first_E[sorted_A] < capacity
@@ -63,7 +63,7 @@ def make_plan(
 
 
 class Dispatcher(nn.Module):
-    """Dispatch within one process; expert parallelism puts a subclass in its place."""
+    """Dispatch within one process; expert parallelism replaces it by a subclass."""
 
     def forward(
         self,
@@ -75,7 +75,7 @@ class Dispatcher(nn.Module):
         """Computes y_n = sum_k weight_nk expert_nk(token_n).
 
         Args:
-            tokens_ND: What the experts see.
+            tokens_ND: The input of the experts.
             selected: Which experts, and their weights.
             experts: The experts, or those of them that this process has.
             capacity_factor: See `make_plan`.

@@ -13,14 +13,14 @@ from model.smoe.config import SparseMoEConfig
 
 
 class Experts(nn.Module):
-    """Up, GELU (approximated by tanh, as in the dense feed-forward), down: E times.
+    """E experts: up, GELU (approximated by tanh, as in the dense feed-forward), down.
 
-    The second layer's bias is the layer's `output_bias`, not here: it is added to the sum over
-    experts, where it costs no row.
+    The second bias is not here: `SparseMoE.output_bias` adds it to the sum over experts, which
+    needs no pass over all rows.
 
     Args:
         config: Of the layer.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:

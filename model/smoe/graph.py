@@ -1,4 +1,4 @@
-"""Graphs of tokens: each token's scores become a mixture of the scores of tokens like it.
+"""Graphs of tokens: each token's scores become a mixture of those of similar tokens.
 
     p_i = sum_j S_ij r_j        S_ij = softmax_j(scale q_i . k_j)
 
@@ -32,27 +32,27 @@ from model.smoe.config import SparseMoEConfig
 from model.smoe.scores import router_dtype
 
 ENTROPY_MOMENTUM = 0.99
-"""Of the running mean of head entropies, a step."""
+"""Momentum of the running mean of head entropies, per step."""
 MEASURED_ROWS = 32
-"""Query rows of a sequence that entropies are measured at: exact there, a sample of all."""
+"""Query rows of a sequence at which entropies are measured: a sample of all rows."""
 
 
 class Features(NamedTuple):
-    """What makes S: each row is the softmax over j of scale * query_i . key_j."""
+    """The factors of S: each row is the softmax over j of scale * query_i . key_j."""
 
     query_BTF: Tensor
-    """In routing's precision, as the keys."""
+    """Queries; in routing's precision, as the keys."""
     key_BTF: Tensor
     scale: float = 1.0
 
 
 class Mixed(NamedTuple):
-    """What a graph makes of scores."""
+    """The output of a graph."""
 
     scores_BTE: Tensor
-    """p, each row summing to 1: what top-K sees."""
+    """p, each row summing to 1: the scores that top-K selects by."""
     effective_neighbours: Tensor | None
-    """The mean of exp(entropy of S_i) over measured rows: 1 where each token has itself alone; None
+    """The mean of exp(entropy of S_i) over measured rows: 1 if each token sees only itself; None
     without a graph, and in generation."""
     head_entropy_A: Tensor | None
     """The mean entropy of each head's attention over measured rows, in nats; None unless the graph
@@ -64,7 +64,7 @@ class Graph(nn.Module, ABC):
 
     Args:
         config: Of the layer.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
@@ -93,11 +93,11 @@ class Graph(nn.Module, ABC):
         Args:
             scores_BTE: r, each row summing to 1.
             u_BTD: The tokens as the experts see them.
-            attention: What the block's attention did, if `attention_head` names one.
+            attention: The trace of the block's attention, if `attention_head` names a head.
             cache: In generation: features and scores of earlier tokens, to which these are added.
 
         Returns:
-            The mixture, and measures of it.
+            The mixture and its statistics.
         """
 
     def mix(
@@ -171,7 +171,7 @@ def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
 
 
 class NoGraph(Graph):
-    """Each token for itself: S is the identity."""
+    """No mixing: S is the identity."""
 
     def forward(
         self,
@@ -222,11 +222,11 @@ class AttentionGraph(Graph):
         super().__init__(config, context)
         assert context.num_heads is not None
         self.num_heads = context.num_heads
-        # From zero, every head's mean is short by the same factor: their order is right at once.
+        # Started at zero, all heads' means are too small by the same factor: their order is right.
         self.register_buffer("head_entropy", torch.empty(context.num_heads))
 
     def initializers(self) -> dict[str, Initializer]:
-        """All heads alike: the first is taken until something is known."""
+        """Zero for all heads: the first head is chosen until there are statistics."""
         return {"head_entropy": ZEROS}
 
     @torch.no_grad()
@@ -258,7 +258,7 @@ class AttentionGraph(Graph):
         weight_DAH = attention.output_weight_DM.view(width, -1, size)
         weight_DH = weight_DAH.index_select(1, self.attention_head()).squeeze(1).to(dtype)
         along_BTH = attention.output_BTD.to(dtype) @ weight_DH
-        if attention.output_bias_D is not None:  # o is without it
+        if attention.output_bias_D is not None:  # o does not include it
             along_BTH = along_BTH - attention.output_bias_D.to(dtype) @ weight_DH
         # |W v|^2 = v (W^T W) v, without a product as wide as the model for each token.
         square_BT1 = ((v_BTH @ (weight_DH.T @ weight_DH)) * v_BTH).sum(-1, keepdim=True)

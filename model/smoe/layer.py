@@ -24,7 +24,7 @@ class SparseMoE(FeedForward):
 
     Args:
         config: Its own configuration.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
@@ -41,7 +41,7 @@ class SparseMoE(FeedForward):
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how its own parameter starts; the parts speak for themselves."""
+        """Says how its own parameter starts; its parts have initializers."""
         return {"output_bias": ZEROS.each_expert()} if self.output_bias is not None else {}
 
     def attention_head(self) -> Tensor | None:
@@ -73,7 +73,7 @@ class SparseMoE(FeedForward):
         return self.dropout(y_ND.view_as(normalized_BTD)), stats
 
     def gate_columns(self) -> list[Tensor]:
-        """The score's, [E, D], of the one level that there is."""
+        """The columns of the score, [E, D]: there is one level of experts."""
         return [self.router.score.columns()]
 
     def update(self, stats: RoutingStats, progress: float) -> None:

@@ -1,4 +1,4 @@
-"""Losses and measures of a routing: pure functions of scores and choices.
+"""Losses and statistics of routing: pure functions of scores and selected experts.
 
 Shapes: N tokens, E experts, K experts of a token.
 """

@@ -19,19 +19,19 @@ from model.smoe.selection import Selected, TopK
 
 
 class Routing(NamedTuple):
-    """What a router decided."""
+    """The output of a router."""
 
     selected: Selected
     stats: RoutingStats
-    """With an empty name."""
+    """The statistics, with an empty name."""
 
 
 class Router(nn.Module):
-    """Any score with any graph.
+    """A router with any score and any graph.
 
     Args:
         config: Of the layer.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
@@ -49,9 +49,9 @@ class Router(nn.Module):
         """Chooses the experts of every token.
 
         Args:
-            u_BTD: What the experts are going to see.
-            attention: What the block's attention did, if the graph needs it.
-            cache: In generation: what the graph keeps of earlier tokens.
+            u_BTD: The input of the experts.
+            attention: The trace of the block's attention, if the graph needs it.
+            cache: In generation: the graph's features and scores of earlier tokens.
 
         Returns:
             Experts and weights of the N = B T tokens, and the statistics.

@@ -1,4 +1,4 @@
-"""Base scores: what each token alone thinks of each expert, as logits.
+"""Base scores: logits over the experts, from each token alone.
 
 A new score is a class here, a line of `SCORES` and a name in the config's `ScoreName`.
 
@@ -17,7 +17,7 @@ from model.interface import FeedForwardContext
 from model.smoe.config import SparseMoEConfig
 
 INITIAL_TEMPERATURE = 0.07
-"""Of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
+"""Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
 
 
 def router_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +30,7 @@ class Score(nn.Module, ABC):
 
     Args:
         config: Of the layer.
-        context: What the model says.
+        context: Settings of the model.
     """
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
@@ -115,7 +115,7 @@ class CosineScore(Score):
         dtype = router_dtype(u_ND.dtype)
         projected_NS = normalize(linear(u_ND.to(dtype), self.projection.to(dtype)), dim=-1)
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
-        # Learned, and so kept from crossing zero.
+        # A learned temperature must not reach zero.
         temperature = self.temperature.to(dtype).clamp_min(0.01)
         return linear(projected_NS, directions_ES) / temperature
 

@@ -13,22 +13,22 @@ from model.smoe.config import SparseMoEConfig
 
 
 class Selected(NamedTuple):
-    """What was selected."""
+    """The selected experts of each token."""
 
     weights_NK: Tensor
-    """Of the experts' outputs."""
+    """Weights of the experts' outputs."""
     expert_ids_NK: Tensor
-    """int64."""
+    """Indices of the experts, int64."""
 
 
 class TopK(nn.Module):
     """The K highest scores, divided by their sum if K > 1.
 
     With K = 1 that quotient would be the constant 1 and the score would get no gradient: the weight
-    is then the score itself, as in Switch (Fedus et al. 2022). The balancing bias decides who is
-    selected and is in no weight (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+    is then the score itself, as in Switch (Fedus et al. 2022). The balancing bias affects the
+    selection, and not the weights (Wang et al. 2024, "Auxiliary-loss-free load balancing").
 
-    Its state are buffers: `forward` reads them, `update` is called once after an optimizer step.
+    Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
 
     Args:
         config: Of the layer.
@@ -40,7 +40,7 @@ class TopK(nn.Module):
     def __init__(self, config: SparseMoEConfig) -> None:
         super().__init__()
         self.config = config
-        # forward needs a number, and reading it from a device's memory would make it wait.
+        # The buffer as a number: reading a buffer in `forward` would wait for the device.
         self.top_k = config.top_k
         if config.balancing_rate:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
@@ -48,11 +48,11 @@ class TopK(nn.Module):
             self.register_buffer("num_selected", torch.empty((), dtype=torch.int64))
 
     def initializers(self) -> dict[str, Initializer]:
-        """No bias, and the first K."""
+        """Zero bias, and the first K."""
         return {"balancing_bias": ZEROS, "num_selected": constant(self.config.top_k)}
 
     def buffers_changed(self) -> None:
-        """Takes K from the buffer, after something was loaded into it."""
+        """Reads K from the buffer, after a checkpoint was loaded into it."""
         if self.config.final_top_k is not None:
             self.top_k = int(self.num_selected)
 
@@ -69,7 +69,7 @@ class TopK(nn.Module):
             self.balancing_bias += self.config.balancing_rate * step_E
         if self.config.final_top_k is not None:
             first, last = self.config.top_k, self.config.final_top_k
-            # Every K from the first to the last gets an equal share of the run.
+            # Every K from the first to the last is used for an equal share of the run.
             grown = first + int(progress * (last - first + 1) + 1e-9)
             self.num_selected.fill_(min(grown, last))
             self.buffers_changed()
@@ -91,6 +91,6 @@ class TopK(nn.Module):
         if self.top_k > 1:
             sum_N1 = weights_NK.sum(-1, keepdim=True)
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
-            # The bias may choose experts whose scores are all too small for a number above 0.
+            # The bias may select experts whose scores all underflow to 0.
             weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
         return Selected(weights_NK, expert_ids_NK)

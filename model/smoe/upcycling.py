@@ -1,4 +1,4 @@
-"""Sparse upcycling: the experts of a trained dense feed-forward, each a copy of it.
+"""Sparse upcycling: makes each expert a copy of a trained dense feed-forward.
 
     up_e = up + noise * std(up) * n_e        n_e standard normal, of expert e alone; down alike
 
@@ -32,7 +32,7 @@ class DenseTensor(NamedTuple):
 
     name: str
     is_weight: bool
-    """A matrix, which the experts have transposed and which may get noise; else a bias."""
+    """True for a matrix, which experts store transposed and which may get noise; else a bias."""
 
 
 def dense_tensor(name: str) -> DenseTensor | None:
@@ -42,7 +42,7 @@ def dense_tensor(name: str) -> DenseTensor | None:
         name: Of the sparse model, as in `named_parameters`.
 
     Returns:
-        None if it is no copy of experts: a router's, or outside of sparse layers.
+        None if it is not made of copies: a router's, or outside of sparse layers.
     """
     parts = re.fullmatch(r"(blocks\.\d+\.feed_forward)\.(.+)", name)
     if parts is None or parts[2] not in _COPIED:

@@ -29,7 +29,7 @@ from parallel.plain_weights import is_plain_folder
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}
-"""Of `state.json`; every version has written them."""
+"""Keys of `state.json` that a run needs to go on; every version writes them."""
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
@@ -42,7 +42,7 @@ class Checkpoint:
         folder: `.../step-NNNNNNNN`.
 
     Raises:
-        CheckpointError: it is incomplete, truncated, of a newer version, or none at all.
+        CheckpointError: it is incomplete, truncated, of a newer version, or no checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -166,7 +166,7 @@ class Checkpoint:
             CheckpointError: they differ, or there is no such model.
         """
         config, path = self.model_config(), self.folder / "config.yaml"
-        last = config.last_parameter()  # before as many layers are built as a number may ask for
+        last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in self.shapes():
             raise CheckpointError(
                 f"{self.folder}: is of another model: {last} missing there, though config.yaml "
@@ -179,7 +179,7 @@ class Checkpoint:
         self.check_model(model)
 
     def check_resume(self, state_fields: Collection[str]) -> None:
-        """Whether a run can go on from it, which takes more than weights.
+        """Checks that a run can go on from it, which needs more than weights.
 
         Args:
             state_fields: what the run's optimizer keeps of every weight.
@@ -256,17 +256,17 @@ class WeightsOnly:
         offset: tuple[int, ...],
         size: tuple[int, ...],
     ) -> torch.Tensor:
-        """As `Checkpoint.read` for weights; zeros for optimizer state."""
+        """A box of a weight, as `Checkpoint.read` returns it; zeros for optimizer state."""
         if field != MASTER:
             return torch.zeros(size)
         return self._checkpoint.read(name, field, global_shape, offset, size)
 
     def step(self, name: str) -> float:
-        """None taken."""
+        """0: the new run has done no steps."""
         return 0.0
 
     def buffer(self, name: str) -> torch.Tensor:
-        """As `Checkpoint.buffer`: buffers are part of the weights."""
+        """A whole buffer: buffers count as weights."""
         return self._checkpoint.buffer(name)
 
 

@@ -36,7 +36,7 @@ LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted")
 
 
 class Piece(NamedTuple):
-    """A box of one tensor, as the index tells of it."""
+    """A box of one tensor, as the index describes it."""
 
     name: str
     field: str
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
     """What one process wrote: JSON values, which travel between processes."""
 
     entries: list[dict[str, Any]]
-    """Of the index."""
+    """Entries of the index."""
     name: str
     bytes: int
     digests: list[Any]
@@ -60,12 +60,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept when another one is there."""
+    """Which checkpoints are kept when a new one is written."""
 
     last: int | None = None
-    """So many of the newest good ones; None keeps all."""
+    """How many of the newest good checkpoints are kept; None keeps all."""
     every: int = 0
-    """And for ever those whose step is a multiple; 0: none."""
+    """Checkpoints whose step is a multiple of this are always kept; 0: none."""
 
 
 def step_folder(step: int) -> str:
@@ -74,22 +74,22 @@ def step_folder(step: int) -> str:
 
 
 def staging_folder(folder: Path, step: int) -> Path:
-    """A new name for what is not a checkpoint yet.
+    """A new name for a folder that is not a checkpoint yet.
 
-    It is never used again: a process that outlives its run writes where nobody looks.
+    Each name is used once: what a process writes that outlives its run is never read.
     """
     return folder / f".{step_folder(step)}.{secrets.token_hex(4)}.partial"
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """What is called a checkpoint below a run's `checkpoints` folder, oldest first."""
+    """Folders with the name of a checkpoint in a run's `checkpoints` folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((p for p in folder.iterdir() if STEP_FOLDER.fullmatch(p.name)), key=_step)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those that have a manifest, as every one has that was committed and not damaged."""
+    """Folders that have a manifest: every checkpoint that was committed has one."""
     return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
 
 
@@ -142,7 +142,7 @@ def commit(
     folder = staging.parent
     final = folder / step_folder(step)
     write_rest(staging, step, shards, others)
-    # Damaged, and the run went on from an older one; or of a run that went back.
+    # The folder exists if this step was saved before, and was damaged or the run went back.
     replaced = set_aside(final) if final.exists() else None
     rename(staging, final)
     if replaced is not None:
@@ -153,7 +153,7 @@ def commit(
 
 
 def prune(folder: Path, step: int, keep: Retention) -> None:
-    """Removes checkpoints that nobody asked to keep.
+    """Removes the checkpoints that are not to be kept.
 
     That of `step` was just written and always stays, so the last good one is never removed.
     Others count as good if their manifest, the sizes of their files and their small files are; a
@@ -173,7 +173,7 @@ def prune(folder: Path, step: int, keep: Retention) -> None:
 
 
 def point_at_newest(folder: Path) -> None:
-    """Has the pointer name the newest complete checkpoint, or be gone if there is none."""
+    """Points `latest` at the newest complete checkpoint, or removes it if there is none."""
     found = complete_checkpoints(folder)
     if found:
         replace_file(folder / LATEST_FILE, f"{found[-1].name}\n".encode())

@@ -1,6 +1,6 @@
-"""All of a checkpoint but the tensors' bytes, read and compared in this one place.
+"""Reads everything of a checkpoint but the tensors' bytes, and checks that it agrees.
 
-Whoever opens a checkpoint, to train, evaluate, list or keep it, gets the same answer. Imports no
+All commands that open a checkpoint use this file, and so judge it alike. Imports no
 torch.
 """
 
@@ -21,13 +21,13 @@ INDEX_FILE, STATE_FILE, CONFIG_FILE = "index.json", "state.json", "config.yaml"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint says of itself, as far as it agrees with itself and with its files."""
+    """The small files of a checkpoint, which agree with one another and with the tensor files."""
 
     manifest: Manifest
     index: Index
     state: State
     config_yaml: str
-    """The text alone: whoever needs it reads it with its own rules."""
+    """The text, not parsed: `train` and `model` know its keys."""
 
 
 def read_contents(folder: Path) -> Contents:
@@ -93,7 +93,7 @@ class _ChunkDigests:
                         place = self._waiting.setdefault(chunk.file, [])
                         place.append((chunk.begin, end, chunk))
         for place in self._waiting.values():
-            place.sort(key=lambda each: -each[0])  # the next one is the last
+            place.sort(key=lambda each: -each[0])  # the next one stands at the end
         self._digest = _Running(self._manifest.algorithm)
 
     def __call__(self, name: str, at: int, piece: memoryview) -> None:
@@ -109,7 +109,7 @@ class _ChunkDigests:
 
 
 def chunk_differs(manifest: Manifest, chunk: Chunk) -> DamagedCheckpoint:
-    """The error for a chunk whose bytes are not those that the index tells of."""
+    """The error for a chunk whose digest is not that of the index."""
     return damaged(
         manifest.folder / chunk.file,
         f"the {manifest.algorithm} of the chunk at byte {chunk.begin:,} differs",
@@ -117,7 +117,7 @@ def chunk_differs(manifest: Manifest, chunk: Chunk) -> DamagedCheckpoint:
 
 
 class _Running:
-    """A digest of bytes that come in pieces."""
+    """A running digest of bytes that arrive in pieces."""
 
     def __init__(self, algorithm: str) -> None:
         self._is_old = algorithm == "crc32"
@@ -130,7 +130,7 @@ class _Running:
             self._xxh3.update(piece)
 
     def take(self) -> Digest:
-        """The digest so far; the next one begins."""
+        """Returns the digest so far, and starts a new one."""
         done: Digest = self._crc32 if self._is_old else self._xxh3.hexdigest()
         self._crc32, self._xxh3 = 0, xxhash.xxh3_64()
         return done

@@ -1,4 +1,4 @@
-"""Copies of tensors that are made in a thread, while the process computes something else."""
+"""Copies tensors in a thread, while the process goes on computing."""
 
 import ctypes
 import threading
@@ -12,7 +12,7 @@ THREAD_NAME = "polyad-snapshot"
 
 
 class Pair(NamedTuple):
-    """A copy to be made."""
+    """A copy to make."""
 
     place: torch.Tensor
     """Contiguous memory of the host, of the type and shape of the values."""
@@ -22,8 +22,8 @@ class Pair(NamedTuple):
 class Copying:
     """A thread that copies tensors and then does something with them.
 
-    On a GPU it copies on a stream of its own, which first waits for what the current one has been
-    given by now.
+    On a GPU it copies on a stream of its own, which first waits for the work that is queued on the
+    current stream.
 
     Args:
         pairs: the copies. Nothing may change the values before `wait` returns.
@@ -42,7 +42,7 @@ class Copying:
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
-            self._stream = torch.cuda.stream(stream)  # whose device is the thread's then, too
+            self._stream = torch.cuda.stream(stream)  # also sets the device of the thread
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -52,7 +52,7 @@ class Copying:
         return self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits until nothing is read any more; whether that was for an error, `result` says."""
+        """Waits until the copies are made or have failed; `result` gives the error."""
         self._copied.wait()
 
     def result(self) -> str | None:
@@ -62,7 +62,7 @@ class Copying:
         return self._error
 
     def drop(self) -> None:
-        """Has nothing follow the copies, if it has not begun."""
+        """Cancels `then`, unless it has begun."""
         self._dropped = True
 
     def _run(self) -> None:

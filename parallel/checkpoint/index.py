@@ -1,6 +1,6 @@
-"""`index.json` of a checkpoint: which tensors there are, and where each piece of them lies.
+"""`index.json` of a checkpoint: its tensors, and in which file each piece of them is.
 
-What it says is held against the files themselves before anything is read from where it says.
+The index is compared with the headers of the files before any tensor is read.
 Imports no torch.
 """
 
@@ -15,11 +15,11 @@ from pydantic import Field, model_validator
 from parallel.checkpoint.records import ITEM_BYTES, Count, FormError, PlainName, Record, parsed
 
 MASTER, BUFFER, RANDOM = "master", "buffer", "random"
-"""Fields: a weight in fp32; a buffer; a random generator's state. The others are an optimizer's."""
+"""Fields: a weight in fp32, a buffer, a random generator's state. Others are the optimizer's."""
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors itself refuses more."""
 _MOST_COMPARISONS = 10**8
-"""Of pieces of one tensor: far more than any layout asks for, and done in a second."""
+"""Comparisons between pieces of one tensor: more than any layout needs, done in a second."""
 
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 
@@ -39,7 +39,7 @@ class Chunk(Record):
     """In format version 1, in place of `xxh3`."""
 
     def digest(self, algorithm: str) -> str | int | None:
-        """Of its bytes."""
+        """The digest of its bytes."""
         return self.crc32 if algorithm == "crc32" else self.xxh3
 
 
@@ -77,7 +77,7 @@ class Index(Record):
     """The whole file."""
 
     tensors: Annotated[dict[str, dict[str, Tensor]], Field(min_length=1)]
-    """By name and field."""
+    """Tensors by name and field."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "Index":
@@ -122,7 +122,7 @@ class Header:
         nbytes: its size.
 
     Raises:
-        FormError: it is none.
+        FormError: it is not a safetensors file.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -172,7 +172,7 @@ class Header:
 
 
 def check_index(index: Index, headers: Mapping[str, Header], algorithm: str) -> None:
-    """Holds an index against the files: each chunk is a tensor of its file, where it says.
+    """Compares an index with the files: each chunk must be a tensor of its file, at its place.
 
     Args:
         index: of a checkpoint.

@@ -1,4 +1,4 @@
-"""`manifest.json` of a checkpoint: which files it has, and what tells that one is damaged.
+"""`manifest.json` of a checkpoint: its files, and digests that reveal damage.
 
 Every file is digested in blocks, so that any process can verify any part. The manifest ends in a
 digest of itself. Imports no torch and, unless one is read, no pydantic: the process that writes
@@ -30,7 +30,7 @@ Digest: TypeAlias = str | int
 Watch: TypeAlias = Callable[[str, int, memoryview], None]
 """Takes the name of a file, a position in it, and the bytes that were read there."""
 ALGORITHMS = {1: "crc32", 2: "xxh3"}
-"""Of the digests in each version of the format."""
+"""The algorithm of digests in each version of the format."""
 _SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """It was complete once, and is no more what was written; an older one may be good."""
+    """A checkpoint that differs from what was written; an older one may be good."""
 
 
 def damaged(path: Path, what: str) -> DamagedCheckpoint:
@@ -50,7 +50,7 @@ def damaged(path: Path, what: str) -> DamagedCheckpoint:
 
 
 def digest(data: Any, algorithm: str = "xxh3") -> Digest:
-    """Of bytes, or anything with a buffer: XXH3's 64 bits in hex, or the crc32 of version 1."""
+    """The digest of bytes or of any buffer: XXH3's 64 bits in hex, or the crc32 of version 1."""
     return zlib.crc32(data) if algorithm == "crc32" else xxhash.xxh3_64_hexdigest(data)
 
 
@@ -60,10 +60,10 @@ class FileRecord:
 
     bytes: int
     digests: tuple[Digest, ...]
-    """Of its blocks, in order."""
+    """Digests of its blocks, in order."""
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest of this version."""
+        """The JSON object in a manifest of this version."""
         return {"bytes": self.bytes, "xxh3": list(self.digests)}
 
 
@@ -86,13 +86,13 @@ class BlockDigests:
                 self._current, self._room = xxhash.xxh3_64(), BLOCK_BYTES
 
     def record(self) -> FileRecord:
-        """Of the pieces so far."""
+        """The record of the pieces so far."""
         last = [self._current.hexdigest()] if self._room < BLOCK_BYTES or not self._done else []
         return FileRecord(self._bytes, (*self._done, *last))
 
 
 def record_of(content: bytes) -> FileRecord:
-    """Of a small file."""
+    """The record of a small file."""
     blocks = BlockDigests()
     blocks.update(memoryview(content))
     return blocks.record()
@@ -202,11 +202,11 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files but the manifest itself."""
+        """Bytes of all files but the manifest itself."""
         return sum(record.bytes for record in self.files.values())
 
     def blocks(self) -> list[Block]:
-        """All that can be verified, in order."""
+        """All blocks, in order."""
         found = []
         for name, record in self.files.items():
             size = self._block_bytes if self.version > 1 else record.bytes
@@ -257,10 +257,10 @@ class Manifest:
         return (self.folder / name).read_bytes()
 
     def text(self, name: str) -> str:
-        """As `content`, of a text.
+        """The text of a small file, verified.
 
         Raises:
-            DamagedCheckpoint: it is none, whoever wrote the manifest.
+            DamagedCheckpoint: it is not UTF-8, although its digest is right.
         """
         try:
             return self.content(name).decode()
@@ -268,14 +268,14 @@ class Manifest:
             raise damaged(self.folder / name, "it is no text") from None
 
     def parsed(self, name: str, kind: Any) -> Any:
-        """As `content`, of JSON.
+        """The JSON of a small file, verified and checked.
 
         Args:
             name: of the file.
             kind: what it holds, as `parallel.checkpoint.records.parsed` knows it.
 
         Raises:
-            DamagedCheckpoint: it is damaged, or of another form, whoever wrote the manifest.
+            DamagedCheckpoint: it is damaged, or has another form although its digest is right.
         """
         from parallel.checkpoint.records import FormError, parsed
 
@@ -303,7 +303,7 @@ def _pieces(file: Any, size: int) -> Iterator[memoryview]:
     while size:
         count = file.readinto(buffer[: min(len(buffer), size)])
         if not count:
-            return  # cut short since its size was looked at: the digest will differ
+            return  # the file was cut after its size was checked: the digest will differ
         size -= count
         yield buffer[:count]
 

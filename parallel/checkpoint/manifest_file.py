@@ -26,7 +26,7 @@ class _OldFile(Record):
 class _File(Record):
     bytes: Count
     xxh3: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...]
-    """Of each block."""
+    """The digest of each block."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ class OldManifestFile(Record):
 
     @property
     def block_bytes(self) -> int:
-        """There are no blocks."""
+        """Version 1 has no blocks: a file is one."""
         return 0
 
 
@@ -56,7 +56,7 @@ class NewManifestFile(Record):
     block_bytes: Annotated[Count, Field(ge=1)]
     files: dict[PlainName, _File]
     xxh3: str
-    """Of everything before it."""
+    """The digest of everything before it in the file."""
 
     @model_validator(mode="after")
     def _all_blocks(self) -> "NewManifestFile":
@@ -85,7 +85,7 @@ def read_manifest(content: bytes, name: str, newest: int) -> tuple[int, Manifest
         The version, and the manifest; None of a newer version.
 
     Raises:
-        FormError: it is none.
+        FormError: it is not a manifest.
     """
     head: _Head = parsed(_Head, content)
     if head.format != name:

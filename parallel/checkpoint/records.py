@@ -1,8 +1,8 @@
-"""What is read of a JSON file that came from outside: typed, strict, frozen, and one line if not.
+"""Reads JSON files from outside: typed, strict and frozen; a fault is an error of one line.
 
 Every JSON file of a checkpoint or of a folder of weights is read through `parsed`. Nothing is
-converted: a string is no number, and an unknown key is an error where the format is ours. Imports
-no torch.
+converted: a string is not taken for a number, and unknown keys are errors in Polyad's own formats.
+Imports no torch.
 """
 
 import reprlib
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 ITEM_BYTES = {"F32": 4, "U8": 1, "I64": 8, "BOOL": 1}
-"""Of the types that a checkpoint's tensors have, as safetensors names them."""
+"""Bytes of an element, by the types of a checkpoint's tensors in safetensors' names."""
 _SHOWN = 60
 _MESSAGES = {"missing": "is missing", "extra_forbidden": "is not known here"}
 _QUOTE = reprlib.Repr()
@@ -22,7 +22,7 @@ _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SHOWN
 
 
 class Record(BaseModel):
-    """The base of what is read; unknown keys are errors."""
+    """The base class of records; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ def parsed(kind: Any, content: bytes) -> Any:
         One of that kind.
 
     Raises:
-        FormError: it is no JSON, or of another form.
+        FormError: it is not JSON, or has another form.
     """
     try:
         return TypeAdapter(kind).validate_json(content)
@@ -73,7 +73,7 @@ def parsed(kind: Any, content: bytes) -> Any:
 
 
 class FormError(ValueError):
-    """JSON that is not what it should be: where, what is there, and what is needed."""
+    """JSON of a wrong form: the place, the value, and what is needed."""
 
 
 def fault_of(error: ValidationError) -> str:
@@ -104,7 +104,7 @@ def _part(part: str | int) -> str:
 
 
 def fault_of_file(folder: Path, name: str) -> str | None:
-    """Why a file of a folder that came from outside is not to be opened; None if it is.
+    """Why a file of a folder from outside must not be opened; None if it may be.
 
     A symbolic link may lead to another place of the folder. Of a snapshot in Hugging Face's cache
     (`models--OWNER--NAME/snapshots/REVISION`), where every file is one, it may lead to the `blobs`

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints: at once, or from a snapshot while training goes on."""
+"""Saves a run's checkpoints: while training waits, or from a snapshot while it goes on."""
 
 import base64
 import time
@@ -25,14 +25,14 @@ from parallel.zero import Engine
 
 @dataclass
 class _Pending:
-    """A snapshot that is no checkpoint yet."""
+    """A snapshot that is not a complete checkpoint yet."""
 
     step: int
     staging: Path
     others: dict[str, bytes]
     committing: bool = False
     answer: dict[str, Any] | None = None
-    """Of this process's writer, to its last order."""
+    """The answer of this process's writer to its last order."""
 
 
 class Saver:
@@ -57,14 +57,14 @@ class Saver:
         self._pending: _Pending | None = None
         self._writer: SnapshotWriter | None = None
         self.seconds_waited = 0.0
-        """For copies before something changed weights or moments, over all saves."""
+        """Seconds that training waited for copies, over all saves."""
         if asynchronous:
             self._writer = SnapshotWriter(memory_needed(list(chunks_of(engine))))
 
     def save(
         self, step: int, state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
     ) -> None:
-        """Begins to save, once the save before is done; without a writer it is done at the end.
+        """Begins to save, after the save before is done; without a writer it returns when done.
 
         Of an asynchronous save weights and moments may still be read when this returns: see
         `Engine.before_change`.
@@ -102,7 +102,7 @@ class Saver:
         return None if self._writer is None else self._writer.process_id
 
     def poll(self) -> None:
-        """Looks, without waiting, how far the save is; called after every step.
+        """Checks, without waiting, whether the save is done; called after every step.
 
         Raises:
             SaveError: it failed, on any process.
@@ -118,13 +118,13 @@ class Saver:
         self._advance(wait=True)
 
     def close(self) -> None:
-        """Ends the writer; what it has not written by then is not saved. Talks to nobody."""
+        """Ends the writer; an unfinished save is lost. Exchanges nothing with other processes."""
         if self._writer is not None:
             self._writer.close(kill=self._pending is not None)
             self._writer = None
 
     def _settle(self) -> None:
-        """Waits until nothing is read of weights and moments any more. Talks to nobody."""
+        """Waits until weights and moments are copied. Exchanges nothing with other processes."""
         if self._writer is not None:
             started = time.perf_counter()
             self._writer.settle()

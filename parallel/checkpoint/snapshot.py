@@ -19,9 +19,9 @@ from parallel.checkpoint.tensor_file import DTYPE_NAMES
 from parallel.checkpoint.writer import Chunk
 
 ALIGNMENT = 64
-"""Of a tensor in the memory, in bytes."""
+"""The alignment of each tensor in the memory, in bytes."""
 FOR_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-"""Signals that come to all processes of a job: the snapshot is finished nevertheless."""
+"""Signals to all processes of a job; the writer ignores them, and finishes the snapshot."""
 
 
 def memory_needed(chunks: Sequence[Chunk]) -> int:
@@ -53,11 +53,11 @@ class SnapshotWriter:
             os.close(descriptor)
         self._unread = b""
         self._copying: Copying | None = None
-        """Of the last snapshot, until its answer is asked for."""
+        """The copies of the last snapshot, until its answer is read."""
 
     @property
     def process_id(self) -> int:
-        """Of the writing process."""
+        """The id of the writing process."""
         return self._process.pid
 
     def take(self, chunks: Sequence[Chunk], order: dict[str, Any], device: torch.device) -> None:
@@ -87,7 +87,7 @@ class SnapshotWriter:
         self._copying = Copying(later, lambda: self.order(order), device)
 
     def settle(self) -> None:
-        """Waits until no tensor is read any more; `answer` tells of errors."""
+        """Waits until all tensors are copied or copying has failed; `answer` tells of errors."""
         if self._copying is not None:
             self._copying.wait()
 
@@ -127,7 +127,7 @@ class SnapshotWriter:
     def close(self, *, kill: bool = False) -> None:
         """Ends the process, which has nothing to do, or is not to go on with it.
 
-        When it returns, no tensor is read any more.
+        After it returns, no tensor is read.
         """
         if self._copying is not None:
             self._copying.drop()
@@ -149,7 +149,7 @@ def _start(descriptor: int) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([root, inherited] if inherited else [root])
     # -P: nothing is imported from wherever the run was started.
     command = [sys.executable, "-P", "-m", "parallel.checkpoint.snapshot_process"]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)  # which is inherited
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)  # inherited
     try:
         return subprocess.Popen(
             [*command, str(os.getpid()), str(descriptor)],

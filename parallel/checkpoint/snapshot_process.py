@@ -1,4 +1,4 @@
-"""The process that writes snapshots: it reads orders, writes files, and knows no other process.
+"""The process that writes snapshots: it reads orders and writes files.
 
 Orders and answers are lines of JSON; tensors lie in memory that it shares with the training
 process. It dies with that one, and imports nothing that is slow or large.
@@ -29,15 +29,15 @@ def main() -> None:
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # the parent died before prctl took effect
         return
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
         serve(sys.stdin, sys.stdout, memory)
-        os._exit(0)  # views of the memory are still about
+        os._exit(0)  # without cleanup: views of the shared memory still exist
 
 
 def serve(orders: Iterable[str], answers: TextIO, memory: Any) -> None:
-    """Does what it is told until there are no more orders.
+    """Carries out orders until there are no more.
 
     Args:
         orders: a line each.

@@ -1,6 +1,6 @@
-"""`state.json` of a checkpoint: where its run stood. Imports no torch.
+"""`state.json` of a checkpoint: the progress of its run. Imports no torch.
 
-The training loop knows what the numbers mean; here they are believed only if they can be true.
+`train.state` says what the numbers mean; here they are checked to be possible.
 """
 
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from parallel.checkpoint.records import Count, Record
 
 _YEAR_10000 = 253_402_300_800.0
 Measured = Annotated[float, Field(allow_inf_nan=True)]
-"""Of a step that may have gone wrong."""
+"""A number of a step; NaN or infinite if the step was not finite."""
 Norm = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 

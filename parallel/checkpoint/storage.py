@@ -1,4 +1,4 @@
-"""What a checkpoint does to a disk, in operations that are done when they return.
+"""File operations of checkpoints, each of which is on the disk when it returns.
 
 All that is written, renamed or removed below a run's `checkpoints` folder goes through here, so
 that a test can record every operation and fail any of them. Imports no library: the process that
@@ -13,12 +13,12 @@ from typing import Any
 
 
 def reason_of(error: OSError) -> str:
-    """What a disk refused, in a few words."""
+    """The reason of a failed file operation, in a few words."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> int:
-    """Writes a file and waits until its content is on the disk; its name is not yet.
+    """Writes a file and waits until its content, but not yet its name, is on the disk.
 
     Args:
         path: the file, which may not be there.
@@ -44,7 +44,7 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> in
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:  # writing and flushing know a number instead of a name
+    except OSError as error:  # write and fsync report a descriptor, not a name
         error.filename = error.filename or str(path)
         raise
     return total
@@ -107,7 +107,7 @@ def remove_tree(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a folder to what is no checkpoint, so that no half of it is ever found."""
+    """Renames a folder, before it is removed, so that no half of it passes for a checkpoint."""
     aside = path.with_name(f".{path.name}.deleted")
     if aside.exists():
         remove_tree(aside)

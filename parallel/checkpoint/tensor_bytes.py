@@ -22,12 +22,12 @@ class RawTensor:
 
     key: str
     dtype: str
-    """As safetensors names it."""
+    """The type, as safetensors names it."""
     shape: tuple[int, ...]
     nbytes: int
     data: Callable[[], Any]
-    """Gives its bytes, or anything with a flat buffer of them; called once, when its turn comes,
-    and let go before the next."""
+    """Returns its bytes, or any flat buffer of them; called once, when its turn comes. The result
+    is freed before the next call."""
 
 
 class WrittenTensor(NamedTuple):
@@ -83,7 +83,7 @@ def write_tensors(
                 yield piece
             written.append(WrittenTensor(position, whole.hexdigest()))
             position += tensor.nbytes
-            del data  # or it would live on beside the next ones
+            del data  # or it would stay in memory beside the next one
 
     def digested() -> Iterator[memoryview]:
         for part in parts():

@@ -23,10 +23,10 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     values: Callable[[], torch.Tensor]
-    """Called once, when its turn comes; what it gives is let go before the next."""
+    """Called once, when its turn comes; the result is freed before the next call."""
 
     def raw(self) -> RawTensor:
-        """The same in bytes."""
+        """The entry with its values as bytes."""
         nbytes = math.prod(self.shape) * self.dtype.itemsize
 
         def data() -> memoryview:

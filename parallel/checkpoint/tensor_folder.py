@@ -12,7 +12,7 @@ from parallel.checkpoint.records import FormError, WeightMap, fault_of_file, par
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
-"""Of stored weights; each is exact in fp32."""
+"""Types of stored weights; each is exact in fp32."""
 
 
 class Wanted(NamedTuple):
@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: Collection[str] = WEIGHT_DTYPES
-    """Those allowed, as safetensors names them."""
+    """The allowed types, as safetensors names them."""
 
 
 class TensorFolder:
@@ -29,7 +29,7 @@ class TensorFolder:
     Args:
         folder: with the files.
         error: the class of what is raised.
-        shorten: from the name in a file to the one to ask for.
+        shorten: maps the name in a file to the name that is asked for.
 
     Raises:
         ValueError: of that class: a file is missing or damaged, or a tensor is there twice.
@@ -56,7 +56,7 @@ class TensorFolder:
                 self._stored[short] = (path, name)
 
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return self._stored.keys()
 
     def mapped(self, name: str) -> Any:
@@ -72,7 +72,7 @@ class TensorFolder:
         return value
 
     def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
-        """What is missing or other than a configuration says; unknown tensors are not looked for.
+        """What is missing or differs from a configuration; further tensors are no fault.
 
         Args:
             wanted: by name.
@@ -123,7 +123,7 @@ class FolderWeights:
     Args:
         folder: with the files.
         tensors: of that folder.
-        shapes: of the weights, by our names.
+        shapes: of the weights, by Polyad's names.
         error: the class of what is raised.
     """
 
@@ -137,14 +137,14 @@ class FolderWeights:
         self.folder, self._tensors, self._shapes, self._error = folder, tensors, shapes, error
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights by our names."""
+        """Shapes of the weights by Polyad's names."""
         return self._shapes
 
     def stored(self, name: str) -> tuple[str, bool]:
-        """What a weight is called in the folder, and whether its transpose is there.
+        """The name of a weight in the folder, and whether it is stored transposed.
 
         Args:
-            name: ours.
+            name: Polyad's name.
         """
         return name, False
 
@@ -168,7 +168,7 @@ class FolderWeights:
         stored, transposed = self.stored(name)
         view = self._tensors.read(stored, box[::-1] if transposed else box)
         view = view.T if transposed else view
-        # A copy always: the view is of the mapped file.
+        # Always a copy, since the view is of the mapped file.
         return view.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def whole(self, name: str) -> torch.Tensor:
@@ -177,12 +177,12 @@ class FolderWeights:
         return self.read(name, MASTER, shape, (0,) * len(shape), shape)
 
     def step(self, name: str) -> float:
-        """None taken."""
+        """0: such weights have done no steps of a run."""
         return 0.0
 
 
 def check_file(path: Path, error_class: type[ValueError]) -> None:
-    """Refuses what is no file, or a symbolic link that leaves its folder.
+    """Checks that a path is a file, and no symbolic link that leaves its folder.
 
     Raises:
         ValueError: of the given class.
@@ -211,7 +211,7 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
 
 
 def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
-    """An object of a JSON file, whose keys somebody else knows.
+    """An object of a JSON file; its keys are not checked here.
 
     Raises:
         ValueError: of the given class: it cannot be read, or is none.

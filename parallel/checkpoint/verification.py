@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is what was written, to the last byte."""
+"""Which checkpoint a run goes on from: the newest one whose every byte is verified."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ def newest_that_opens(folder: Path) -> Checkpoint | None:
 
 
 def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:
-    """What to go on from, with every byte verified; all processes call it, and share the reading.
+    """The checkpoint to go on from, with every byte verified; all processes share the reading.
 
     Args:
         checkpoint: what `newest_that_opens` gave; that of rank 0 counts.
@@ -93,12 +93,12 @@ def _verify_together(folder: Path) -> str | None:
 def progress_of(
     manifest: Manifest, blocks: Sequence[Block], *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Gives what to call with the bytes verified so far: it says rate and time left, now and then.
+    """Yields a function that takes the bytes verified so far, and prints rate and time left.
 
     Args:
         manifest: what is verified.
         blocks: of it.
-        quiet: say nothing.
+        quiet: print nothing.
     """
     progress = Progress(report=(lambda line: None) if quiet else None)
     progress.start(f"verify {manifest.folder.name}", sum(block.size for block in blocks))

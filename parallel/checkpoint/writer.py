@@ -54,11 +54,11 @@ class Chunk:
     size: tuple[int, ...]
     step: float
     values: torch.Tensor
-    """On the meta device where `make` gives them."""
+    """The values; on the meta device if `make` returns them."""
     make: Callable[[], torch.Tensor] | None = None
-    """Gives the values when their turn to be written comes."""
+    """Returns the values when it is their turn to be written."""
     by_optimizer: bool = False
-    """Whether nothing changes the values without calling `Engine.about_to_change` before."""
+    """Whether every change of the values is announced by `Engine.about_to_change`."""
 
     def entry(self) -> Entry:
         """The chunk as a tensor of a file."""
@@ -66,7 +66,7 @@ class Chunk:
         return Entry(key, self.values.dtype, self.size, self.make or (lambda: self.values))
 
     def piece(self) -> Piece:
-        """The chunk as the index tells of it."""
+        """The chunk as the index describes it."""
         dtype = DTYPE_NAMES[self.values.dtype]
         return Piece(self.name, self.field, dtype, self.shape, self.offset, self.size, self.step)
 
@@ -152,7 +152,7 @@ def save_weights(
 def small_files(
     state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """What lies beside the tensors, by name."""
+    """Contents of the small files beside the tensors, by name."""
     return {
         "state.json": json.dumps(state, indent=1).encode(),
         "config.yaml": config_yaml.encode(),
@@ -161,7 +161,7 @@ def small_files(
 
 
 def shard_of(staging: Path, rank: int, chunks: Sequence[Chunk]) -> Shard:
-    """Writes the chunks of a process from where they are."""
+    """Writes the chunks of a process without copying them first."""
     tensors = [chunk.entry().raw() for chunk in chunks]
     return write_shard(staging, rank, tensors, [chunk.piece() for chunk in chunks])
 
@@ -195,13 +195,13 @@ def raise_together(step: int, reason: str | None) -> None:
 
 
 def remove_quietly(staging: Path) -> None:
-    """Gives back the room of a checkpoint that failed; what cannot be removed is left."""
+    """Removes the folder of a checkpoint that failed; what cannot be removed is left."""
     with contextlib.suppress(OSError):
         remove_tree(staging)
 
 
 def chunks_of(engine: Engine) -> Iterator[Chunk]:
-    """What this process writes: every element of every tensor on exactly one process."""
+    """The chunks that this process writes; each element is written by exactly one process."""
     for name, fragment in fragments(engine).items():
         start, stop = _share(fragment, *_replica(engine, fragment))
         step = float(fragment.state.get("step", 0.0))

@@ -1,1 +1,1 @@
-"""What a run is: its configuration, checked, and what it will do."""
+"""The configuration of a run: read, checked and described."""

@@ -1,4 +1,4 @@
-"""The first line of a start: where the run stands, from what it goes on, and what is left."""
+"""The first line of a start: where the run stands, what it goes on from, and what is left."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def nothing_is_left(plan: Plan, state: TrainState) -> bool:
 
 
 def first_line(plan: Plan, state: TrainState) -> str:
-    """What a start says before it builds anything.
+    """The line that a start prints before it builds anything.
 
     Args:
         plan: the run's, with the checkpoint that it goes on from, if there is one.
@@ -43,7 +43,7 @@ def first_line(plan: Plan, state: TrainState) -> str:
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
-    """Prints it; for the main process alone."""
+    """Prints the first line; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Factorized experts beside the dense model, and beside a mixture with as many whole experts."""
+"""Compares factorized experts with the dense model, and with as many experts that are whole."""
 
 import math
 from typing import Any
@@ -18,12 +18,12 @@ SPARSE_TOP_K = 2
 
 
 def experts_compared(model: ModelSettings) -> dict[str, Any] | None:
-    """As `factorized_experts`, of any model; None of one that is not built of such blocks."""
+    """`factorized_experts` for any kind of model; None if it is no GPT-2."""
     return factorized_experts(model) if isinstance(model, GPT2Config) else None
 
 
 def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
-    """What the experts of a muMoE are and what others would cost.
+    """Describes the experts of a muMoE, and what other kinds would cost.
 
     Args:
         model: its configuration, with the vocabulary size filled in.
@@ -62,7 +62,7 @@ def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
 def _cost(
     model: GPT2Config, feed_forward: FeedForwardConfig, experts: int, matrix_rank: int
 ) -> dict[str, int]:
-    """A model with another feed-forward, without memory for it."""
+    """Parameters and FLOPs of the model with another feed-forward, counted without memory."""
     config = model.model_copy(update={"feed_forward": feed_forward})
     built = build_model(config)
     return {

@@ -127,7 +127,7 @@ def expert_parameters(model: nn.Module) -> int:
 
 
 def active_expert_parameters(config: RunConfig, parameters: int) -> int:
-    """Of the experts' parameters, those that one token uses.
+    """How many of the experts' parameters one token uses.
 
     Args:
         config: the run's.

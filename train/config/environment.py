@@ -1,4 +1,4 @@
-"""What a result depends on beside its configuration: command, code, versions, machine."""
+"""Records what a result depends on beside its configuration: command, code, versions, machine."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def describe_environment(world_size: int) -> dict[str, Any]:
     """JSON values that say what ran: `environment.json` of a run."""
-    # An installed copy may lie inside somebody else's checkout, which says nothing about the code.
+    # An installed copy may lie inside a checkout of another project, whose commit says nothing.
     ours = _git("rev-parse", "--show-prefix") == ""
     return {
         "command": shlex.join(["polyad", *sys.argv[1:]]),
@@ -65,7 +65,7 @@ def check_compiler(config: RunConfig) -> None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the code; None where it is not a checkout."""
+    """The output of git for the code's folder; None if it is not a checkout."""
     try:
         result = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True

@@ -71,12 +71,12 @@ def _fault(fault: Any, known: set[str]) -> str:
 def _without_kind(sections: list[str], known: set[str]) -> list[str]:
     """The sections of a location, without the kind that a union puts between them."""
     shorter = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
-    there = [s for s in (sections, *shorter) if not s or _without_index(s) in known]
-    return there[0] if there else sections
+    existing = [s for s in (sections, *shorter) if not s or _without_index(s) in known]
+    return existing[0] if existing else sections
 
 
 def _hint(kind: str, value: Any) -> str:
-    """What somebody may not know who wrote this."""
+    """An addition to an error about YAML that reads otherwise than it may look; often empty."""
     if not isinstance(value, str):
         return ""
     if kind == "bool_type" and value.lower() in {"yes", "no", "on", "off", "y", "n"}:

@@ -1,4 +1,4 @@
-"""What other projects call our keys, so that an error can name ours."""
+"""Names that other projects give to Polyad's keys, so that an error can suggest Polyad's."""
 
 from collections.abc import Mapping
 
@@ -77,7 +77,7 @@ _NAMES = {
 
 
 def plain(name: str) -> str:
-    """A name without what projects write differently: micro-batch-size, microBatchSize."""
+    """A name in one form for all spellings, as micro-batch-size and microBatchSize."""
     return name.lower().replace("_", "").replace("-", "")
 
 

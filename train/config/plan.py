@@ -1,4 +1,4 @@
-"""What a run will do, checked before a process group exists or memory is taken."""
+"""The plan of a run, checked before a process group exists or memory is taken."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from train.tasks.registry import open_task
 from train.tasks.task import Kept, Task
 
 LAUNCH_FOLDER = "launch"
-"""In a run's folder: what `polyad launch` writes there, perhaps before the run has begun."""
+"""The folder in a run's folder that `polyad launch` writes to, perhaps before the run begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,26 +33,26 @@ class Plan:
     """A run that was checked and can start."""
 
     config: RunConfig
-    """Resolved: nothing is left to the data."""
+    """The configuration, with all that the data decides filled in."""
     dims: Dims
     task: Task[Any]
     resume: Checkpoint | None
-    """What the run goes on from."""
+    """The checkpoint that the run goes on from."""
     init: Weights | None
-    """What a new run takes its weights from."""
+    """The weights that a new run starts from."""
 
     @property
     def folder(self) -> Path:
-        """The run's."""
+        """The run's folder."""
         return Path(self.config.run.folder)
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints lie."""
+        """The folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     def start_state(self, checkpoint: Checkpoint | None, kept: Kept) -> TrainState:
-        """Where a run stands that goes on from a checkpoint, or begins.
+        """The state of a run that goes on from a checkpoint, or begins.
 
         Args:
             checkpoint: None at the beginning.
@@ -67,10 +67,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run is asked to do, and with which data: both checked, and nothing built."""
+    """The checked configuration and the opened data of a run; nothing is built yet."""
 
     config: RunConfig
-    """Resolved."""
+    """The configuration, with all that the data decides filled in."""
     dims: Dims
     task: Task[Any]
 
@@ -111,7 +111,7 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
 
 
 def plan_of(inputs: Inputs) -> Plan:
-    """As `plan_run`, of what `open_inputs` gave."""
+    """Makes the plan from what `open_inputs` returned; see `plan_run`."""
     config, task = inputs.config, inputs.task
     model = build_model(config.model)
     resume = find_resume(config, task)
@@ -136,7 +136,7 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
 
 
 def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Whether a run finds in a checkpoint all that it needs to go on.
+    """Checks that a checkpoint has all that a run needs to go on.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or lacks something.
@@ -146,7 +146,7 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
-    """What a new run takes its weights from, if it is of this model and means the same."""
+    """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
     if isinstance(weights, HuggingFaceWeights):
         weights.check_config(config.model)

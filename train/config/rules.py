@@ -11,18 +11,18 @@ from train.errors import ConfigError
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
-    # What the data is, by path or mixture, its fingerprint says.
+    # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
     "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
     "model.compile",
-    # How fresh weights start, which a run that goes on does not have.
+    # Initial weights, which matter to new runs alone.
     "model.feed_forward.scale_residual_init",
 )  # fmt: skip
 
 
 def validate(config: RunConfig, world_size: int) -> Dims:
-    """Checks what one section cannot know of another.
+    """Checks the sections against one another.
 
     Args:
         config: the tree.

@@ -1,9 +1,9 @@
-"""The configuration of a run: every room's part in one tree.
+"""The configuration of a run: the sections of all folders in one tree.
 
     defaults in the classes  <  the YAML file  <  dotted overrides: `train.steps=100`
 
-Every key is known, typed and checked before anything is allocated. Rules that cross sections stand
-in `config_rules.py`.
+Every key is known, typed and checked before anything is allocated. Rules that cross sections are
+in `rules.py`.
 """
 
 import copy

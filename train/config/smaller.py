@@ -1,4 +1,4 @@
-"""Which keys make a run need less memory, what costs least speed first."""
+"""The keys that make a run need less memory, those that cost the least speed first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from train.guard.memory import RunMemory
 
 
 def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:
-    """What a run says where memory runs out.
+    """The advice of a run where memory runs out.
 
     Args:
         config: the run's.
@@ -49,7 +49,7 @@ def to_train(config: RunConfig, dims: Dims) -> list[str]:
 
 
 def to_build(config: RunConfig, dims: Dims) -> list[str]:
-    """As `to_train`, of weights and optimizer alone: keys that spread them over processes."""
+    """Keys that make weights and optimizer smaller, in the form of `to_train`."""
     stages: range = range(0)
     if dims.data_parallel_size > 1:
         stages = range(config.parallel.zero_stage + 1, 4)
@@ -64,12 +64,12 @@ def to_build(config: RunConfig, dims: Dims) -> list[str]:
 
 
 def to_validate(config: RunConfig, dims: Dims) -> list[str]:
-    """As `to_train`, of validation between steps."""
+    """Keys that make validation smaller, in the form of `to_train`."""
     return [*_smaller_evaluation_batch(config), *to_build(config, dims)]
 
 
 def to_evaluate(config: RunConfig) -> list[str]:
-    """As `to_train`, of `polyad evaluate`, which holds the whole model in every process."""
+    """Keys that make `polyad evaluate` smaller, in the form of `to_train`."""
     half = ["train.precision=bf16 (now fp32)"] if config.train.precision == "fp32" else []
     return [*_smaller_evaluation_batch(config), *half]
 
@@ -80,7 +80,7 @@ def _smaller_evaluation_batch(config: RunConfig) -> list[str]:
 
 
 def _first_valid(config: RunConfig, dims: Dims, key: str, values: Sequence[int | str]) -> list[str]:
-    """The first of the values that the run's own rules allow, if it is another than now."""
+    """The first value that is valid for the run, unless it is the present one."""
     section, name = key.split(".")
     part = getattr(config, section)
     now = getattr(part, name)

@@ -11,14 +11,14 @@ from train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
 MAX_SECTIONS = 20
-"""Of a dotted key."""
+"""Sections of a dotted key at most."""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Sets one `dotted.key=value` in a tree as `parse_yaml` gives it, in place.
 
     Raises:
-        ConfigError: it is no such thing.
+        ConfigError: it is not of this form.
     """
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")

@@ -1,1 +1,1 @@
-"""A checkpoint scored."""
+"""Evaluation of checkpoints: scores, generated text, leaks, routing stability."""

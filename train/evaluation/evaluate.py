@@ -1,4 +1,4 @@
-"""`polyad evaluate`: a checkpoint scored on held-out data; of text, its perplexity."""
+"""`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
 import json
 import tempfile
@@ -30,11 +30,11 @@ from train.tasks.task import OneDevice, Task
 
 
 class Evaluated(NamedTuple):
-    """A checkpoint and what it is evaluated on, checked."""
+    """A checkpoint and its evaluation data, both checked."""
 
     checkpoint: Checkpoint
     config: RunConfig
-    """That of the checkpoint, with what evaluation may change."""
+    """The checkpoint's configuration, with the keys that evaluation may change."""
     task: Task[Any]
 
     @property
@@ -43,7 +43,7 @@ class Evaluated(NamedTuple):
         return self.config.evaluation.batch_size or self.config.train.micro_batch_size
 
     def text(self, option: str) -> LanguageModelling:
-        """The task, for what only text has.
+        """The task, for an option that only text has.
 
         Args:
             option: of the command line, for the error.
@@ -59,7 +59,7 @@ class Evaluated(NamedTuple):
 
 
 def open_evaluated(path: Path, data: str | None, overrides: tuple[str, ...]) -> Evaluated:
-    """Opens a checkpoint and data that its weights know.
+    """Opens a checkpoint, and data that fits its weights.
 
     Args:
         path: a checkpoint, or a run whose newest one is taken.

@@ -26,9 +26,9 @@ from train.experts.steering import Steering, effect, steered
 from train.tasks.tokenizers import need_tokenizer
 
 _UNFINISHED = "\ufffd"
-"""What the bytes of half a character decode to."""
+"""The replacement character, which the bytes of half a character decode to."""
 _OVERLAP = 6
-"""Tokens decoded before new ones: what they look like may depend on their neighbours."""
+"""Tokens decoded before new ones: the text of a token may depend on its neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Sampling:
             raise ConfigError(f"--seed: {self.seed} is not allowed: 0 or more, below 2^63")
 
     def generator(self) -> torch.Generator:
-        """Random numbers that depend on the seed alone."""
+        """A random generator that depends on the seed alone."""
         return torch.Generator().manual_seed(self.seed)
 
 
@@ -90,7 +90,7 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     Returns:
         [V], fp64; they add up to 1.
     """
-    # The largest becomes 0, which no temperature, however low, makes infinite.
+    # The largest logit becomes 0, which stays finite at any temperature.
     logits_V = logits_V.double() - logits_V.max()
     probability_V = (logits_V / sampling.temperature).softmax(-1)
     top_k = probability_V.numel() if sampling.top_k is None else sampling.top_k
@@ -176,13 +176,13 @@ class TextStream:
         self._from = max(0, self._shown - _OVERLAP)
 
     def push(self, token: int) -> str:
-        """Adds a token; gives the text that is certain by now, which may be empty."""
+        """Adds a token; returns the new text that later tokens cannot change, perhaps none."""
         self._ids.append(token)
         text = self._rest()
         return "" if text.endswith(_UNFINISHED) else self._show(text)
 
     def end(self) -> str:
-        """What is left, with a mark for a character that never became whole."""
+        """Returns the rest of the text, with a mark for an incomplete character."""
         return self._show(self._rest())
 
     def _rest(self) -> str:

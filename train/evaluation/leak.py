@@ -1,4 +1,4 @@
-"""What a language model owes to a graph of tokens without a mask: `polyad evaluate --leak`.
+"""How much a language model gains from a graph of tokens without a mask: `evaluate --leak`.
 
 Such a graph (`model.feed_forward.causal_graph: false`) lets the tokens of a window choose their
 experts by what comes later, so its loss over whole windows is not that of a model that predicts.
@@ -43,16 +43,16 @@ class PrefixScore(NamedTuple):
 
     tokens: int
     in_window: float
-    """Nats a token, with the whole window seen."""
+    """Loss in nats per token, with the whole window visible."""
     from_prefix: float
-    """Of the same tokens, with the window cut before what is predicted."""
+    """Loss of the same tokens, with the window cut before the predicted token."""
     standard_error: float
     """Of the mean difference as an estimate of the split's: tokens of one window belong together.
     NaN of a single window."""
 
     @property
     def difference(self) -> float:
-        """What the window's later tokens are worth, nats a token."""
+        """The gain from the window's later tokens, in nats per token."""
         return self.from_prefix - self.in_window
 
 
@@ -88,7 +88,7 @@ def measure(
     world: comm.World,
     reports: tuple[Report | None, Report | None] = (None, None),
 ) -> dict[str, Any]:
-    """Scores a split again, without what comes later.
+    """Scores a split again, without later tokens.
 
     Args:
         model: whose graphs have no mask; in evaluation mode.
@@ -118,7 +118,7 @@ def measure(
 
 @contextmanager
 def masked(model: nn.Module) -> Iterator[None]:
-    """Puts the mask into all graphs of a language model for a while."""
+    """A context in which all graphs of a language model are causal."""
     graphs = [m for m in model.modules() if isinstance(m, Graph) and not m.causal]
     for graph in graphs:
         graph.causal = True
@@ -131,7 +131,7 @@ def masked(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _last_position_alone(model: nn.Module) -> Iterator[None]:
-    """Leaves the output head, a good part of a small model, the last position alone."""
+    """A context in which the output head, a large part of a small model, computes one position."""
     hook = model.get_submodule("final_norm").register_forward_hook(
         lambda module, given, x_BTD: x_BTD[:, -1:]
     )
@@ -191,7 +191,7 @@ def _cut_losses(model: nn.Module, input_BT: Tensor, target_BT: Tensor, place: in
 
 
 class _Sums(NamedTuple):
-    """Over windows: n tokens each, with a sum d of differences."""
+    """Sums over windows; n is the tokens of a window, d the sum of their differences."""
 
     windows: float
     tokens: float
@@ -203,7 +203,7 @@ class _Sums(NamedTuple):
 
 
 def _sums(whole_BP: Tensor, cut_BP: Tensor, scored_BP: Tensor) -> Tensor:
-    # `where`, because a padded position may have any loss, even one that is not finite.
+    # `where`, not a product: a padded position may have a loss that is not finite.
     whole_B, cut_B = (x.double().where(scored_BP, 0.0).sum(1) for x in (whole_BP, cut_BP))
     n_B, d_B = scored_BP.sum(1).double(), cut_B - whole_B
     return torch.stack(

@@ -69,7 +69,7 @@ class PolyadLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Of the token that ends a document."""
+        """The id of the token that ends a document."""
         return self._coder.end_of_text_id
 
     @property
@@ -78,11 +78,11 @@ class PolyadLM(TemplateLM):
         return self._coder.fingerprint
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes into its results."""
+        """Facts about the model for lm-eval's results."""
         return self._about | {"model_num_parameters": sum(p.numel() for p in self.parameters())}
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of the model."""
+        """The parameters of the model."""
         return self.model.parameters()
 
     def tok_encode(
@@ -106,11 +106,11 @@ class PolyadLM(TemplateLM):
     def _pair(
         self, texts: Any, context: list[int], continuation: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Mends what lm-eval's cut between context and continuation leaves empty.
+        """Splits tokens as lm-eval does, but never leaves the continuation empty.
 
-        It moves white space at the end of a context to the continuation, all of it if there is no
-        more. Where the continuation has gone into the context's last token, nothing would be
-        scored, which is more likely than any other answer.
+        lm-eval moves white space at the end of a context to the continuation, so a context of white
+        space alone becomes empty. If the continuation ends up inside the context's last token, it
+        would be empty, and score better than any other answer.
         """
         if not continuation and texts is not None and texts[1]:
             continuation = self.tok_encode(texts[1])
@@ -193,10 +193,10 @@ class PolyadLM(TemplateLM):
 
 
 def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
-    """What a task asks of generation: where to end, how long, how to choose.
+    """Reads a task's options of generation: stop strings, length, sampling.
 
     Raises:
-        ConfigError: it asks for what is not built.
+        ConfigError: an option is not supported.
     """
     rest = copy.copy(options)
     until = rest.pop("until", None) or []

@@ -95,7 +95,7 @@ def compare(
 
 
 def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) -> None:
-    """Whether both are of one model with experts, and know the tokens of the probe set."""
+    """Checks that both are of one model with experts, and fit the tokens of the probe set."""
     ours, theirs = (
         flatten(checkpoint.model_config().model_dump(mode="json"))
         for checkpoint in (opened.checkpoint, other)
@@ -127,7 +127,7 @@ def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) ->
 def _compare(
     opened: Evaluated, other: Checkpoint, windows: SpreadWindows, world: comm.World
 ) -> tuple[dict[str, Fluctuation], int]:
-    """Each layer's shares over all processes, and of how many tokens."""
+    """The shares of each layer over all processes, and the number of tokens."""
     precision, device = opened.config.train.precision, world.device
     probes = []
     for checkpoint in (opened.checkpoint, other):

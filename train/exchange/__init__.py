@@ -1,1 +1,1 @@
-"""Weights in and out."""
+"""Conversion of weights from and to other formats."""

@@ -51,7 +51,7 @@ FORMATS: dict[Format, str] = {
     "safetensors": "a folder of safetensors under our names",
 }
 BATCH_SIZE = 8
-"""Of a converted checkpoint's configuration: what `polyad evaluate` scores at once."""
+"""The batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
 
 
 def convert(
@@ -74,7 +74,7 @@ def convert(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    if not destination.name:  # the current folder, which will be another one
+    if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
     _refuse_what_is_there(destination)
     is_of: Format = "polyad"
@@ -83,7 +83,7 @@ def convert(
     elif is_plain_folder(source):
         is_of = "safetensors"
     else:
-        find_checkpoint(source)  # says so if it is nothing at all
+        find_checkpoint(source)  # raises an error if there is none
     if upcycling and to == "huggingface":
         raise upcycling.error(
             "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
@@ -114,11 +114,11 @@ def convert(
 
 
 class _Checked:
-    """Weights on their way: their tokenizer belongs to them, and what is strange is noted.
+    """Weights to convert, with checks and notes about them.
 
     Args:
         weights: of any format.
-        upcycling: what they become on their way.
+        upcycling: makes them a sparse mixture; None changes nothing.
     """
 
     def __init__(self, weights: Weights, upcycling: Upcycling | None) -> None:
@@ -145,19 +145,19 @@ class _Checked:
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
         value = self._weights.whole(name)
-        if not all(end.isfinite() for end in value.aminmax()):  # of which a NaN becomes both
+        if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is
             self._not_finite.append(name)
         self.bytes_read += value.nbytes
         self.progress.update(self.bytes_read)
         return value
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What belongs to the model's state beside the weights."""
+        """The persistent buffers of the model."""
         names = [name for name, _ in persistent_buffers(build_model(self.config))]
         return {name: self._weights.buffer(name) for name in names}
 
     def check_model(self) -> dict[str, tuple[int, ...]]:
-        """Refuses weights that are not those of their configuration.
+        """Checks the weights against their configuration.
 
         Returns:
             Names and shapes in the model's order, where a checkpoint has that of its shards.
@@ -172,7 +172,7 @@ class _Checked:
         return ours
 
     def note_what_is_not_finite(self) -> None:
-        """Says which weights cannot compute anything."""
+        """Notes the weights that are NaN or infinite."""
         if names := self._not_finite:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(
@@ -298,7 +298,7 @@ _WRITERS: dict[Format, Callable[[_Checked, Path, Path], None]] = {
 def _staging(destination: Path) -> Iterator[Path]:
     """A folder that becomes `destination` when everything is in it, and else goes away.
 
-    Of its own name: conversions side by side do not meet before the end, where one is the first.
+    Each conversion has a folder of its own; of two to one destination the first to end succeeds.
     """
     destination = destination.absolute()
     staging = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
@@ -307,7 +307,7 @@ def _staging(destination: Path) -> Iterator[Path]:
         yield staging
         try:
             staging.rename(destination)
-        except OSError:  # another one was quicker, or the disk has its reasons
+        except OSError:  # another conversion was faster, or the disk refused
             _refuse_what_is_there(destination)
             raise
     except BaseException:
@@ -321,7 +321,7 @@ def _refuse_what_is_there(destination: Path) -> None:
 
 
 def _refuse_more_than_fits(needed: int, destination: Path, upcycling: Upcycling) -> None:
-    """A few digits of num_experts are any size: better said at once than when the disk is full."""
+    """Checks the room on the disk first, since a few digits of num_experts can mean any size."""
     existing = next(path for path in destination.absolute().parents if path.exists())
     if needed > (free := shutil.disk_usage(existing).free):
         raise upcycling.error(

@@ -31,7 +31,7 @@ _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
 
 
 class _Start(Config):
-    """What `--upcycle` takes beside keys of `model.feed_forward`."""
+    """Keys of `--upcycle` that are not in `model.feed_forward`."""
 
     noise: Annotated[float, Field(ge=0)] = 0.0
     """Standard deviation of what is added to each expert's weights, as a share of theirs."""
@@ -40,13 +40,13 @@ class _Start(Config):
 
 
 class _Tree(Config):
-    """Where `model` stands in a configuration, for errors that name its keys."""
+    """The place of `model` in a configuration, for errors that name whole keys."""
 
     model: GPT2Config
 
 
 class Upcycling:
-    """What `--upcycle` says: keys of `model.feed_forward`, noise and seed.
+    """The value of `--upcycle`: keys of `model.feed_forward`, noise and seed.
 
     Args:
         text: as in `num_experts=8,top_k=2,placement=[1,3],noise=0.01`; values in YAML.
@@ -84,7 +84,7 @@ class Upcycling:
             raise self.error(describe(error, RunConfig)) from None
 
     def error(self, message: str) -> ConfigError:
-        """What is wrong with it, to be raised."""
+        """An error about this value of `--upcycle`."""
         return ConfigError(f"--upcycle {self.text}: {message}")
 
     def model_config(self, dense: GPT2Config, folder: Path) -> GPT2Config:
@@ -175,7 +175,7 @@ class Upcycled:
         return initial_value(self._model, name, self._start.seed).to(dtypes[name])
 
     def note(self) -> str:
-        """Whether it computes at first what the dense model does."""
+        """Says whether the sparse model starts with the dense model's outputs."""
         feed_forward = self._config.feed_forward
         assert isinstance(feed_forward, SparseMoEConfig)
         reasons = []

@@ -1,1 +1,1 @@
-"""What experts do."""
+"""Observing and steering experts: routing fluctuation, reports, steering."""

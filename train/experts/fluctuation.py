@@ -1,7 +1,7 @@
 """Routing fluctuation: which tokens of a fixed probe set change experts between two checkpoints.
 
-What a token was given is kept as two numbers, however many experts there are: which expert is its
-first (of a muMoE: the leaf with the highest coefficient), and a code of all that it uses.
+Two numbers per token are stored, however many experts there are: its first expert (of a muMoE: the
+leaf with the highest coefficient), and a code of the set of its experts.
 
 Shapes: M tokens of a forward pass, N experts of a level, S experts of all levels side by side, L
 layers, C measures.
@@ -23,11 +23,11 @@ from train.guard.memory import RunMemory
 from train.tasks.task import ProbeSet
 
 SEED = 1_442_695_040_888_963_407
-"""Of the codes of experts, which must be the same in every process."""
+"""The seed of the experts' codes, which must be the same in every process."""
 
 
 class Codes(NamedTuple):
-    """What one layer gave the tokens of a forward pass."""
+    """The experts of each token in one layer, as codes."""
 
     first_M: Tensor
     """The expert that was selected first: the one with the highest score, or score and balancing
@@ -36,7 +36,7 @@ class Codes(NamedTuple):
     """The sum, modulo 2^64, of a random number for each expert that was selected, or that has a
     coefficient above 0: equal for equal sets, and for others with a chance of 2^-64."""
     entropy_M: Tensor
-    """Of the scores or of the leaves' coefficients, in nats."""
+    """Entropy of the scores or of the leaves' coefficients, in nats."""
 
 
 def expert_codes(num_experts: int) -> Tensor:
@@ -59,7 +59,7 @@ def expert_codes(num_experts: int) -> Tensor:
 
 
 def encode(decision: Decision, codes_S: Tensor) -> Codes:
-    """What tokens were given, in few numbers.
+    """Encodes the experts of each token in a few numbers.
 
     Args:
         decision: Of a layer.
@@ -85,7 +85,7 @@ def _full(a_MN: Tensor) -> Tensor:
 
 
 def differences(now: Codes, before: Codes) -> Tensor:
-    """How many tokens were given something else, and the sums of both entropies.
+    """Counts the tokens whose experts differ, and sums both entropies.
 
     Args:
         now: Of some tokens.
@@ -101,16 +101,16 @@ def differences(now: Codes, before: Codes) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Fluctuation:
-    """One layer, between an earlier and a later checkpoint."""
+    """How the routing of one layer differs between an earlier and a later checkpoint."""
 
     top1: float
     """Share of the tokens whose first expert differs."""
     set: float
     """Share of the tokens whose experts differ, in whatever order."""
     entropy: float
-    """Mean over tokens, of the later one, in nats."""
+    """Mean entropy over tokens at the later checkpoint, in nats."""
     entropy_before: float
-    """Of the earlier one."""
+    """Mean entropy over tokens at the earlier checkpoint, in nats."""
 
     @property
     def entropy_ratio(self) -> float:
@@ -145,7 +145,7 @@ class Probe:
 
     @torch.no_grad()
     def read(self, input_BT: Tensor, scored_BT: Tensor) -> list[Codes]:
-        """What each layer gives the scored tokens of a batch."""
+        """The codes of the scored tokens of a batch, for each layer."""
         scored_M = scored_BT.flatten()
         with deciding(self._module, self.layers) as decisions:
             self._forward(input_BT)
@@ -157,16 +157,16 @@ class Probe:
 
 
 class FluctuationLog:
-    """What a run says of itself at every checkpoint: how routing differs from the one before.
+    """Measures at every checkpoint of a run how routing differs from the checkpoint before.
 
-    Each process keeps what its share of the probe set was given, 20 bytes a token and layer, in the
-    memory of the CPU.
+    Each process stores the codes of its share of the probe set in the CPU's memory: 20 bytes per
+    token and layer.
 
     Args:
         engine: of the run.
         probe_set: what is read.
         batch_size: samples in a forward pass.
-        memory: explains where it runs out.
+        memory: explains an error where memory runs out.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class FluctuationLog:
 
         Returns:
             `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` of each
-            layer and `fluctuation/MEASURE`, the mean: what a record says.
+            layer and `fluctuation/MEASURE`, the mean over layers.
         """
         with self._memory.validating("comparing routing"):
             return self._compare()
@@ -227,7 +227,7 @@ def fluctuation_record(layers: dict[str, Fluctuation]) -> dict[str, float]:
 
 
 def mean(layers: dict[str, Fluctuation]) -> dict[str, float]:
-    """Over layers, of each measure."""
+    """The mean over layers of each measure."""
     count = len(layers)
     return {
         measure: sum(getattr(layer, measure) for layer in layers.values()) / count

@@ -1,7 +1,7 @@
-"""What routers decide, read from a model in evaluation.
+"""Reads the decisions of routers from a model in evaluation.
 
-Training never keeps this: statistics are returned as means. Here hooks on the gates of a muMoE and
-on the selection of sparse experts hand out what was decided in one forward pass.
+Training returns only means of them. Here hooks on the gates of a muMoE, and on the selection of
+sparse experts, yield the decisions of one forward pass.
 
 Shapes: M tokens of a forward pass, N experts of a level, S experts of all levels side by side, K
 experts of a token.
@@ -26,18 +26,18 @@ class RoutedLayer:
     """One feed-forward with experts."""
 
     name: str
-    """As in the names of parameters: blocks.3.feed_forward."""
+    """The module's name, as in names of parameters: blocks.3.feed_forward."""
     levels: tuple[int, ...]
     """Experts of each level; of sparse experts one level."""
 
     @property
     def block(self) -> int:
-        """The number in its name."""
+        """The number of its block."""
         return int(next(part for part in self.name.split(".") if part.isdigit()))
 
     @property
     def num_experts(self) -> int:
-        """Of all levels."""
+        """The number of experts of all levels."""
         return sum(self.levels)
 
     def expert_name(self, column: int) -> str:
@@ -71,12 +71,12 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What one layer decided of the tokens of a forward pass."""
+    """The decisions of one layer for the tokens of a forward pass."""
 
     levels: list[Tensor]
     """[M, N] of each level: the coefficients of a muMoE, or the scores that top-K sees."""
     selected: Selected | None
-    """Of sparse experts."""
+    """The selected experts of a sparse mixture; None in a muMoE."""
 
     def coefficients(self) -> Tensor:
         """How much of each expert every token gets, [M, S], in fp32.
@@ -92,10 +92,9 @@ class Decision:
 
 @contextmanager
 def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[str, Decision]]:
-    """Gives what every forward pass fills anew: the decision of each layer, by its name.
+    """Yields a dictionary that each forward pass fills: the decision of each layer, by its name.
 
-    Blocks that were compiled run as they are written meanwhile: compiled code knows of no hook that
-    came after it.
+    Inside the context compiled blocks run uncompiled, since compiled code ignores later hooks.
 
     Args:
         model: in evaluation mode, on any number of processes.
@@ -118,7 +117,7 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
         for part in model.get_submodule(layer.name).children()
         if isinstance(part, Gate | Router)
     ]
-    # Asking torch.compile for it imports the compiler: seconds, where nothing was compiled.
+    # set_stance imports the compiler, which takes seconds, so it is called only if it is needed.
     compiled = any(part._compiled_call_impl is not None for part in model.modules())
     try:
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():

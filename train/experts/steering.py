@@ -35,7 +35,7 @@ _FORM = "layer=N,expert=N,strength=X, and level=N of a hierarchy"
 
 @dataclass(frozen=True, kw_only=True)
 class Steering:
-    """Which expert, and how far."""
+    """An expert, and how far text is moved towards it."""
 
     layer: int
     """The block, from 0."""
@@ -47,7 +47,7 @@ class Steering:
     """Of a hierarchy of experts, from 0."""
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """The text that `parse_steering` reads."""
         level = f"level={self.level}," if self.level else ""
         return f"layer={self.layer},{level}expert={self.expert},strength={self.strength:g}"
 
@@ -103,7 +103,7 @@ def steered(model: nn.Module, steerings: Sequence[Steering]) -> Iterator[None]:
 
 
 def gate_column(model: nn.Module, steering: Steering) -> Tensor:
-    """What is added for a strength of 1.
+    """The vector that a strength of 1 adds.
 
     Args:
         model: a GPT-2.
@@ -146,7 +146,7 @@ def gate_column(model: nn.Module, steering: Steering) -> Tensor:
 
 @torch.inference_mode()
 def effect(model: nn.Module, steerings: Sequence[Steering], ids: Sequence[int]) -> list[Any]:
-    """What steering did to the routing: the same tokens with all of it and without any.
+    """The effect of steering on routing: the same tokens with all steerings and with none.
 
     Args:
         model: a GPT-2 in evaluation mode.
@@ -164,7 +164,7 @@ def effect(model: nn.Module, steerings: Sequence[Steering], ids: Sequence[int]) 
     results = []
     for steering in steerings:
         name = f"blocks.{steering.layer}.feed_forward"
-        # The levels of a hierarchy stand side by side.
+        # The levels of a hierarchy are concatenated.
         expert = sum(before[name].levels[: steering.level]) + steering.expert
         results.append(
             asdict(steering)
@@ -178,7 +178,7 @@ def effect(model: nn.Module, steerings: Sequence[Steering], ids: Sequence[int]) 
 
 
 def effect_lines(effects: Sequence[dict[str, Any]]) -> str:
-    """What steering did, for a person: a line each."""
+    """The effects of steering as lines for the console."""
     lines = []
     for one in effects:
         level = f"level {one['level']}, " if one["level"] else ""

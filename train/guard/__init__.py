@@ -1,1 +1,1 @@
-"""What keeps a run alive."""
+"""Guards of a run: spikes, stalls, signals, memory, disk space and damaged data."""

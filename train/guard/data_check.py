@@ -1,7 +1,7 @@
-"""Reads the data of a run in the background of its first minutes: are its files what was written?
+"""Verifies the files of a run's data in the background of its first minutes.
 
-A start looks at both ends of each file alone. A bit that was flipped in between, by a disk or a
-copy, changes a token, which no later check would notice.
+The start of a run reads only the first and last bytes of each file. A bit flipped in between, by a
+disk or a copy, would change a token without any later error.
 """
 
 import contextlib
@@ -14,27 +14,27 @@ from parallel import comm
 from train.tasks.task import StoredData
 
 BYTES_PER_SECOND = 64e6
-"""Much less than a disk gives: training reads a few megabytes a second beside it."""
+"""Much less than a disk reads, so that training, which reads a few MB a second, is not slowed."""
 LAST_SECONDS = 2.0
-"""How long the end of a run waits for the rest, which is then read as fast as it can be: data that
-is small is always read in full."""
+"""How long the end of a run waits for the rest, which is then read at full speed: small data is
+always verified in full."""
 
 
 class _Ended(Exception):
-    """The run has come to its end before the data was read."""
+    """The run ended before all data was read."""
 
 
 class DataCheck:
     """A thread of the first process of each node, which may have the data on a disk of its own.
 
-    Use as a context. Reading is slow, and the thread has no lower priority than the others: it
-    needs Python's lock, which one that is never run would keep from training.
+    Use as a context. The thread reads slowly and keeps its normal priority: at a low one it could
+    be suspended while it holds Python's lock, which would stop training.
 
     Args:
-        data: the folders of the run; of none nothing is read.
+        data: the folders of the run; may be empty.
         world: this process.
-        fail: is told, in one line, what is damaged; see `StopSignals.fail`.
-        bytes_per_second: read at most.
+        fail: called with one line that names what is damaged; see `StopSignals.fail`.
+        bytes_per_second: how fast it reads at most.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class DataCheck:
         self._main, self._fail = world.is_main, fail
         self._rate, self._begun, self._read = bytes_per_second, 0.0, 0
         self._ended = threading.Event()
-        wanted = len(data) > 0 and world.local_rank == 0
+        has_thread = len(data) > 0 and world.local_rank == 0
         self._thread = threading.Thread(
             target=self._run, name="polyad-data-check", daemon=True
-        ) if wanted else None  # fmt: skip
+        ) if has_thread else None  # fmt: skip
 
     def __enter__(self) -> "DataCheck":
         self._begun = time.monotonic()
@@ -65,7 +65,7 @@ class DataCheck:
             self._thread.join(timeout=10)  # it may wait for a disk that does not answer
 
     def finish(self) -> None:
-        """Reads what is left, if that is little; a line says so if it is not."""
+        """Verifies the rest, within `LAST_SECONDS`; a warning says if that was too short."""
         if self._thread is None:
             return
         self._rate = float("inf")
@@ -86,7 +86,7 @@ class DataCheck:
             for name, reason in folder.faults(self._pace):
                 if (folder.path / name).exists():
                     self._fail(f"data.verify: {reason}")
-                else:  # gone since the run began, which has its files open
+                else:  # the folder was deleted meanwhile; the run still has its files open
                     self._say(f"data.verify: {reason}; the data was not verified")
                 return
 

@@ -1,4 +1,4 @@
-"""What came of a step, and what it is held against before it changes the weights."""
+"""The outcome of a step, and the limits that it must keep to change the weights."""
 
 import math
 from typing import NamedTuple
@@ -7,18 +7,18 @@ from model.output import RoutingStats
 from parallel.zero import StepResult
 
 LARGEST_WEIGHT = 1e9
-"""Only a damaged weight is larger: a flip of its highest exponent bit multiplies it by 2^128, which
-attention, or a norm after it, may hide from the loss."""
+"""No sound weight is larger. A flip of the highest exponent bit multiplies a weight by 2^128, and
+attention or a later norm may hide that from the loss."""
 
 
 class Limits(NamedTuple):
-    """What a step is held against: both finite, or both infinite."""
+    """The highest loss and gradient norm of a step: both finite, or both infinite."""
 
     loss: float
     grad_norm: float
 
     def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike. One that is not finite is something else, and skipped anyway.
+        """Whether a step is a spike. One that is not finite is no spike: it is skipped anyway.
 
         Args:
             loss: of the global batch.
@@ -40,5 +40,5 @@ class StepOutcome(NamedTuple):
     routing: tuple[RoutingStats, ...]
     """Averaged over the step; empty in a dense model."""
     sane: bool
-    """False if a weight was larger than `LARGEST_WEIGHT`, on any process; looked at where steps are
-    held against limits."""
+    """False if a weight was larger than `LARGEST_WEIGHT`, on any process. Checked only where the
+    step has finite limits."""

@@ -15,14 +15,14 @@ from train.errors import RunError
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)
-"""In the words of torch's two allocators and of numpy: Tried to allocate 2.00 GiB."""
+"""The size in messages of torch's allocators and of numpy: `Tried to allocate 2.00 GiB`."""
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
-"""What a RuntimeError says that is really one of memory: of torch on a CPU, CUDA and cuBLAS."""
+"""Parts of a RuntimeError's message that mean out of memory: torch on a CPU, CUDA, cuBLAS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """What a run says where memory runs out; see `explain_out_of_memory`."""
+    """Turns errors of memory into advice for this run; see `explain_out_of_memory`."""
 
     world: comm.World
     checkpoints: Path
@@ -60,7 +60,7 @@ def explain_out_of_memory(
     Args:
         doing: says when it happened, as in "in step 3".
         world: this process.
-        keys: what can be changed, the first one first: see `train/config/smaller.py`.
+        keys: keys to lower, the most useful one first; see `train/config/smaller.py`.
         checkpoints: the folder that a run saves to.
 
     Raises:
@@ -69,7 +69,7 @@ def explain_out_of_memory(
     try:
         yield
     except RunError:
-        raise  # an inner one, which knew better what was being done
+        raise  # already explained by an inner context, which knows the details
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -128,7 +128,7 @@ def _in_use(device: torch.device) -> str:
             f"tensors hold {_size(held)}, {_size(reserved)} are reserved for them, and "
             f"{_size(free)} of the {_size(total)} of {device} are free"
         )
-    import psutil  # here alone: the bench's processes time their imports
+    import psutil  # not at the top: the bench times the imports of its processes
 
     process, machine = psutil.Process().memory_info(), psutil.virtual_memory()
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

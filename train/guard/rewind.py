@@ -16,10 +16,10 @@ from train.state import TrainState
 
 
 def add_batches_left_out(state: TrainState, folder: Path, world: comm.World) -> None:
-    """Adds what the run went back without after its newest checkpoint. All processes call it.
+    """Adds the batches left out since the newest checkpoint was written. All processes call it.
 
     Args:
-        state: brought up to date.
+        state: its `left_out` is updated.
         folder: the run's.
         world: this process.
     """
@@ -30,7 +30,7 @@ def add_batches_left_out(state: TrainState, folder: Path, world: comm.World) -> 
 def restore_random_numbers(
     seed: int, state: TrainState, checkpoint: Checkpoint | None, world: comm.World
 ) -> None:
-    """Dropout goes on where it was, or starts from (seed, step, rank) where nothing was saved."""
+    """Restores dropout's generators; without a saved state seeds them by (seed, step, rank)."""
     comm.seed_random(seed, state.step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world.device)
@@ -61,15 +61,15 @@ class Rewind:
         self._seed, self._start, self._batches = seed, start, batches
 
     def __call__(self, state: TrainState, batch: int) -> Iterator[Any] | None:
-        """Takes everything back, the state in place.
+        """Goes back to the newest checkpoint; the state is changed in place.
 
         Args:
             state: of the run; afterwards that of the checkpoint, but for the batches left out.
             batch: the global batch that is left out.
 
         Returns:
-            The micro-batches that follow; None, and nothing is changed, where there is no
-            checkpoint.
+            The micro-batches that follow; None where there is no checkpoint, and then nothing is
+            changed.
         """
         self._saver.finish()
         checkpoint = newest_verified(newest_that_opens(self._checkpoints), self._checkpoints)
@@ -77,9 +77,9 @@ class Rewind:
             return None
         left_out = sorted({*state.left_out, batch})
         fill(self._engine, checkpoint)
-        then = self._start(checkpoint)
+        earlier = self._start(checkpoint)
         for each in fields(TrainState):
-            setattr(state, each.name, getattr(then, each.name))
+            setattr(state, each.name, getattr(earlier, each.name))
         state.left_out = left_out
         restore_random_numbers(self._seed, state, checkpoint, self._engine.world)
         return self._batches(state)

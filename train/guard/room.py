@@ -1,4 +1,4 @@
-"""Room on the disk for a run's checkpoints: better said before training than when it is full."""
+"""Checks before training that the disk has room for the run's checkpoints."""
 
 import math
 import os
@@ -21,7 +21,7 @@ def check_room(
     Args:
         folder: the run's.
         checkpoint: how often one is written, and how many stay.
-        step: that the run goes on from.
+        step: the step that the run goes on from.
         steps: of the whole run.
         size: of a checkpoint, in bytes.
 
@@ -34,9 +34,9 @@ def check_room(
         return
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    keep, there = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
-    # One more than stay: the new one is written before an old one goes.
-    needed = 1 if keep is None else min(coming, max(keep + 1 - there, 1))
+    keep, present = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
+    # One more than stay: a new checkpoint is written before an old one is removed.
+    needed = 1 if keep is None else min(coming, max(keep + 1 - present, 1))
     if needed * size > free:
         some = "the next checkpoint" if needed == 1 else f"{needed} more checkpoints"
         advice = "" if keep in (None, 1) else "lower checkpoint.keep_last, "

@@ -1,4 +1,4 @@
-"""A run's folder, which belongs to one start of the run at a time."""
+"""A run's folder, and the lock that lets only one start of the run use it at a time."""
 
 import fcntl
 import os
@@ -48,19 +48,19 @@ def check_place(folder: Path, key: str) -> set[str]:
                 f"of {nearest} takes"
             )
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
-    except OSError as error:  # a part of it that nobody may look into, or that is too long
+    except OSError as error:  # no permission for a folder on the way, or a name that is too long
         raise ConfigError(f"{key}: {folder}: cannot be used: {error.strerror}") from None
 
 
 class RunLock:
-    """Held by the main process as long as it lives; the kernel lets go of it when that ends.
+    """A lock that the main process holds; the kernel releases it when the process ends.
 
     Args:
         folder: the run's; it is made.
         world: this process. All call this together.
 
-    On a file system that several hosts share it keeps out starts on all of them, if that passes
-    locks on (NFS does, Lustre with the mount option `flock`).
+    On a shared file system it works between hosts if the file system passes locks on (NFS does,
+    and Lustre with the mount option `flock`).
 
     Raises:
         ConfigError: on every process, if another start of the run is still going, or the file
@@ -74,7 +74,7 @@ class RunLock:
             raise ConfigError(f"run.folder: {folder} {reason}")
 
     def _take(self, folder: Path) -> str:
-        """Gives why it cannot be had, or nothing."""
+        """Takes the lock; returns the reason if that fails, else an empty string."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -88,7 +88,7 @@ class RunLock:
         return ""
 
     def release(self) -> None:
-        """Lets the next start have it."""
+        """Releases the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,4 +1,4 @@
-"""Loss and gradient spikes: what counts as one, and what is remembered of them.
+"""Loss and gradient spikes: what counts as one, and the record of them.
 
 A step is judged by the steps before it: by the median m over a window, and the spread s, 1.4826
 times the median of the distances from m, which is the standard deviation of normal numbers. Neither
@@ -29,7 +29,7 @@ SPIKES_FILE = "spikes.jsonl"
 
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
-    """What the next step is held against.
+    """The limits of the next step.
 
     Args:
         config: threshold and window.
@@ -55,7 +55,7 @@ def remember(config: MonitorConfig, state: TrainState, loss: float, grad_norm: f
     """
     if config.spike_action == "none":
         return
-    # A norm of 0 has no logarithm: where nothing has a gradient, everything is a spike.
+    # A norm of 0 has no logarithm, so 1e-30 takes its place: after zeros, any gradient is a spike.
     state.recent_losses = [*state.recent_losses, loss][-config.spike_window :]
     norms = [*state.recent_grad_norms, max(grad_norm, 1e-30)]
     state.recent_grad_norms = norms[-config.spike_window :]
@@ -67,7 +67,7 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 class StepLog(Protocol):
-    """What is told of spikes: where the records of steps are written."""
+    """Where the records of steps are written; it is told of spikes."""
 
     def go_back(self, done_steps: int) -> None:
         """Drops the records of later steps."""
@@ -77,13 +77,13 @@ class StepLog(Protocol):
 
 
 class SpikeGuard:
-    """What the loop asks about spikes, and what it tells of them.
+    """Finds spikes for the loop, and records them.
 
     Args:
         config: thresholds and bounds.
         folder: the run's.
-        documents: of a global batch; called on the main process alone.
-        metrics: on the main process; None elsewhere, where nothing is written.
+        documents: gives the documents of a global batch; called on the main process alone.
+        metrics: None on all processes but the main one: they write nothing.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class SpikeGuard:
         self._documents, self._metrics = documents, metrics
         self._rewound: dict[str, Any] = {}
         self.holds = config.spike_action in {"skip", "rewind"}
-        """Whether a step is judged before it changes the weights."""
+        """Whether a step must keep its limits to change the weights."""
 
     def limits(self, state: TrainState) -> Limits:
         """See `limits_of`."""
         return limits_of(self._config, state)
 
     def check_rewinds(self, state: TrainState) -> None:
-        """Called before going back.
+        """Checks that the run may go back once more.
 
         Raises:
-            RunError: that was done too often.
+            RunError: it went back too often.
         """
         if len(state.left_out) >= self._config.max_rewinds:
             raise RunError(
@@ -117,16 +117,16 @@ class SpikeGuard:
             )
 
     def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:
-        """Tells of a spike after which the run goes on.
+        """Records a spike after which the run goes on.
 
         Args:
-            step: that had it, from 1.
+            step: the number of the step, from 1.
             batch: its global batch.
-            limits: that it was held against.
-            outcome: of the step.
+            limits: its limits.
+            outcome: what came of it.
 
         Returns:
-            What the step's record has more.
+            Keys to add to the step's record.
         """
         action = "skip" if self.holds else "warn"
         event = self._event(action, step, batch, limits, outcome)
@@ -138,7 +138,7 @@ class SpikeGuard:
     def went_back(
         self, step: int, batch: int, limits: Limits, outcome: StepOutcome, to: int
     ) -> None:
-        """As `stayed`, after a return to the checkpoint of step `to`."""
+        """Records a spike after which the run went back to the checkpoint of step `to`."""
         self._rewound = self._event("rewind", step, batch, limits, outcome)
         self._rewound["rewound_to"] = to
         if self._metrics is not None:
@@ -146,7 +146,7 @@ class SpikeGuard:
         self._tell(self._rewound)
 
     def rewound(self) -> dict[str, Any]:
-        """What the first record after a return has more."""
+        """Keys to add to the first record after the run went back."""
         event, self._rewound = self._rewound, {}
         return {"rewind": event} if event else {}
 
@@ -168,10 +168,10 @@ class SpikeGuard:
 
 
 def spike_line(event: dict[str, Any]) -> str:
-    """A spike for a person, in one line.
+    """A spike as a line for the console.
 
     Args:
-        event: as it stands in `SPIKES_FILE`.
+        event: an object of `SPIKES_FILE`.
     """
     done = {
         "warn": "the step was applied",
@@ -228,5 +228,5 @@ def batches_left_out(folder: Path) -> list[int]:
             if event["action"] == "rewind":
                 found.add(int(event["batch"]))
         except (ValueError, RecursionError, KeyError, TypeError):
-            continue  # a crash cut the line; the spike comes again
+            continue  # a crash cut the line; the run repeats the step and writes the spike again
     return sorted(found)

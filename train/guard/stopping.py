@@ -23,22 +23,23 @@ from parallel import comm
 from train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
 
 FAILED = 1000
-"""Agreed on instead of a signal, and above all of them, where `fail` was called somewhere."""
+"""What `agreed` gives if `fail` was called on some process: above every signal's number."""
 
 
 class StopAsked(Exception):
-    """A signal came to some process while something was done that need not be finished."""
+    """A signal came to some process during work that may be left unfinished, as validation."""
 
 
 class StopSignals:
-    """Hears of signals, within a `with` block of the main thread; elsewhere it hears of none.
+    """Handles signals within a `with` block of the main thread; in another thread it does nothing.
 
     Args:
         world_size: processes of the run. One alone stops at once until `wait_for_steps`; several
             have to agree first.
-        launched: whether something of ours started this process. It hands signals on that this
-            process may have been sent already, as to a whole process group; and without it nobody
-            is to go on, since whoever killed it may start the run again.
+        launched: whether a command of Polyad, or torchrun, started this process. A launcher passes
+            on signals that the process may have got already, as one of its process group, so that
+            a second Ctrl-C does not end it at once. And if the launcher was killed, the process
+            ends without saving, since the run may be started again at any moment.
     """
 
     def __init__(self, world_size: int, *, launched: bool = False) -> None:
@@ -74,24 +75,24 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before_fd)
-        self._writer.close()  # the thread reads its end, and ends
-        # torchrun signals every process when one has failed: what a peer's end then does to the
-        # others is no news.
-        gone = isinstance(error, RuntimeError) and not hasattr(error, "exit_status")
-        if gone and self._signal and comm.environment_world_size() > 1:
+        self._writer.close()  # the thread reads the end of the stream, and ends
+        # torchrun signals every process when one has failed. An error that the end of a peer causes
+        # here, as in a collective, is a consequence, and not reported.
+        peer_ended = isinstance(error, RuntimeError) and not hasattr(error, "exit_status")
+        if peer_ended and self._signal and comm.environment_world_size() > 1:
             raise Stopped(self._signal, f"other processes had ended; {self._kept()}") from None
 
     def limit(self, grace_seconds: float, kept: Callable[[], str]) -> None:
-        """Says how long stopping may take, and what will be kept of the run.
+        """Sets how long stopping may take, and how to tell where the run goes on.
 
         Args:
             grace_seconds: from the signal to the end of the process, whatever it is doing.
-            kept: gives a few words on where the run goes on.
+            kept: returns a few words on where the run goes on.
         """
         self._grace, self._kept = grace_seconds, kept
 
     def wait_for_steps(self) -> None:
-        """From now on a signal waits for the end of the step, which is worth saving."""
+        """After this call a signal waits for the end of the step, so that it can be saved."""
         self._at_once = False
 
     def fail(self, reason: str) -> None:
@@ -103,10 +104,10 @@ class StopSignals:
         self._failure = self._failure or reason
 
     def agreed(self) -> int:
-        """The signal that some process has, `FAILED`, or 0; all processes call this, and get the
-        same.
+        """The signal that some process got, `FAILED`, or 0. All processes call this, and all get
+        the same number.
 
-        After one nothing but saving follows, which another signal does not disturb.
+        After a signal the run only saves, which another signal does not interrupt.
         """
         number = comm.highest(self._signal if self._failure is None else FAILED)
         self._saving = self._saving or number > 0
@@ -156,12 +157,12 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal, self._signal or number
-        twice = bool(again) and number == signal.SIGINT and self._by_hand  # who does so means it
+        twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
         if not self._saving and (twice or (self._at_once and not again)):
             raise stopped(number, self._kept())
 
     def _watch(self) -> None:
-        """The thread: waits for a signal, and then for the end of the grace."""
+        """Runs in the thread: waits for a signal, and then until the grace period is over."""
         ends = float("inf")
         number = 0
         while True:
@@ -169,18 +170,18 @@ class StopSignals:
             ready, _, _ = select.select([self._reader], [], [], wait)
             if not ready:
                 break
-            heard = self._reader.recv(64)
-            if not heard:
+            numbers = self._reader.recv(64)
+            if not numbers:
                 self._reader.close()
                 return
-            asked = [each for each in heard if each in STOP_SIGNALS]
+            asked = [each for each in numbers if each in STOP_SIGNALS]
             if asked and not number:
                 number, ends = asked[0], time.monotonic() + self._grace
-                if comm.peer_has_failed():  # which torchrun answers so; that one has said why
+                if comm.peer_has_failed():  # torchrun ends the others; the peer printed its error
                     os._exit(128 + number)
                 if self._launched and os.getppid() != self._launcher:
-                    # Whoever started this process was killed, and may start the run again at once:
-                    # nobody is to write beside it.
+                    # The launcher was killed, and the run may be started again at once: two
+                    # starts must not write to the same folder.
                     os._exit(128 + number)
         if not comm.environment_rank():
             line = stopped(number, f"the step did not end within {self._grace:g} s; {self._kept()}")

@@ -1,13 +1,13 @@
-"""Finds the process that a run waits for, and says where it stands.
+"""Finds the process that a stalled run waits for, and reports its stack.
 
 A thread of every process writes a heartbeat into the run's folder now and then: what its main
 thread is doing, how many collectives it has begun in each group, and its stack. Rank 0 reads them
-all, and rank 1 too, for the case that rank 0 is the one. If a process has not moved for the time
-allowed, the ones to blame are
+all, and so does rank 1, for the case that rank 0 stalls. If a process has made no progress for the
+time allowed, the processes to blame are
 
-- those that write no heartbeats any more: stopped, frozen, or on a host that is gone;
-- else those that stand still and wait for nobody: in no group have they begun more collectives
-  than another process. One that waits in a collective has begun it.
+- those whose heartbeats have stopped: the process is stopped or frozen, or its host is down;
+- else those that make no progress and wait for no other process: in no group have they begun more
+  collectives than another process. A process that waits in a collective has begun it.
 
 The reader names them, writes all stacks into `stalls.txt`, and every process whose thread still
 runs ends with the status that `train/errors.py` lists.
@@ -41,20 +41,20 @@ NAMED = 8
 
 @dataclass(kw_only=True)
 class Beat:
-    """What a process says of itself."""
+    """A heartbeat: the state of a process at one moment."""
 
     rank: int
     host: str
     pid: int
     number: int
-    """Of the heartbeat."""
+    """The number of the heartbeat, counted from the start of the process."""
     place: str
     moves: int
     """How often the place has changed."""
     begun: dict[str, int]
     """Collectives begun, by group."""
     stack: list[str] = field(default_factory=list)
-    """Of the main thread, the innermost call last."""
+    """The stack of the main thread, the innermost call last."""
 
 
 class Watchdog:
@@ -78,7 +78,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if not self._limit:
             return self
-        if self._world.is_main:  # of a start before this one
+        if self._world.is_main:  # removes the files of an earlier start
             shutil.rmtree(self._watch, ignore_errors=True)
             self._watch.mkdir(parents=True)
         comm.barrier()
@@ -94,10 +94,10 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 (self._watch / _name(self._world.rank)).unlink(missing_ok=True)
                 self._stack_file().unlink(missing_ok=True)
-                self._watch.rmdir()  # of the last one; those before find it full
+                self._watch.rmdir()  # succeeds for the last process; for others it is not empty
 
     def at(self, place: str) -> None:
-        """Says what the main thread does from now on, which is progress.
+        """Notes what the main thread does next; each call counts as progress.
 
         Args:
             place: as in "step 12: reading data".
@@ -105,7 +105,7 @@ class Watchdog:
         self._place, self._moves = place, self._moves + 1
 
     def over(self, items: Iterator[T]) -> Iterator[T]:
-        """Hands items on, and says when they are being read."""
+        """Yields the items, and notes when one is being read."""
         while True:
             place = self._place
             self.at(f"reading data for {place}")
@@ -121,10 +121,10 @@ class Watchdog:
         reads = self._world.rank < 2
         with self._stack_file().open("w") as stacks:
             while not self._ended.wait(self._interval if self._number else 0):
-                # Where this thread cannot run either, since some C code keeps Python's lock, torch
-                # or the like hangs: a thread of C then writes all stacks.
+                # If C code hangs while it holds Python's lock, this thread cannot run. Then a
+                # thread of faulthandler, which needs no lock, writes all stacks.
                 faulthandler.dump_traceback_later(self._limit, file=stacks)
-                with contextlib.suppress(OSError):  # a full disk is for the main thread to tell
+                with contextlib.suppress(OSError):  # the main thread reports a full disk
                     self._beat()
                 if (self._watch / VERDICT_FILE).exists():
                     os._exit(STALLED)
@@ -168,7 +168,7 @@ class Watchdog:
 
 
 class Judge:
-    """Compares heartbeats over time, by one clock: those of hosts may differ.
+    """Compares heartbeats over time, by the clock of this host: clocks of hosts may differ.
 
     Args:
         size: processes.
@@ -182,14 +182,14 @@ class Judge:
         self.beats: list[Beat] = []
 
     def blame(self, beats: list[Beat], now: float) -> list[Beat]:
-        """Says who the run waits for.
+        """Finds the processes that the run waits for.
 
         Args:
             beats: the newest of each process that has written one.
-            now: seconds.
+            now: the time in seconds.
 
         Returns:
-            Those to blame; none as long as everything moves.
+            The last heartbeats of these processes; empty as long as all make progress.
         """
         self.beats = beats
         for beat in beats:
@@ -205,7 +205,7 @@ class Judge:
         return [b for b in still if not any(_waits_for(b, other) for other in beats)]
 
     def report(self, blamed: list[Beat], folder: Path) -> str:
-        """What is said of them: a line, and the stack of each.
+        """The error about blamed processes: one line, and the stack of each.
 
         Args:
             blamed: as `blame` gave them.
@@ -227,7 +227,7 @@ class Judge:
 
 
 def stack_of(beat: Beat, folder: Path) -> str:
-    """Where a process stands, or stood at its last heartbeat.
+    """The stack of a process, or that of its last heartbeat.
 
     Args:
         beat: its last.

@@ -1,1 +1,1 @@
-"""A step, and steps."""
+"""The training step, and the loop over steps."""

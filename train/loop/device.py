@@ -1,4 +1,4 @@
-"""What is set once of a device before a model runs there, and read of it afterwards."""
+"""Device settings, batches that are copied ahead of their use, and memory statistics."""
 
 from collections.abc import Iterator
 from typing import Generic
@@ -11,10 +11,10 @@ from train.tasks.task import Batch
 
 
 def allow_tf32(allowed: bool, device: torch.device) -> None:
-    """Says how a GPU multiplies fp32 matrices from now on; does nothing to a CPU.
+    """Sets how a GPU multiplies fp32 matrices; does nothing on a CPU.
 
-    Of torch's three ways this is the one that its compiler understands in every release: after
-    `fp32_precision` alone, 2.10 and 2.13 end in an error where they ask for the older setting.
+    torch has three settings for this. torch.compile understands this one in every release; with
+    `fp32_precision` alone the compiler of 2.10 and 2.13 ends in an error.
 
     Args:
         allowed: TF32, with a mantissa of 10 bits; otherwise fp32, with 23.
@@ -25,15 +25,15 @@ def allow_tf32(allowed: bool, device: torch.device) -> None:
 
 
 class Prefetch(Generic[Batch]):
-    """Hands out micro-batches on the device, with the next one on its way there.
+    """Yields micro-batches on the device, and copies the next one meanwhile.
 
     On a GPU the copy runs on a stream of its own, out of pinned memory, while the model computes.
-    On a CPU there is nothing to copy, and reading one ahead is all that is left of it. Reading
-    ahead moves no position in the data: where a run goes on follows from its step alone.
+    On a CPU there is nothing to copy, and the next micro-batch is only read ahead. Reading ahead
+    does not change where a run goes on: its position in the data follows from its step alone.
 
     Args:
         batches: NamedTuples of tensors, in order; in pinned memory for a GPU.
-        device: where they are wanted.
+        device: where the model is.
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
@@ -52,8 +52,8 @@ class Prefetch(Generic[Batch]):
         """The next micro-batch.
 
         Raises:
-            StopIteration: there is none; or the error of reading it, not before its turn: what was
-                read before it is trained on first.
+            StopIteration: there is none. An error of reading a micro-batch is raised in its turn,
+                after those before it were handed out.
         """
         if not self._begun:
             self._begun = True
@@ -66,14 +66,14 @@ class Prefetch(Generic[Batch]):
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             for part in batch:
-                part.record_stream(current)  # its memory is not free before the model has read it
+                part.record_stream(current)  # its memory is not reused before the model has read it
         self._fetch()
         return batch
 
     def _fetch(self) -> None:
         try:
             batch = next(self._batches)
-        except Exception as error:  # the end among them
+        except Exception as error:  # StopIteration too
             self._ahead, self._end = None, error
             return
         with torch.cuda.stream(self._stream):
@@ -82,7 +82,7 @@ class Prefetch(Generic[Batch]):
 
 
 def memory_statistics(world: comm.World) -> dict[str, int | None]:
-    """The most memory since the last call, of the process that took the most. All call it together.
+    """Peak memory since the last call, of the process with the highest. All processes call it.
 
     Args:
         world: this process.

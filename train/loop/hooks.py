@@ -1,4 +1,4 @@
-"""What the loop calls beside training steps. All processes call each of them together."""
+"""What the loop calls between training steps. All processes call each hook together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class Validation:
     """Scores held-out data between steps.
 
     Args:
-        task: has such data.
+        task: has held-out data.
         engine: of the run.
         batch_size: samples in a forward pass.
-        memory: explains where it runs out.
+        memory: explains an error where memory runs out.
         stop: a signal interrupts validation.
-        watchdog: is told how far it is.
+        watchdog: is told the progress.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Validation:
         self._memory, self._stop, self._watchdog = memory, stop, watchdog
 
     def __call__(self) -> dict[str, float]:
-        """Gives what the step's record has more.
+        """Returns the scores to add to the step's record.
 
         Raises:
-            StopAsked: a signal came meanwhile.
+            StopAsked: a signal came during validation.
         """
         self._engine.train(False)
         with self._memory.validating("in validation"):
@@ -81,7 +81,7 @@ class Checkpoints:
         self.poll, self.finish = saver.poll, saver.finish
 
     def save(self, state: TrainState) -> None:
-        """Writes a checkpoint, or begins to: `poll` looks how far that is, `finish` waits."""
+        """Writes a checkpoint, or begins to: `poll` checks its progress, `finish` waits for it."""
         with self._memory.building(f"saving step {state.step}"):
             counted = self._task.counted(state.samples)
             values = state.to_json() | counted
@@ -90,26 +90,26 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the loop calls beside steps."""
+    """What the loop calls between steps."""
 
     validate: Callable[[], dict[str, float]] | None
     """None where the data has no validation split."""
     checkpoints: Checkpoints
     go_back: Callable[[TrainState, int], Iterator[Any] | None]
-    """See `Rewind`."""
+    """Takes the state and a global batch, and goes back to the newest checkpoint; see `Rewind`."""
     sources: Callable[[int], dict[str, list[int]]]
-    """What a global batch was made of, by the name of its data; the one hook that the main process
-    calls alone."""
+    """The documents of a global batch, by the name of their data. Only the main process calls this
+    hook."""
     stop: StopSignals
     at: Callable[[str], None]
-    """Is told what is done from now on, which is progress."""
+    """Tells the watchdog what the process does next, which counts as progress."""
     fluctuation: Callable[[], dict[str, float]] | None = None
-    """Compares routing with that of the checkpoint before, before a checkpoint is written. None
-    where `log.fluctuation` does not ask for it."""
+    """Compares routing with that at the last checkpoint; called before a checkpoint is written.
+    None where `log.fluctuation` does not ask for it."""
 
 
 def sources_of(task: Task[Any], global_batch_size: int) -> Callable[[int], dict[str, list[int]]]:
-    """Gives for the number of a global batch what its samples were made of."""
+    """Returns a function from the number of a global batch to the documents of its samples."""
 
     def sources(batch: int) -> dict[str, list[int]]:
         first = batch * global_batch_size

@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps done, everything said and saved on the way."""
+"""The training loop: trains on batches, writes records, validates and saves."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class LoopConfig:
     """The sections of a configuration that the loop reads."""
 
     folder: Path
-    """The run's."""
+    """The folder of the run."""
     train: TrainConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
@@ -40,9 +40,9 @@ class LoopConfig:
     monitor: MonitorConfig
     log: LogConfig
     validate_every: int
-    """Steps between validations; 0: at the end alone."""
+    """Steps between validations; 0: only at the end."""
     save_every: int
-    """Steps between checkpoints; 0: at the end alone."""
+    """Steps between checkpoints; 0: only at the end."""
 
 
 class TrainLoop:
@@ -52,11 +52,11 @@ class TrainLoop:
         engine: model and optimizer.
         task: what is learned.
         micro_batches: this process's, in order, on the engine's device.
-        state: progress so far; brought up to date after every step.
+        state: progress so far; updated after every step.
         config: the run's sections.
         accumulation_steps: micro-batches of this process in a step.
         hooks: validation, saving and the like.
-        metrics: on the main process.
+        metrics: None on all processes but the main one.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class TrainLoop:
         """Trains, and waits for the last checkpoint.
 
         Returns:
-            0 at the end of the run; what `StopSignals.agreed` gave that stopped it before, after
-            everything was saved.
+            0 at the end of the run. If a signal stopped it before, the number that
+            `StopSignals.agreed` gave, after everything was saved.
 
         Raises:
             RunError: too many steps in a row were not finite, or there were too many spikes.
@@ -103,7 +103,7 @@ class TrainLoop:
         if state.unfinished is not None:
             unfinished, state.unfinished = state.unfinished, None
             self._finish(unfinished, saves=False)
-        self._timer = StepTimer()  # the first step begins here
+        self._timer = StepTimer()  # the first step starts here, not in the constructor
         with profiler(self._config.log.profile, self._config.folder, self._world) as tick:
             while state.step < self._config.train.steps:
                 signal = hooks.stop.agreed()
@@ -121,7 +121,7 @@ class TrainLoop:
         return 0
 
     def _step(self) -> dict[str, Any] | None:
-        """One step; gives its record, or None if it led back to a checkpoint."""
+        """Does one step; returns its record, or None if the run went back to a checkpoint."""
         state, config = self._state, self._config
         rate = learning_rate(
             config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
@@ -168,7 +168,7 @@ class TrainLoop:
         return record | self._guard.rewound()
 
     def _went_back(self, batch: int, limits: Limits, outcome: StepOutcome) -> bool:
-        """Back to the newest checkpoint, if there is one."""
+        """Goes back to the newest checkpoint; returns False if there is none."""
         state = self._state
         self._guard.check_rewinds(state)
         step, count = state.step, state.spikes
@@ -181,22 +181,22 @@ class TrainLoop:
         return True
 
     def _finish(self, record: dict[str, Any], *, saves: bool = True) -> None:
-        """What follows a step: validation, its record, and a checkpoint, each if it is due."""
+        """Validates if that is due, writes the step's record, and saves if that is due."""
         state, config, hooks = self._state, self._config, self._hooks
-        end = _why_to_end(state, config)
+        reason = _why_to_end(state, config)
         done = state.step == config.train.steps
-        due = end is None and _due(state.step, config.validate_every, done)
+        due = reason is None and _due(state.step, config.validate_every, done)
         if due and hooks.validate is not None:
             hooks.at(f"validation after step {state.step}")
             try:
                 with self._timer.aside():
                     record = record | hooks.validate()
-            except StopAsked:  # the next start does it, with the same weights
+            except StopAsked:  # the next start of the run validates, with the same weights
                 state.unfinished = record
                 return
             finally:
                 self._engine.train()
-        saves = saves and end is None and _due(state.step, config.save_every, done)
+        saves = saves and reason is None and _due(state.step, config.save_every, done)
         if saves and hooks.fluctuation is not None:
             with self._timer.aside():
                 record |= hooks.fluctuation()
@@ -205,16 +205,16 @@ class TrainLoop:
         if self._metrics is not None:
             self._metrics.write(record)
         hooks.checkpoints.poll()
-        if end is not None:
+        if reason is not None:
             hooks.checkpoints.finish()
             raise RunError(
-                f"step {state.step}: {end}; the last checkpoint is of step {self._saved_at}"
+                f"step {state.step}: {reason}; the last checkpoint is of step {self._saved_at}"
             )
         if saves:
             self._save()
 
     def _save(self) -> None:
-        """Writes a checkpoint, unless there is one of this step with the same state."""
+        """Writes a checkpoint, unless this step was saved with the same state."""
         if self._saved_at == self._state.step and self._state.unfinished is None:
             return
         self._hooks.at(f"saving step {self._state.step}")
@@ -224,7 +224,7 @@ class TrainLoop:
 
 
 def _why_to_end(state: TrainState, config: LoopConfig) -> str | None:
-    """What too many steps in a row were left out for."""
+    """The reason to end the run, if too many steps in a row were skipped; else None."""
     if state.skipped_in_a_row >= config.train.max_skipped_steps:
         return (
             f"{state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "

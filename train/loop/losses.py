@@ -1,4 +1,4 @@
-"""What routed layers add to the loss of a task."""
+"""Auxiliary losses of routed layers, which are added to the loss of a task."""
 
 from typing import Annotated
 
@@ -28,7 +28,7 @@ def routing_loss(routing: tuple[RoutingStats, ...], config: LossConfig) -> Tenso
         config: the coefficients.
 
     Returns:
-        No dimensions; None where nothing is to be added.
+        A scalar; None where nothing is to be added.
     """
     terms = [
         coefficient * value

@@ -84,7 +84,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage would begin with what the parent process held
+    if status.exists():  # getrusage would count the parent process's peak, too
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     scale = 1 if sys.platform == "darwin" else 1024
@@ -99,9 +99,9 @@ class Metrics:
         config: what is reported.
         done_steps: steps of the checkpoint that the run goes on from; later records are dropped.
         total_steps: of the run.
-        startup: what the first record says of the start; None says nothing.
-        unit: that throughput counts.
-        validation_score: the key of what validation is judged by.
+        startup: times of the start, for the first record; None leaves them out.
+        unit: what throughput counts.
+        validation_score: the most important key of a validation.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Metrics:
         if self._config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # TensorBoard drops what was written before at this step and after it.
+            # TensorBoard drops earlier records of this step and of later ones.
             self._writer = SummaryWriter(self._folder / "tensorboard", purge_step=done_steps + 1)
 
     def go_back(self, done_steps: int) -> None:
@@ -179,7 +179,7 @@ class Metrics:
         self._file.flush()
         if self._writer is not None:
             for name, value in record.items():
-                if name.startswith(PREFIX):  # one number a start is no curve: it is a text
+                if name.startswith(PREFIX):  # one number per start makes no curve: written as text
                     continue
                 if isinstance(value, list):
                     if all(map(math.isfinite, value)):
@@ -200,7 +200,7 @@ class Metrics:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Cuts metrics.jsonl behind a step, and a last line that a crash left unfinished."""
+    """Cuts metrics.jsonl after a step, and a last line that a crash left incomplete."""
     if not path.exists():
         return
     kept = []

@@ -70,5 +70,5 @@ def state_tensors(config: OptimizerConfig) -> tuple[str, ...]:
 
 
 def num_state_tensors(config: OptimizerConfig) -> int:
-    """How many of them there are."""
+    """The number of tensors that `state_tensors` names."""
     return len(state_tensors(config))

@@ -1,4 +1,4 @@
-"""What routers did in an optimizer step: averaged, reported, and told to them for the next one."""
+"""Routing statistics of an optimizer step: averaged, reported, and used to update the routers."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ Routing = tuple[RoutingStats, ...]
 class RoutingMean:
     """The mean of routing statistics over the micro-batches of a step, on all processes.
 
-    Every micro-batch has as many tokens as any other, so means of means are means over tokens.
+    All micro-batches have equally many tokens, so means of means are means over tokens.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class RoutingMean:
         """Averages over micro-batches and processes, in one exchange.
 
         Args:
-            loss: Of this process, already averaged over its micro-batches; goes along.
+            loss: Of this process, averaged over its micro-batches; sent in the same exchange.
 
         Returns:
             The loss, and the statistics, on the CPU; the same on every process.
@@ -72,7 +72,7 @@ def _with(stats: RoutingStats, tensors: dict[str, Tensor]) -> RoutingStats:
 
 
 def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:
-    """Brings up to date what routers read in their forward pass, once after an optimizer step.
+    """Updates buffers that routers read in their forward pass; called after each optimizer step.
 
     Args:
         module: The model.
@@ -94,14 +94,14 @@ def routing_record(routing: Routing) -> dict[str, Any]:
         routing: Averaged over the step.
 
     Returns:
-        `routing/LAYER/MEASURE` for each layer and `routing/MEASURE` for all of them: the mean, of
-        `load_max` the largest. Nothing from a model that does not route.
+        `routing/LAYER/MEASURE` for each layer, and `routing/MEASURE` for all layers: the mean, but
+        for `load_max` the largest. Empty for a model that does not route.
     """
     layers = {stats.name: measures(stats) for stats in routing}
     record: dict[str, Any] = {}
     for name in {key: None for values in layers.values() for key in values}:
-        found = [values.get(name) for values in layers.values()]
-        numbers = [value for value in found if isinstance(value, float)]
+        of_layers = [values.get(name) for values in layers.values()]
+        numbers = [value for value in of_layers if isinstance(value, float)]
         if numbers:
             record[f"routing/{name}"] = (
                 max(numbers) if name == "load_max" else math.fsum(numbers) / len(numbers)
@@ -139,7 +139,7 @@ def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
 
 
 def _short(numbers: list[float]) -> list[float]:
-    """To six digits: thousands of experts in each layer would fill a disk. 0 stays exactly 0."""
+    """Rounds to six digits, since thousands of experts a layer would fill a disk. 0 stays 0."""
     return [float(f"{number:.6g}") for number in numbers]
 
 

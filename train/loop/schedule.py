@@ -26,7 +26,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 
     Args:
         config: the schedule.
-        peak: the highest learning rate.
+        peak: the highest learning rate, which warm-up ends at.
         step: optimizer steps done before this one.
         total_steps: of the run.
 
@@ -38,6 +38,6 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     if config.kind == "constant":
         return peak
     end = config.decay_steps or total_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    decayed = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
     floor = peak * config.final_ratio
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * decayed))

@@ -1,4 +1,4 @@
-"""One optimizer step over the global batch, and the last look at it before the weights change."""
+"""One optimizer step over the global batch, which may be refused before the weights change."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from train.tasks.task import Batch, Predictor
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
-"""A largest norm that no gradient has."""
+"""As the largest gradient norm allowed, refuses every step: a norm is never negative."""
 
 
 TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
@@ -38,35 +38,35 @@ def train_step(
 
     Args:
         engine: model and optimizer.
-        task_losses: what the model loses on a micro-batch; see `Task.losses`.
+        task_losses: computes the loss on a micro-batch; see `Task.losses`.
         micro_batches: this process's, in order, on the engine's device.
         accumulation_steps: how many of them make a step.
         learning_rate: of this step.
-        losses: what routed layers add.
+        losses: coefficients of the routed layers' auxiliary losses.
         progress: share of the run's steps that are done after this one, for routers that change
             over a run.
-        limits: the same on all processes; with a loss or a norm above them nothing is changed.
+        limits: the same on all processes; a step with a loss or a norm above them changes nothing.
 
     Returns:
-        What came of it.
+        The loss, the norm, the routing statistics, and whether the step was applied.
     """
     total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
     for number in range(accumulation_steps):
         if number:
-            engine.step(learning_rate)  # inside the window: counts it
+            engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
         of_targets, routing = task_losses(engine, next(micro_batches))
         loss = of_targets.mean()
         total += loss.detach() / accumulation_steps
         routing_mean.add(routing)
-        added = routing_loss(routing, losses)
-        if added is not None:
-            loss = loss + added
+        auxiliary = routing_loss(routing, losses)
+        if auxiliary is not None:
+            loss = loss + auxiliary
         engine.backward(loss)
     loss_mean, routing = routing_mean.over_ranks(total)
-    held, sane = math.isfinite(limits.loss), True
-    if held:
+    limited, sane = math.isfinite(limits.loss), True
+    if limited:
         sane = not comm.highest(not engine.largest_weight() <= LARGEST_WEIGHT)
-    refused = held and (loss_mean.item() > limits.loss or not sane)
+    refused = limited and (loss_mean.item() > limits.loss or not sane)
     result = engine.step(learning_rate, REFUSE if refused else limits.grad_norm)
     assert result is not None
     if result.applied:

@@ -13,7 +13,7 @@ from train.loop.metrics import ProfileConfig
 def profiler(
     config: ProfileConfig, folder: Path, world: comm.World
 ) -> AbstractContextManager[Callable[[], None]]:
-    """A context that gives what to call after every step: a torch profiler's tick, or nothing.
+    """A context that yields a function to call after every step, which advances the profiler.
 
     Args:
         config: the steps that are traced.

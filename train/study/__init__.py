@@ -1,1 +1,1 @@
-"""Variants and seeds, compared in pairs."""
+"""Studies: variants of a run over several seeds, compared in pairs."""

@@ -14,7 +14,7 @@ from train.errors import shown
 
 PathText = Annotated[str, AfterValidator(check_path)]
 NAME = r"[A-Za-z0-9][\w.+-]*"
-"""A variant's: it becomes a folder's."""
+"""The form of a variant's name, which is also a folder's."""
 
 
 class StudyData(Config):
@@ -102,7 +102,7 @@ class StudyConfig(Config):
     @field_validator("variants", mode="before")
     @classmethod
     def _nothing_is_no_keys(cls, variants: Any) -> Any:
-        """`dense:` with nothing behind it is a variant without keys of its own."""
+        """`dense:` without a value is a variant without keys of its own."""
         if not isinstance(variants, dict):
             return variants
         return {str(name): keys if keys is not None else {} for name, keys in variants.items()}

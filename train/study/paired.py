@@ -10,32 +10,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-"""Of an interval: the share of such studies whose interval holds the true mean."""
+"""The confidence of an interval: the share of such studies whose interval holds the true mean."""
 
 
 class Spread(NamedTuple):
-    """Numbers of several runs."""
+    """Mean and spread of a number over several runs."""
 
     mean: float
     deviation: float
-    """Of the sample, with n - 1 below; NaN of a single one."""
+    """Sample standard deviation (n - 1); NaN for a single run."""
     runs: int
 
 
 class Difference(NamedTuple):
-    """What one way has more than the other, over pairs of runs."""
+    """The difference between two variants over pairs of runs."""
 
     mean: float
     deviation: float
-    """Of the pairs' differences; NaN of a single pair."""
+    """Sample standard deviation of the pairs' differences; NaN for a single pair."""
     low: float
-    """Of the interval of the mean; NaN of a single pair."""
+    """Lower end of the mean's interval; NaN for a single pair."""
     high: float
     pairs: int
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval leaves 0 out; no of a single pair, which has none."""
+        """Whether 0 is outside the interval; False for a single pair, which has no interval."""
         return self.low > 0 or self.high < 0
 
 

@@ -26,13 +26,13 @@ from train.tasks.registry import task_class
 from train.tasks.task import Task
 
 SET_BY_THE_STUDY = ("seed", "run", "data")
-"""Sections that no variant may set: they are a run's place, its batches, and its text."""
+"""Sections that no variant may set: the seed, the folder and the data of a run."""
 SAME_IN_EVERY_VARIANT = (
-    # What the batches are, and which tokens are held out with how much context.
+    # Keys that decide the batches, or the scored tokens and their context.
     "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
 )  # fmt: skip
 WITHOUT_EFFECT = (
-    # Keys, or whole sections, that change no result: a study goes on with others.
+    # Keys, or whole sections, that change no result: they may differ when a study goes on.
     "seed", "run", "data", "log", "checkpoint.every", "evaluation.every",
     "evaluation.max_windows", "evaluation.batch_size", "parallel.timeout_minutes",
 )  # fmt: skip
@@ -40,7 +40,7 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way of training, checked but for what the data decides."""
+    """A variant of the run, checked as far as possible without the data."""
 
     name: str
     overrides: tuple[str, ...]
@@ -49,7 +49,7 @@ class Variant:
 
     @property
     def leaks(self) -> bool:
-        """Whether its tokens choose experts by later ones."""
+        """Whether its tokens choose experts by later tokens."""
         feed_forward = self.config.model.known_feed_forward()
         return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
 
@@ -58,10 +58,10 @@ class Variant:
         return _defining_keys(self.config)
 
     def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys as `defining_keys` once gave them, with those that have come since at their default.
+        """Recorded `defining_keys`, with keys of later versions at their defaults.
 
         Args:
-            recorded: of a variant, by whatever version.
+            recorded: of a variant, by any version.
 
         Returns:
             As `defining_keys` would give them today; if this version does not know one of them, or
@@ -69,7 +69,7 @@ class Variant:
         """
         flat = flatten(self.config.model_dump(mode="json"))
         tree: dict[str, Any] = {}
-        # A run's place and text are recorded nowhere, and without effect.
+        # The folder and text of a run are not recorded, and change nothing.
         free = {key: value for key, value in flat.items() if _below(key, WITHOUT_EFFECT)}
         try:
             for key, value in (free | dict(recorded)).items():
@@ -81,7 +81,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study that was checked, but for its data."""
+    """A study that was checked without its data."""
 
     file: Path
     config: StudyConfig
@@ -99,7 +99,7 @@ class Study:
 
     @property
     def task(self) -> type[Task[Any]]:
-        """What all runs learn."""
+        """The task of all runs."""
         return task_class(self.baseline.config.data.kind)
 
     @property
@@ -119,7 +119,7 @@ class Run:
     study: Study
 
     def __str__(self) -> str:
-        """What a person calls it."""
+        """The name of the run in messages."""
         return f"{self.variant.name}, seed {self.seed}"
 
     @property
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def result_file(self) -> Path:
-        """Where its result lies; the run is finished when this is there."""
+        """The file of its result, which exists if the run is finished."""
         return self.folder.with_name(f"{self.folder.name}.json")
 
     @property
@@ -202,7 +202,7 @@ def _variant(
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Puts the place in the study before what is wrong there."""
+    """A context that puts the place in the study before an error's message."""
     try:
         yield
     except ValueError as error:
@@ -224,7 +224,7 @@ def _overrides(tree: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _as_written(value: Any) -> str:
-    """A value as text that reads as the same one, a folder called 0012 among them."""
+    """A value as YAML that reads back as the same value, also for a folder called 0012."""
     if isinstance(value, Written):
         return value.text
     return json.dumps(value, default=lambda written: written.value)

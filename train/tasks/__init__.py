@@ -1,1 +1,1 @@
-"""What is learned: samples, losses and scores."""
+"""Tasks: what a run learns from, its samples, losses and scores."""

@@ -1,6 +1,6 @@
-"""The loss of a classification: of the next token, of an image.
+"""The cross-entropy loss, for the next token or for the class of an image.
 
-Shapes: V classes, as the tokens of a vocabulary.
+Shapes: V classes, for example the tokens of a vocabulary.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: [..., V] of any precision; the softmax runs in fp32.
-        targets: [...], the class of each.
+        targets: [...], the right class of each position.
 
     Returns:
         [...] in fp32.

@@ -41,19 +41,19 @@ from train.tasks.tokenizers import check_tokenizer, data_named, open_data, token
 
 
 class TextBatch(NamedTuple):
-    """A micro-batch of text: each position is to predict its successor."""
+    """A micro-batch of text: each position predicts the next token."""
 
     input_ids_BT: Tensor
     target_ids_BT: Tensor
 
     @classmethod
     def of(cls, tokens_BT1: Tensor) -> "TextBatch":
-        """Of samples of T + 1 tokens, or of one [T + 1]."""
+        """Makes a batch of samples [B, T + 1], or of a single one [T + 1]."""
         return cls(tokens_BT1[..., :-1].contiguous(), tokens_BT1[..., 1:].contiguous())
 
 
 def text_losses(model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """The loss of every token [B, T], and what routers did."""
+    """The loss of every token [B, T], and the routing statistics of the layers."""
     logits_BTV, routing = model(batch.input_ids_BT)
     return model.cross_entropy(logits_BTV, batch.target_ids_BT), routing
 
@@ -73,14 +73,14 @@ class TextProbe:
     """Windows of held-out text that several checkpoints read.
 
     Args:
-        windows: Them.
+        windows: The windows.
     """
 
     def __init__(self, windows: SpreadWindows) -> None:
         self.windows = windows
 
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input ids [B, T] and which of them are scored; all processes have as many batches."""
+        """Input ids [B, T] and which of them are scored; each process yields as many batches."""
         rank, size = world.data_parallel_rank, world.data_parallel_size
         for batch in window_batches(self.windows, batch_size, rank, size):
             yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
@@ -90,8 +90,8 @@ class LanguageModelling(Task[TextBatch]):
     """The next token of one prepared folder, or of several that are mixed.
 
     Args:
-        data: What is trained on.
-        sections: The configuration's.
+        data: The prepared folders that are trained on.
+        sections: Sections of the configuration.
     """
 
     data_settings = DataConfig
@@ -120,7 +120,7 @@ class LanguageModelling(Task[TextBatch]):
 
     @classmethod
     def open(cls, sections: Sections) -> "LanguageModelling":
-        """Opens the prepared folders, and looks whether a sample fits into them."""
+        """Opens the prepared folders, and checks that they are long enough for a sample."""
         assert isinstance(sections.data, DataConfig)
         task = cls(TrainingData.open(sections.data), sections)
         _ = task.samples
@@ -128,7 +128,7 @@ class LanguageModelling(Task[TextBatch]):
 
     @classmethod
     def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "LanguageModelling":
-        """Opens the one folder that `data.path` names, of the checkpoint's tokenizer."""
+        """Opens the one folder that `data.path` names; it needs the checkpoint's tokenizer."""
         settings = sections.data
         assert isinstance(settings, DataConfig)
         if settings.mixture is not None:
@@ -147,7 +147,7 @@ class LanguageModelling(Task[TextBatch]):
 
     @property
     def place(self) -> str:
-        """`data.path` or `data.mixture`, with its folders."""
+        """The key that names the data, `data.path` or `data.mixture`, with its folders."""
         return data_named(self.settings)
 
     @property
@@ -158,12 +158,12 @@ class LanguageModelling(Task[TextBatch]):
 
     @property
     def fingerprint(self) -> str:
-        """Of the prepared folders, and of the weights that they are mixed by."""
+        """A digest of the prepared folders and of their weights in the mixture."""
         return self.data.fingerprint
 
     @property
     def other_data(self) -> str:
-        """Of a mixture the weights may be the difference."""
+        """What to call data with another fingerprint; a mixture may differ in its weights alone."""
         mixed = " or mixes it by other weights" if self.settings.mixture else ""
         return f"other data{mixed}"
 
@@ -174,7 +174,7 @@ class LanguageModelling(Task[TextBatch]):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Of all folders."""
+        """Samples in one epoch of all folders."""
         return self.samples.tokens.samples_per_epoch
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
@@ -191,7 +191,7 @@ class LanguageModelling(Task[TextBatch]):
     ) -> dict[str, float]:
         """Loss and perplexity of the validation split, and of a mixture of each source's."""
         parts = self.data.validation()
-        found = {
+        part_losses = {
             part.name: score_windows(
                 model,
                 self.windows(part.stream, self.evaluation.max_windows),
@@ -202,9 +202,9 @@ class LanguageModelling(Task[TextBatch]):
             ).loss
             for part in parts
         }
-        losses = {"validation_loss": sum(part.share * found[part.name] for part in parts)}
+        losses = {"validation_loss": sum(part.share * part_losses[part.name] for part in parts)}
         if len(self.data.parts) > 1:
-            losses |= {f"validation_loss/{name}": loss for name, loss in found.items()}
+            losses |= {f"validation_loss/{name}": loss for name, loss in part_losses.items()}
         return losses | {
             name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
             for name, loss in losses.items()
@@ -218,7 +218,7 @@ class LanguageModelling(Task[TextBatch]):
         return EvaluationWindows(stream, length, stride, end, max_windows=max_windows)
 
     def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
-        """The tokens of a split of the first folder, and what is counted of it."""
+        """The tokens of a split of the first folder, and its counts of words and bytes."""
         if name in self._attacked:
             return self._attacked[name]
         data = self.data.parts[0].data
@@ -226,7 +226,7 @@ class LanguageModelling(Task[TextBatch]):
         return data.split(split), data.manifest.splits[split]
 
     def attacked(self, name: str, stream: TokenStream, counts: SplitInfo) -> "LanguageModelling":
-        """This task with other tokens in a split, of which the words of the text are counted."""
+        """A copy of this task with another text in one split: its tokens and its counts."""
         task = copy.copy(self)
         task._attacked = {name: (stream, counts)}
         return task
@@ -244,7 +244,7 @@ class LanguageModelling(Task[TextBatch]):
         stream, counts = self.split(split)
         text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)
-        found = score_windows(
+        score = score_windows(
             model,
             windows,
             batch_size=batch_size,
@@ -253,8 +253,8 @@ class LanguageModelling(Task[TextBatch]):
             report=report,
         )
         return {
-            **perplexities(found, words=counts.words, bytes_=counts.bytes),
-            "tokens_scored": found.tokens,
+            **perplexities(score, words=counts.words, bytes_=counts.bytes),
+            "tokens_scored": score.tokens,
             "words": counts.words,
             "bytes": counts.bytes,
             "documents": counts.documents,
@@ -265,7 +265,7 @@ class LanguageModelling(Task[TextBatch]):
         }
 
     def units_of(self, split: str) -> int:
-        """Its tokens."""
+        """The number of tokens of a split."""
         return self.split(split)[1].tokens
 
     def check_split(self, split: str) -> None:
@@ -288,7 +288,7 @@ class LanguageModelling(Task[TextBatch]):
         ]
 
     def kept(self) -> Kept:
-        """The tokenizer, and what is known of it."""
+        """The tokenizer's file, and fingerprints of the tokenizer and of the data."""
         about = self.data.tokenizer
         state = {
             "data_fingerprint": self.fingerprint,
@@ -299,7 +299,7 @@ class LanguageModelling(Task[TextBatch]):
         return Kept(state=state, files={about.file: self.data.tokenizer_path.read_bytes()})
 
     def check_weights(self, weights: Weights, owner: str) -> None:
-        """Checks that the weights know these token ids."""
+        """Checks that the weights were trained with these token ids."""
         if isinstance(weights, Checkpoint):
             fingerprint = weights.state.tokenizer_fingerprint
         else:
@@ -309,7 +309,7 @@ class LanguageModelling(Task[TextBatch]):
         check_tokenizer(self.place, prepared, fingerprint, owner, lambda: tokenizer_of(weights))
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers of the documents that samples have tokens of, by the name of their data."""
+        """Numbers of the documents that the samples are cut from, by the name of their data."""
         return self.data.documents(self.samples.tokens, samples)
 
     def stored(self) -> Sequence[StoredData]:
@@ -334,39 +334,39 @@ class LanguageModelling(Task[TextBatch]):
 
 
 def with_vocabulary(model: GPT2Config, vocab_size: int, place: str) -> GPT2Config:
-    """A model that knows all tokens of a tokenizer, with all else that its sizes decide.
+    """Completes a model's configuration with the vocabulary size of a tokenizer.
 
     Args:
-        model: Perhaps without a vocabulary.
-        vocab_size: Of the tokenizer.
-        place: Where the data is, for the error.
+        model: Its `vocab_size` may be None.
+        vocab_size: Tokens of the tokenizer.
+        place: Names the data in the error.
 
     Raises:
         ConfigError: The model's vocabulary is smaller.
     """
-    wanted = model.vocab_size
-    if wanted is not None and wanted < vocab_size:
+    in_config = model.vocab_size
+    if in_config is not None and in_config < vocab_size:
         raise ConfigError(
-            f"model.vocab_size: {wanted} is less than the {vocab_size} tokens of the tokenizer of "
-            f"{place}"
+            f"model.vocab_size: {in_config} is less than the {vocab_size} tokens of the tokenizer "
+            f"of {place}"
         )
-    return model.model_copy(update={"vocab_size": wanted or vocab_size}).filled()
+    return model.model_copy(update={"vocab_size": in_config or vocab_size}).filled()
 
 
 class Described(Protocol):
-    """Weights that know their model."""
+    """Weights that come with the configuration of their model."""
 
     folder: Path
 
     def model_config(self) -> ModelSettings:
-        """Its configuration, complete."""
+        """The configuration of the model, complete."""
 
 
 def language_model(weights: Described) -> GPT2Config:
     """The configuration of weights that predict text.
 
     Raises:
-        ConfigError: They do something else.
+        ConfigError: The model does not read text.
     """
     config = weights.model_config()
     if not isinstance(config, GPT2Config):

@@ -11,7 +11,7 @@ TASKS: dict[str, type[Task[Any]]] = {
 
 
 def task_class(kind: str) -> type[Task[Any]]:
-    """The task of a kind of data, which a configuration has been checked to name."""
+    """The task for a kind of data; the configuration was checked, so the kind is known."""
     return TASKS[kind]
 
 

@@ -20,15 +20,15 @@ from train.tasks.cross_entropy import cross_entropy
 
 
 class TokenScore(NamedTuple):
-    """A sum over scored tokens."""
+    """The summed negative log-likelihood of tokens, and their number."""
 
     negative_log_likelihood: float
-    """In nats."""
+    """The sum over all scored tokens, in nats."""
     tokens: int
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """The mean loss in nats per token."""
         return self.negative_log_likelihood / self.tokens
 
 
@@ -49,7 +49,7 @@ def score_windows(
         windows: of the split.
         batch_size: windows in a forward pass.
         world: this process.
-        losses: of logits as `forward` gives them.
+        losses: the loss of each target, given the logits that `forward` returns.
         report: is told the share done after every batch.
 
     Returns:
@@ -62,7 +62,7 @@ def score_windows(
     for done, batch in enumerate(batches, start=1):
         input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
         losses_BT = losses(forward(input_BT).logits, target_BT).double()
-        # Not a product: a padded position may have any loss, even one that is not finite.
+        # Selected, not multiplied by a mask: a padded position may have a loss that is not finite.
         total += torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
         if report is not None:
             report(done / count)
@@ -71,7 +71,7 @@ def score_windows(
 
 
 def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, float]:
-    """What a score means a token, a word and a byte.
+    """A score per token, per word and per byte.
 
     Args:
         score: of a whole split.
@@ -92,5 +92,5 @@ def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, flo
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss in nats; infinite where fp64 ends."""
+    """The perplexity of a loss in nats; infinite where fp64 overflows."""
     return math.exp(loss) if loss < 700 else float("inf")

@@ -28,7 +28,7 @@ from train.errors import ConfigError
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
 Share = Callable[[float], None]
-"""Is told the share of something that is done."""
+"""Called with the share of some work that is done, from 0 to 1."""
 
 
 class EvaluationConfig(Config):
@@ -48,22 +48,22 @@ class Unit(NamedTuple):
     """What throughput counts."""
 
     name: str
-    """As in `tokens_per_second`."""
+    """The singular: `token` for the key `tokens_per_second`."""
     short: str
-    """As in tok/s."""
+    """The short form for the console: `tok` for tok/s."""
 
 
 class Score(NamedTuple):
     """A number that a checkpoint is scored by."""
 
     name: str
-    """Its key in results."""
+    """The key in results."""
     title: str
-    """Of a table's column."""
+    """The title of the column in a table."""
     digits: int
-    """Behind the point."""
+    """Digits after the decimal point."""
     unit: str = ""
-    """As in nats a token."""
+    """The unit, for example `nats a token`."""
 
 
 class Predictor(Protocol):
@@ -71,7 +71,7 @@ class Predictor(Protocol):
 
     @property
     def cross_entropy(self) -> CrossEntropy:
-        """Of logits as the model gives them: a layout may have cut them by class."""
+        """The loss for the logits that this model returns; a layout may have cut them by class."""
 
     def __call__(self, *inputs: Tensor) -> ModelOutput:
         """The forward pass."""
@@ -81,19 +81,19 @@ class ProbeSet(Protocol):
     """Held-out inputs that several checkpoints read, to compare what experts were given."""
 
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's inputs, and which of their units count; all have as many batches."""
+        """This process's inputs, and which units count; each process has as many batches."""
 
 
 class StoredData(Protocol):
-    """A folder whose files say what they should hold."""
+    """A folder of data with digests that its files can be verified by."""
 
     path: Path
 
     def bytes_to_verify(self) -> int:
-        """How much there is to read."""
+        """Bytes that verification reads."""
 
     def faults(self, read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
-        """Reads all of it; gives the name of each file that is not what was written, and why."""
+        """Reads all files; yields the name of each damaged one, and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +104,17 @@ class Sections:
     model: ModelSettings
     evaluation: EvaluationConfig
     seed: int
-    """Of the order of samples."""
+    """The seed of the order of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a checkpoint carries of a task."""
+    """What a checkpoint stores for a task."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TrainState`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files by name, as a tokenizer."""
+    """Contents of small files by name, for example of a tokenizer."""
 
 
 class Task(ABC, Generic[Batch]):
@@ -128,16 +128,16 @@ class Task(ABC, Generic[Batch]):
     """The class of the section `data`; its `kind` chooses the task."""
     unit: ClassVar[Unit]
     scores: ClassVar[tuple[Score, ...]]
-    """What `score` gives, the one to look at first; all are better when they are lower, or all when
-    they are higher, as that one is."""
+    """The numbers that `score` returns, the most important one first: all of them are better when
+    they are lower, or all when they are higher."""
     validation_score: ClassVar[str] = "validation_loss"
-    """What of `validate` is the one to look at."""
+    """The most important key of what `validate` returns."""
     model: ModelSettings
 
     @classmethod
     @abstractmethod
     def open(cls, sections: Sections) -> Self:
-        """Opens the data to train on, and looks whether it and the model can belong together.
+        """Opens the data to train on, and checks that the model fits it.
 
         Nothing slow is imported, and no process group exists yet.
 
@@ -147,7 +147,7 @@ class Task(ABC, Generic[Batch]):
 
     @classmethod
     def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> Self:
-        """As `open`, to score a checkpoint with: nothing is asked of the data of training."""
+        """Opens data to score a checkpoint with; the data of its training need not be there."""
         task = cls.open(sections)
         task.check_weights(checkpoint, "checkpoint")
         return task
@@ -159,13 +159,13 @@ class Task(ABC, Generic[Batch]):
 
     @property
     def name(self) -> str:
-        """What results call the data."""
+        """The name of the data in results."""
         return self.place
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Names what training sees: a run that goes on has to find the same."""
+        """A digest of the training data; a run goes on only with the same one."""
 
     @property
     @abstractmethod
@@ -176,19 +176,19 @@ class Task(ABC, Generic[Batch]):
     @property
     @abstractmethod
     def samples_per_epoch(self) -> int:
-        """How many there are until they come again."""
+        """Samples until the data repeats."""
 
     @abstractmethod
     def losses(self, model: Predictor, batch: Batch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """What a model loses on a micro-batch.
+        """The loss of a model on a micro-batch.
 
         Args:
             model: In training, or not.
             batch: On the model's device.
 
         Returns:
-            The loss of each target of each sample, fp32, of any shape; the mean is trained on. And
-            what routers did.
+            The loss of each target of each sample, fp32, of any shape; training minimizes the mean.
+            And the routing statistics of the layers.
         """
 
     @property
@@ -209,7 +209,7 @@ class Task(ABC, Generic[Batch]):
             report: Is told the share done.
 
         Returns:
-            What the step's record has more, `validation_score` among it; the same on each process.
+            Keys to add to the step's record, with `validation_score`; the same on each process.
         """
 
     @abstractmethod
@@ -238,10 +238,10 @@ class Task(ABC, Generic[Batch]):
 
     @abstractmethod
     def units_of(self, split: str) -> int:
-        """How many units a split has to be scored."""
+        """The number of units in a split."""
 
     def check_split(self, split: str) -> None:
-        """Checks that there is something in a split to be scored.
+        """Checks that a split is not empty.
 
         Raises:
             ValueError: With an `exit_status` of 2: there is nothing.
@@ -261,39 +261,39 @@ class Task(ABC, Generic[Batch]):
         return {f"{self.unit.name}s": samples * self.model.units_per_sample()}
 
     def kept(self) -> Kept:
-        """What a checkpoint carries."""
+        """What a checkpoint stores for this task."""
         return Kept(state={"data_fingerprint": self.fingerprint})
 
     @property
     def other_data(self) -> str:
-        """What to call data that has another fingerprint."""
+        """What an error calls data that has another fingerprint."""
         return "other data"
 
     def same_data(self, state: State) -> bool:
-        """Whether a checkpoint's run has seen the same data."""
+        """Whether the run of a checkpoint was trained on the same data."""
         return state.data_fingerprint == self.fingerprint
 
     def check_weights(self, weights: Weights, owner: str) -> None:
-        """Checks that weights mean by inputs and outputs what this data does.
+        """Checks that weights fit the inputs and targets of this data, as token ids or classes.
 
         Args:
             weights: Of another run, or of this one.
-            owner: Who has them, for the error.
+            owner: What the error calls the weights.
 
         Raises:
-            ValueError: With an `exit_status` of 2: they mean something else.
+            ValueError: With an `exit_status` of 2: they do not fit.
         """
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
-        """What samples were made of, to find bad data: numbers of documents, by the data's name."""
+        """Which documents samples were cut from, to find bad data: numbers by the data's name."""
         return {}
 
     def stored(self) -> Sequence[StoredData]:
-        """The folders of its data, for a check in the background."""
+        """Folders of data that are verified in the background."""
         return ()
 
     def probe(self, units: int) -> ProbeSet:
-        """Held-out inputs, of at least so many units if there are as many.
+        """Held-out inputs, of at least `units` units if the split has that many.
 
         Raises:
             ValueError: With an `exit_status` of 2: this task has none.

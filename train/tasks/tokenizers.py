@@ -29,7 +29,7 @@ def open_data(
 
     Args:
         path: the folder, from `data.path`.
-        tokenizer_fingerprint: that of the weights; None if there are none yet.
+        tokenizer_fingerprint: of the weights' tokenizer; None if there are no weights yet.
         owner: who has those weights, for the error.
         tokenizer: gives that of the weights, if it is at hand: another file that gives each token
             the same id is as good.
@@ -57,9 +57,9 @@ def check_tokenizer(
     """Checks that data was made with the tokenizer that weights know.
 
     Args:
-        key: that of the data and its value, for the error.
+        key: the key of the data and its value, for the error.
         data: prepared.
-        fingerprint: of the weights' tokenizer; None if there are none yet.
+        fingerprint: of the weights' tokenizer; None if there are no weights yet.
         owner: who has those weights, for the error.
         tokenizer: gives that of the weights, if it is at hand: another file that gives each token
             the same id is as good.
@@ -67,14 +67,14 @@ def check_tokenizer(
     Raises:
         ConfigError: it was made with another.
     """
-    theirs = data.manifest.tokenizer.fingerprint
-    if fingerprint is None or fingerprint == theirs:
+    data_fingerprint = data.manifest.tokenizer.fingerprint
+    if fingerprint is None or fingerprint == data_fingerprint:
         return
-    ours = tokenizer()
-    if ours is None or not same_ids(ours, data.tokenizer()):
+    weights_tokenizer = tokenizer()
+    if weights_tokenizer is None or not same_ids(weights_tokenizer, data.tokenizer()):
         raise ConfigError(
-            f"{key} was made with tokenizer {theirs[:12]}, the {owner} with {fingerprint[:12]}: "
-            f"their token ids mean different things"
+            f"{key} was made with tokenizer {data_fingerprint[:12]}, the {owner} with "
+            f"{fingerprint[:12]}: their token ids mean different things"
         )
 
 
@@ -110,7 +110,7 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
 
 
 def _data_folders(checkpoint: Checkpoint) -> list[Path]:
-    """Where the tokenizer is of a checkpoint that was written before they had one."""
+    """Folders of the training data: old checkpoints hold no tokenizer, so it is read from there."""
     try:
         data = DataConfig.model_validate(checkpoint.section("data"))
     except ValidationError:
@@ -163,7 +163,7 @@ class _Token(Record):
 
 
 class _TokenizerConfig(Record):
-    """What is read of transformers' `tokenizer_config.json`."""
+    """The keys of transformers' `tokenizer_config.json` that are read."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -1,1 +1,1 @@
-"""Tokenizers: trained, read, and what can be wrong with them."""
+"""Tokenizers: training, reading, and checks of their files."""

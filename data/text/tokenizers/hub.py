@@ -11,17 +11,17 @@ from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 """GPT-2's own files."""
 KINDS = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), BYTE_LEVEL_FILES)
-"""What a tokenizer may be stored in, the first that there is."""
+"""Kinds of files that a tokenizer may be stored in; the first that exists is used."""
 ABOUT_FILE = "tokenizer_config.json"
 SECONDS = 10.0
-"""A hub that has not answered by then is out of reach."""
+"""Seconds after which a hub that does not answer counts as out of reach."""
 
 _NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _FILE_ENDINGS = (".json", ".model", ".txt", ".bin")
 
 
 def is_hub_name(spec: str) -> bool:
-    """Tells whether NAME or OWNER/NAME of the hub may be meant by what is no path here.
+    """Tells whether a text that is not an existing path may name a tokenizer of the hub.
 
     Args:
         spec: What the user wrote.
@@ -54,13 +54,13 @@ def fetch_tokenizer(name: str) -> Path:
     try:
         if cached := _fetched(name, local=True):
             return cached
-        # Asked once: the download itself tries for half a minute where there is no network.
+        # One request first: the download itself tries for half a minute without a network.
         get_session().head(hf_hub_url(name, TOKENIZER_FILE), timeout=SECONDS)
         if found := _fetched(name, local=False):
             with contextlib.suppress(EntryNotFoundError):
                 hf_hub_download(name, ABOUT_FILE)
             return found
-    except Exception as error:  # of whichever library of the network it uses
+    except Exception as error:  # of any network library that the hub's client uses
         reason = " ".join(str(error).split())[:200] or type(error).__name__
     raise DataError(
         f"{name}: no such tokenizer here or in the Hugging Face cache, and the hub does not give "
@@ -85,13 +85,13 @@ def _fetched(name: str, *, local: bool) -> Path | None:
 
 
 def snapshot_of(folder: Path) -> Path:
-    """Finds the files where a folder of the hub's cache is named as a whole.
+    """Finds the snapshot in a folder of the hub's cache.
 
     Args:
         folder: Any folder.
 
     Returns:
-        Its snapshot that `main` is, or its only one; of a folder that is none of the cache itself.
+        The snapshot of `main`, or the only one; any other folder is returned unchanged.
     """
     snapshots = folder / "snapshots"
     if not snapshots.is_dir():

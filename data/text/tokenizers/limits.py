@@ -1,4 +1,4 @@
-"""What a tokenizer's file may ask for: no text that grows without bound, and no chance."""
+"""Limits for a tokenizer's file: text must not grow without bound, nor encoding be random."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from data.errors import DataError
 MOST_GROWTH = 32
 """Characters that one character of a text may become, or one of a token when it is decoded."""
 MOST_AFFIX = 100
-"""Characters of what a model puts before or behind a part of a word, or for an unknown one."""
+"""Characters of a model's prefix or suffix of subwords, or of its unknown token, at most."""
 CHANCE = ("dropout", "alpha", "nbest_size")
-"""Keys of a model by which each encoding of a text is another: of BPE, and of unigram."""
+"""Keys of a model, BPE or unigram, that make the encoding of a text random."""
 
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
@@ -42,7 +42,7 @@ class _Step(NamedTuple):
 
 
 def check_growth(content: str) -> int:
-    """Refuses a tokenizer that blows a text up, which would take all memory.
+    """Refuses a tokenizer that makes texts much longer, which could take all memory.
 
     Args:
         content: The text of a `tokenizer.json`.
@@ -63,7 +63,7 @@ def check_growth(content: str) -> int:
 
 
 def check_charsmap(charsmap: bytes) -> None:
-    """Refuses a SentencePiece table of replacements that blows a text up.
+    """Refuses a SentencePiece table of replacements that makes texts much longer.
 
     Args:
         charsmap: The table: a size, an index of that many bytes, strings that end in NUL.
@@ -75,7 +75,7 @@ def check_charsmap(charsmap: bytes) -> None:
 
 
 def chance_of(content: str) -> dict[str, Any]:
-    """Finds what makes two encodings of a text differ.
+    """Finds the keys that make the encoding of a text random.
 
     Args:
         content: The text of a `tokenizer.json`.
@@ -89,7 +89,7 @@ def chance_of(content: str) -> dict[str, Any]:
 
 
 def without_chance(content: str) -> str:
-    """Switches off what makes two encodings of a text differ.
+    """Removes the keys that make the encoding of a text random.
 
     Args:
         content: The text of a `tokenizer.json`.

@@ -1,4 +1,4 @@
-"""Where a long text is cut so that its pieces have the tokens of the whole."""
+"""Cuts long texts so that the tokens of the pieces are those of the whole."""
 
 import re
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from data.text.tokenizers.tokenizer import Tokenizer
 PIECE_CHARACTERS = 128 * 1024
 """A document longer than this is encoded in pieces of about this many characters."""
 HELD_CHARACTERS = 4 * 1024 * 1024
-"""Characters of a document in parts that wait for a place to cut at, at most."""
+"""Characters at most that are held until there is a place to cut at."""
 
 # Behind a lone line feed, or before a lone space and a letter: the pre-tokenizers of GPT-2 and its
 # kin begin a token there whatever comes before. Runs of white space are another matter.
 _TOKEN_BOUNDARY = re.compile(r"(?<=\S)(?:\n(?=\S)|(?= [^\W\d_]))")
 _BOUNDARY_CHARACTERS = 3
-"""Characters beside each other by which a boundary is seen."""
+"""Adjacent characters that are needed to find a boundary."""
 
 
 class PieceCutter:
@@ -42,7 +42,7 @@ class PieceCutter:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, held: str = "") -> "PieceCutter":
-        """Gives one for a tokenizer, by whether it encodes in pieces and how much text grows.
+        """Makes a cutter for a tokenizer, by whether it encodes in pieces and how much text grows.
 
         Args:
             tokenizer: That encodes the pieces.

@@ -26,7 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, end_of_text: str | None = None) -> None:
         import sentencepiece
 
-        if not model:  # the library would take it for no model, and say so on its own
+        if not model:  # the library would print an error of its own
             raise DataError("not a SentencePiece model")
         _check_normalizers(model)
         try:
@@ -96,7 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model
 
     def chance(self) -> None:
-        """Returns None: the library draws pieces only for who asks it to."""
+        """Returns None: the library samples pieces only if it is asked to."""
         return None
 
 

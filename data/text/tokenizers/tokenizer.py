@@ -25,14 +25,14 @@ KNOWN_END_OF_TEXT = (
     "[EOS]",
     "[SEP]",
 )
-"""Looked for in this order when the user names none."""
+"""Well-known end-of-text tokens, in the order in which they are looked for."""
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 MOST_IDS = 2**31 - 1
 """A token is stored in 32 bits at most, with a sign."""
 CHARACTERS_AT_ONCE = 4 * 1024 * 1024
-"""Given to the library in one call, as its normalizer leaves them: it bounds memory."""
+"""Normalized characters that are given to the library in one call, which bounds memory."""
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE", "characters")
-"""How a tokenizer is asked for that is made from the train split."""
+"""Specifications of a tokenizer that is made from the train split."""
 
 # Whole and in two pieces, each must give the same ids before long documents are cut there.
 _PROBES = (
@@ -208,7 +208,7 @@ class Tokenizer:
         return self._content.encode()
 
     def chance(self) -> str | None:
-        """Says what of the file would make two encodings of a text differ.
+        """The settings of the file that would make the encoding of a text random.
 
         Returns:
             `model.dropout: 0.1`, say, which is switched off here but not for others who read the
@@ -218,7 +218,7 @@ class Tokenizer:
         return ", ".join(f"model.{key}: {setting}" for key, setting in found) or None
 
     def without_chance(self) -> "Tokenizer":
-        """Gives the same tokenizer with a file that has no `chance`, for whoever reads it."""
+        """Returns this tokenizer with a file that has no `chance`, also for other readers."""
         return type(self)(without_chance(self._content), self.end_of_text)
 
     def encodes_in_pieces(self) -> bool:

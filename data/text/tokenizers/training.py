@@ -1,4 +1,4 @@
-"""The tokenizer that a user asks for: loaded from a file, or trained on the text at hand."""
+"""Loads the tokenizer that a user asks for, or trains it on the text."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_level
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
 LARGEST_VOCABULARY = 10_000_000
-"""Ten times the largest that is in use; the library aborts where it cannot have the memory."""
+"""Ten times the largest in use; the library aborts the process if memory runs out."""
 _LONG_WORD = re.compile(r"(\S{256}(?=\S)|\s{256}(?=\s))")
 
 

@@ -1,9 +1,9 @@
 """Experts on a CPU: plain products into buffers, one expert after the other, or in bf16 as many at
 once as there are threads.
 
-Knowing the counts costs nothing here, and a small expert's activations stay in the cache between
-its products. For the backward pass the inner rows before bias and activation are kept, and no more:
-half of what a dense MLP keeps.
+On a CPU the counts can be read at no cost, and a small expert's activations stay in the cache
+between its products. Only the inner rows before bias and activation are saved for the backward
+pass: half of what a dense MLP saves.
 
 In bf16 a product of another number of rows is another program: making it takes as long as hundreds
 of rows, and odd numbers are slow. So each expert's inner rows are padded to one of few numbers. The
@@ -26,8 +26,8 @@ from model.kernels.cpu.processor import has_bf16_products
 from model.kernels.cpu.threads import parallel_for
 
 SHARED_NUMBERS = 2**21
-"""The fewest inner numbers of experts that are shared out among threads: of fewer the forward pass
-takes longer so."""
+"""Experts are distributed over threads if they have at least so many inner numbers; with fewer the
+forward pass would take longer."""
 UNIT = 32
 """Numbers of rows in bf16 are multiples of it, unless they are small."""
 
@@ -163,21 +163,21 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 class _Span(NamedTuple):
-    """The rows of one expert, of which there are some."""
+    """The rows of an expert that has at least one."""
 
     expert: int
     start: int
-    """The first of its rows."""
+    """Index of its first row."""
     size: int
-    """How many."""
+    """Number of its rows."""
     first: int
-    """The first of its inner rows."""
+    """Index of its first inner row."""
     padded: int
-    """How many inner rows it has."""
+    """Number of its inner rows, with the padding."""
 
     @property
     def reached(self) -> slice:
-        """Its rows, and as many of the next as it has padding."""
+        """Its rows, and as many rows of the next experts as its padding takes."""
         return slice(self.start, self.start + self.padded)
 
     @property
@@ -192,7 +192,7 @@ class _Span(NamedTuple):
 
 
 def _spans(counts_E: Tensor, dtype: torch.dtype) -> list[_Span]:
-    """Where every expert's rows are, but of those that have none."""
+    """The spans of all experts that have rows."""
     pads = _pads(dtype)
     spans: list[_Span] = []
     start = first = 0
@@ -240,7 +240,7 @@ def _run(
     """
     threads, rows = torch.get_num_threads(), sum(span.padded for span in spans)
     shared = threads > 1 and _pads(inner_PF.dtype) and inner_PF.numel() >= SHARED_NUMBERS
-    # With an expert of more rows one thread alone would be busy when all others are done.
+    # One thread would still compute a larger expert after all others are done.
     most_alone = 1.5 * rows / threads if shared else 0
     together = [span for span in spans if span.padded > most_alone]
     compute(iter(together), _most_rows(together))
@@ -255,7 +255,7 @@ def _most_rows(spans: list[_Span]) -> int:
 
 
 def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
-    """As `_multiply` for the first rows of a. Another thread may write those behind them."""
+    """As `_multiply`, for the first rows of a. Another thread may write the rows after them."""
     if len(a) == len(out):
         _multiply(a, b, out)
     else:

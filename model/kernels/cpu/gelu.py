@@ -1,10 +1,9 @@
-"""GELU by tanh and its derivative, both in one pass over the inner rows of an expert.
+"""GELU (by tanh) and its derivative, computed in one pass over the inner rows of an expert.
 
     h s(h)    s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
 
 PyTorch's own takes as long as the products of a small expert. `gelu.c` is compiled when Polyad is
-installed. Where there was no compiler, and in other precisions, the definition is taken, which is
-PyTorch's.
+installed. Without a compiler, and in other precisions, PyTorch's GELU is used.
 
 Shapes: m rows, F inner width.
 """
@@ -18,9 +17,9 @@ from torch import Tensor
 from model.kernels.cpu.native import load_library
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-"""What it is compiled for, in the names of its functions."""
+"""Precisions that it is compiled for, and their parts of function names."""
 VERSION = 2
-"""Of the library that is called here; one of an older installation is left alone."""
+"""The version of the library that this file calls; a library of another version is not used."""
 
 
 def gelu_forward(inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
@@ -28,7 +27,7 @@ def gelu_forward(inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> 
 
     Args:
         inner_mF: The rows.
-        bias_F: Of them; None: 0.
+        bias_F: Added to each row; None: no bias.
         active_mF: Where the activation goes.
     """
     if _is_native(inner_mF):
@@ -45,14 +44,14 @@ def gelu_backward(
     change_mF: Tensor,
     for_bias_F: Tensor | None,
 ) -> None:
-    """Writes the activation, turns its gradient into that of the inner rows, and sums them.
+    """Writes the activation, the gradient of the inner rows, and its sum for the bias.
 
     Args:
         inner_mF: See `gelu_forward`.
-        bias_F: The same.
-        active_mF: The same.
-        change_mF: The gradient, which is overwritten.
-        for_bias_F: Where the sum goes; None: nowhere.
+        bias_F: See `gelu_forward`.
+        active_mF: See `gelu_forward`.
+        change_mF: The gradient of the activation; overwritten by that of the rows.
+        for_bias_F: Where the gradient of the bias is written; None: it is not needed.
     """
     if _is_native(inner_mF):
         _call("backward", inner_mF, bias_F, active_mF, change_mF, for_bias_F)
@@ -67,7 +66,7 @@ def gelu_backward(
 
 
 def has_native_gelu() -> bool:
-    """Whether it was compiled when Polyad was installed."""
+    """Whether `gelu.c` was compiled when Polyad was installed."""
     return _library() is not None
 
 
@@ -76,7 +75,7 @@ def _is_native(inner_mF: Tensor) -> bool:
 
 
 def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
-    """The library's, by as many threads as PyTorch has: each number is rounded once, from fp32."""
+    """Calls the library with as many threads as PyTorch uses; it rounds once, from fp32."""
     tensors = (inner_mF, *others)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -86,7 +85,7 @@ def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
 
 @functools.cache
 def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
-    """Of the library: addresses of so many tensors, the numbers of rows, columns and threads."""
+    """A function of the library; it takes addresses of tensors, then rows, columns and threads."""
     function: ctypes._NamedFuncPointer = getattr(_library(), name)
     function.argtypes = [*[ctypes.c_void_p] * tensors, *[ctypes.c_long] * 3]
     function.restype = None

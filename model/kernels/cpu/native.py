@@ -1,6 +1,6 @@
-"""Functions in C, which are compiled when Polyad is installed if there is a compiler.
+"""Loads functions in C, which are compiled when Polyad is installed if there is a compiler.
 
-A library is no module of Python, but is found as one. Without it everything works, and slower.
+A library is found like a Python module, but is not one. Without it everything works, but slower.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ def load_library(name: str, version: int) -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(found.origin)
     try:
-        there = ctypes.c_int.in_dll(library, _symbol(name, "version")).value
+        found_version = ctypes.c_int.in_dll(library, _symbol(name, "version")).value
     except ValueError:
         return None
-    return library if there == version else None
+    return library if found_version == version else None
 
 
 def _symbol(name: str, what: str) -> str:
-    """What a library calls what each of them has."""
+    """The name of a symbol that each library has, as its version."""
     return f"polyad_{name.rpartition('.')[2].lstrip('_')}_{what}"

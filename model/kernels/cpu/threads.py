@@ -1,7 +1,7 @@
-"""Work of many small parts on a CPU: each part by one thread, instead of all threads on each part.
+"""Runs many small parts of work on a CPU, each in one thread, not each in all threads.
 
-A product of few rows is hardly faster with two threads than with one, and some operations use one
-whatever they are given. Side by side they are.
+A product of few rows is hardly faster with two threads than with one, and some operations always
+use one. Side by side, several of them use all cores.
 """
 
 import functools
@@ -23,12 +23,12 @@ def parallel_for(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) 
     Gradients are not recorded there.
 
     Args:
-        work: Gets items until none is left; every thread calls it once, and writes where no other
-            does.
-        items: All of them. Who comes for the next gets it: give the longest first.
+        work: Takes an iterator over items; every thread calls it once. Items must not write to the
+            same memory.
+        items: A free thread takes the next one, so put the longest first.
 
     Raises:
-        Exception: The first of what work raised, when all threads have ended.
+        Exception: The first that `work` raised, after all threads have ended.
     """
     queue: SimpleQueue[Item] = SimpleQueue()
     for item in items:
@@ -57,12 +57,12 @@ def _until_empty(queue: SimpleQueue[Item]) -> Iterator[Item]:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that stay, for to begin one takes as long as a small product."""
+    """Threads that are kept: starting one takes as long as a small product."""
     before = torch.get_num_threads()
     started = threading.Barrier(threads + 1)
 
     def begin() -> None:
-        torch.get_num_threads()  # the first call in a thread undoes what was set before it
+        torch.get_num_threads()  # the first call in a thread resets the number
         torch.set_num_threads(1)
         started.wait()
 
@@ -70,7 +70,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(int)
     started.wait()
-    torch.set_num_threads(before)  # what a thread sets is what threads begin with after it
+    torch.set_num_threads(before)  # new threads begin with the last number set
     return pool
 
 

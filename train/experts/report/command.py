@@ -140,7 +140,7 @@ def _check_output(target: Path) -> None:
         raise ConfigError(f"--output: {target} is a folder, a file is needed")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
-    try:  # for real: reading the text may take long, and permissions do not say everything
+    try:  # writes a file: reading the text may take long, and permissions do not tell all
         _partial(target).touch()
         _partial(target).unlink()
     except OSError as error:
@@ -154,7 +154,7 @@ def _partial(target: Path) -> Path:
 
 
 def _write(target: Path, page: str) -> None:
-    """Puts the page there whole, or leaves what was there."""
+    """Replaces the file by the whole page, or leaves it as it was."""
     partial = _partial(target)
     try:
         partial.write_text(page, encoding="utf-8")
@@ -257,5 +257,5 @@ def _in_words(config: RunConfig) -> str:
 
 
 def report_line(result: dict[str, Any]) -> str:
-    """Where the page is, for a person."""
+    """The line that says where the page is."""
     return f"report  {result['output']}"

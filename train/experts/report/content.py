@@ -1,4 +1,4 @@
-"""What a report says, before it is drawn: the same for the page and for `--json`."""
+"""The content of a report, for both the page and `--json`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,11 @@ class Snippet:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertReport:
-    """What one expert does with the tokens of the pass."""
+    """One expert's coefficients over the tokens that were read."""
 
     name: str
     load: float
-    """Its mean coefficient over that of its level."""
+    """Its mean coefficient, divided by that of its level."""
     active: float
     """Share of the tokens with a coefficient above 0."""
     dominant: float
@@ -43,16 +43,16 @@ class TextPass:
     data: str
     split: str
     tokens: int
-    """That were read."""
+    """Tokens that were read."""
     of_tokens: int
-    """That the split has."""
+    """Tokens of the whole split."""
     layers: dict[str, list[ExpertReport]]
     """By the layer's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All of it."""
+    """The whole content of a report."""
 
     run: str
     kind: str
@@ -68,9 +68,9 @@ class Report:
     unit: str
     """What training counts: tokens of text."""
     validation_score: str
-    """The key of what validation is judged by."""
+    """The most important key of a validation."""
     routed: list[RoutedLayer]
-    """In the order of the model; empty in a dense one."""
+    """The layers with experts, in the order of the model; empty for a dense one."""
     text: TextPass | None
     """None where it was not asked for, or there are no experts."""
 
@@ -103,12 +103,12 @@ class Report:
 
     @property
     def loss_unit(self) -> str:
-        """What a loss is in, before more words; nothing where only the task knows."""
+        """The unit of a loss with a comma after it; empty where only the task knows it."""
         return "nats a token, " if self.unit == "token" else ""
 
     @property
     def validation(self) -> float | None:
-        """The newest one that training measured."""
+        """The newest validation score of training."""
         values = self.history.scalars.get(self.validation_score, [])
         return next((value for value in reversed(values) if value is not None), None)
 

@@ -1,8 +1,8 @@
-"""What metrics.jsonl says of a run, with as many points as a page can show, however long it is.
+"""The history of a run from metrics.jsonl, with as many points as a page can show.
 
-The file is read twice, a line at a time. First for the steps alone: of a step that stands there
-twice, as after a run that went on from an older checkpoint, the later record counts, and all that
-was behind it is gone. Then every record goes into one of at most `MAX_POINTS` equal spans of steps,
+The file is read twice, a line at a time. First for the steps alone: if a step has two records, as
+after a run that went on from an older checkpoint, the later one counts, and all records between
+them are dropped. Then every record goes into one of at most `MAX_POINTS` equal spans of steps,
 of which the mean is kept. The load of single experts stands in some records alone (`log.every`): it
 has columns of its own, one for each such record, or an equal number of them where there are more
 than a heat map can show.
@@ -32,12 +32,12 @@ _LAYER = re.compile(r"routing/(.+)/(\w+)")
 Series = list[float | None]
 Row = npt.NDArray[np.float64]
 _Sums = dict[int, tuple[Row, int]]
-"""By place, a sum and of how many."""
+"""By place, a sum and the number of its rows."""
 
 
 @dataclass(kw_only=True)
 class LayerHistory:
-    """What the router of one layer did over time."""
+    """The routing statistics of one layer over time."""
 
     scalars: dict[str, Series] = field(default_factory=dict)
     """By measure, a number a span; see `train.loop.routing.measures`."""
@@ -68,11 +68,11 @@ class History:
     layers: dict[str, LayerHistory]
     """By name, in the order of the model."""
     last_record: dict[str, Any]
-    """As it stands in the file, without lists."""
+    """The last record of the file, without lists."""
     final_loss: float | None
     """The mean training loss of the last ten steps."""
     unreadable: int
-    """Lines that are no record: one that is being written, or was when a run was killed."""
+    """Lines that cannot be read, as one that is being written or was cut when a run was killed."""
 
 
 def last(series: Series) -> float | None:
@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _standing(path: Path) -> tuple[bytearray, int, int, int]:
-    """Which lines count, the first and the newest step of those, and how many cannot be read."""
+    """The lines that count, their first and newest step, and the number of unreadable lines."""
     steps, unreadable = array("q"), 0
     for line in _lines(path):
         match = _STEP.search(line)
@@ -243,7 +243,7 @@ class _Columns:
             self._rows[layer] = halved
 
     def means(self) -> dict[str, list[Row | None]]:
-        """By layer."""
+        """The means, by layer."""
         columns = range(len(self.steps))
         return {
             layer: [rows[c][0] / rows[c][1] if c in rows else None for c in columns]
@@ -252,7 +252,7 @@ class _Columns:
 
 
 def _load_of(name: str) -> str | None:
-    """The layer whose load a key of a record is."""
+    """The layer of a key for load; None for any other key."""
     match = _LAYER.fullmatch(name)
     return match[1] if match and match[2] == "load" else None
 

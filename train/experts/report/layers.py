@@ -45,7 +45,7 @@ def figure(heading: str, body: str, caption: str = "", *, wide: bool = False) ->
 
 
 def maximum_entropy(layer: RoutedLayer) -> float:
-    """Of a token's coefficients, over all leaves, in nats."""
+    """The largest entropy that a token's coefficients can have over all leaves, in nats."""
     return math.log(max(2, math.prod(layer.levels)))
 
 
@@ -215,7 +215,7 @@ def _snippet(snippet: Snippet) -> str:
 
 
 def _trimmed(pieces: list[Piece]) -> list[Piece]:
-    """Without white space at both ends, unless it is what the snippet is about."""
+    """Removes white space at both ends, unless the snippet is about it."""
     shown = [i for i, piece in enumerate(pieces) if piece.is_peak or piece.text.strip()]
     return pieces[shown[0] : shown[-1] + 1] if shown else pieces
 

@@ -29,7 +29,7 @@ from train.experts.report.words import WordTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is shown of the experts."""
+    """Which experts and how many tokens are shown."""
 
     top: int = 8
     """Tokens of an expert: so many of all, and so many words."""

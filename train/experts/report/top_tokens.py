@@ -17,7 +17,7 @@ LEAST_LOAD = 0.05
 
 
 class Totals(NamedTuple):
-    """What the experts of a layer did with all tokens of the pass."""
+    """Means of the experts' coefficients over all tokens of the pass."""
 
     tokens: int
     load_S: Tensor

@@ -1,4 +1,4 @@
-"""Which tokens say something by themselves: words and parts of words, not only punctuation.
+"""Which tokens are words or parts of words, and not only punctuation.
 
 Shapes: B windows, T tokens of a window, V tokens of the vocabulary.
 """
