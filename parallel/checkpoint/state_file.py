@@ -60,6 +60,8 @@ class State(Record):
 
     step: Count = 0
     samples: Count = 0
+    tokens: Count = 0
+    """What language modelling counts; another task has a key of its own."""
     skipped_steps: Count = 0
     skipped_in_a_row: Count = 0
     recent_losses: tuple[float, ...] = ()

@@ -183,7 +183,7 @@ RESUME_ALONE = {
         each.update(step=7.0)
         for field in ("master", "exp_avg", "exp_avg_sq")
         for each in tree["tensors"][WEIGHT][field]["chunks"]]),
-    "no tokens": ("state", lambda tree: without(tree, "tokens")),
+    "no samples": ("state", lambda tree: without(tree, "samples")),
 }  # fmt: skip
 
 
@@ -432,12 +432,14 @@ def test_a_state_is_what_the_loop_writes():
         step=7, recent_losses=[2.5], recent_grad_norms=[0.5], left_out=[3], first_loss=math.nan,
         versions={"torch": "2"}, end_of_text="<eos>", unfinished={
             "step": 7, "loss": math.nan, "grad_norm": math.inf, "learning_rate": 1e-3,
-            "tokens_per_second": 5.0, "step_seconds": 0.1, "tokens": 9, "mfu": None,
-            "skipped": False, "skipped_steps": 0, "routing/load_max": 1.5,
+            "step_seconds": 0.1, "mfu": None, "skipped": False, "skipped_steps": 0,
+            "tokens_per_second": 5.0, "tokens": 9, "routing/load_max": 1.5,
             "routing/blocks.0/load": [0.5, 0.5], "spike": {"step": 7},
         },
     )  # fmt: skip
-    assert State.model_fields.keys() - {"saved_at"} == TrainState.__dataclass_fields__.keys()
+    assert (
+        State.model_fields.keys() - {"saved_at", "tokens"} == TrainState.__dataclass_fields__.keys()
+    )
     content = json.dumps(state.to_json() | {"of_a_newer_version": 1}).encode()
     back = TrainState.from_json(parsed(State, content).model_dump())
     back.versions = state.versions

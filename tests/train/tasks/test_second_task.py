@@ -21,7 +21,7 @@ from tests.helpers.runs import records
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
-    "model": {"kind": "perceptron", "dropout": 0.1},
+    "model": {"kind": "perceptron"},
     "data": {"kind": "vectors"},
     "train": {"steps": 12, "global_batch_size": 16, "micro_batch_size": 4},
     "optimizer": {"kind": "sgd", "learning_rate": 0.1, "momentum": 0.9},
@@ -99,13 +99,9 @@ def test_a_resumed_run_is_bitwise_the_whole_one(
 
 
 @pytest.mark.distributed
-def test_two_processes_are_one(command: Command, tmp_path: Path) -> None:
-    for processes in (1, 2):
-        folder = tmp_path / f"{processes}"
-        folder.mkdir()
-        config = written(folder, model={"kind": "perceptron"})
-        command("launch", config, "--processes-per-node", processes)
-    one, two = (records(tmp_path / f"{processes}" / "run") for processes in (1, 2))
+def test_two_processes_are_one(command: Command, whole: Path, tmp_path: Path) -> None:
+    command("launch", written(tmp_path), "--processes-per-node", 2)
+    one, two = records(whole), records(tmp_path / "run")
     for key in ("loss", "grad_norm"):
         for ours, theirs in zip(one, two, strict=True):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (key, ours["step"])
@@ -134,7 +130,6 @@ def test_what_it_is_not_is_one_line(command: Command, whole: Path, tmp_path: Pat
     for arguments, said in (
         (("validate", config, "model={kind: gpt2}"), "data.kind: vectors is not allowed with"),
         (("evaluate", whole, "--attack", "word-swap", "--rate", "0.1"), "--attack: "),
-        (("convert", whole, tmp_path / "out", "--to", "huggingface"), "is not a language model"),
         (("train", config, f"run.folder={whole}", "data.spread=0.4"), "holds another run"),
     ):
         (line,) = command(*arguments, status=2).stderr.splitlines()
