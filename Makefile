@@ -27,7 +27,7 @@ quickstart: setup  ## text to perplexity in two processes: minutes
 	@$(RUN) launch.quickstart
 
 test: setup  ## the whole suite but the slow part
-	@$(RUN) pytest -q -m "not slow" --durations=10
+	@$(RUN) pytest -q -m "not slow" -n 2 --dist loadfile --durations=10
 
 test-slow: setup  ## the slow part of the suite
 	@$(RUN) pytest -q -m slow

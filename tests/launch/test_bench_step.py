@@ -96,6 +96,7 @@ def test_routers_of_sparse_experts_learn_from_their_losses(monkeypatch) -> None:
     assert loss.requires_grad
 
 
+@pytest.mark.slow
 def test_sparse_experts_are_compared_without_a_goal_on_a_cpu() -> None:
     result = bench_step(
         **{"precisions": ("fp32",), "batch_size": 1, "sequence_length": 8, "repeats": 1},

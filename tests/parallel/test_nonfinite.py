@@ -16,8 +16,15 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize(
+    ("poison", "micro_batch"),
+    [
+        ("loss", 0),
+        ("gradient", 1),
+        pytest.param("loss", 1, marks=pytest.mark.slow),
+        pytest.param("gradient", 0, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("stage", "precision"), IN_TURN)
 def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, micro_batch, poison):
     case = Case(
@@ -34,7 +41,7 @@ def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, mi
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
+@pytest.mark.parametrize("poison", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stage", "precision"), IN_TURN[:-2])
 def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
     workers, tmp_path, stage, precision, poison

@@ -125,6 +125,7 @@ def test_validate_evaluate_and_report_speak_its_words(
     assert "token" not in page.partition("</style>")[2]
 
 
+@pytest.mark.slow
 def test_what_it_is_not_is_one_line(command: Command, whole: Path, tmp_path: Path) -> None:
     config = written(tmp_path)
     for arguments, said in (
