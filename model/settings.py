@@ -1,5 +1,6 @@
 """The interface of the configurations of all models."""
 
+from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field
@@ -13,7 +14,7 @@ CutSizes: TypeAlias = list[dict[str, int]]
 """Sizes by their keys: of each dictionary, one has to be a multiple of the number of parts."""
 
 
-class ModelSettings(Config):
+class ModelSettings(Config, ABC):
     """The base of the configurations of models. A batch consists of samples."""
 
     embeddings: ClassVar[tuple[str, ...]] = ()
@@ -35,14 +36,15 @@ class ModelSettings(Config):
         """What throughput counts in a sample: tokens of a text; 1 where the sample is the unit."""
         return 1
 
+    @abstractmethod
     def flops_per_unit(self) -> int:
         """Floating-point operations of training on one unit, forward and backward.
 
         Returns:
             FLOPs, a multiply-add counted as two; recomputation is not counted.
         """
-        raise NotImplementedError(f"model.kind {self.kind}: flops_per_unit")
 
+    @abstractmethod
     def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
         """A rough estimate of what the backward pass needs from the forward pass.
 
@@ -53,7 +55,6 @@ class ModelSettings(Config):
         Returns:
             Bytes.
         """
-        raise NotImplementedError(f"model.kind {self.kind}: activation_bytes")
 
     def known_feed_forward(self) -> FeedForwardConfig:
         """The feed-forward of its blocks, filled in; that of a model without blocks is dense."""

@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, T of them queries, F features or inner width, E exper
 """
 
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -205,6 +206,11 @@ def test_pytorch_finds_no_fault_in_a_registration():
     torch.library.opcheck(grouped._grouped_mm, (rows, up, offsets_E), test_utils=CHECKS)
 
 
+# Of a custom operation without a derivative, and of a backward pass that differentiates once, whose
+# gradients lead nowhere.
+REFUSED = re.compile(r"no autograd formula was registered|not have been used in the graph")
+
+
 @every_operation
 @pytest.mark.parametrize("power", [1, 2])
 def test_second_derivatives_are_refused_or_right(name, power, way):
@@ -220,8 +226,9 @@ def test_second_derivatives_are_refused_or_right(name, power, way):
     exact = second(definition)
     try:
         ours = second(compute)
-    except (RuntimeError, NotImplementedError):
-        assert way == "fast"
+    except RuntimeError as error:
+        if way == "reference" or not REFUSED.search(str(error)):
+            raise
         return
     assert_close(ours, exact, torch.float64)
 

@@ -1,0 +1,82 @@
+"""What the small files of a checkpoint can say, and that it is all that a run writes."""
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from parallel.checkpoint.index import Chunk, Tensor
+from parallel.checkpoint.records import FormError, parsed
+from parallel.checkpoint.state_file import State
+from parallel.zero import _state_fields
+from train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
+from train.state import TrainState
+
+
+def test_boxes_of_a_tensor_cover_it_once():
+    def tiles(shape, *boxes):
+        chunks = [
+            Chunk(offset=offset, size=size, step=0.0, file="f", begin=0) for offset, size in boxes
+        ]
+        return outcome_of(lambda: Tensor(shape=shape, dtype="F32", chunks=tuple(chunks)))
+
+    def outcome_of(work):
+        try:
+            work()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    assert tiles((2, 3), ((0, 0), (1, 3)), ((1, 0), (1, 3))) is None
+    assert tiles((2, 3), ((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 1), (1, 2))) is None
+    assert tiles((), ((), ())) is None
+    assert tiles((0, 4), ((0, 0), (0, 4))) is None
+    assert "exactly once" in tiles((2, 3), ((0, 0), (1, 3)), ((0, 0), (1, 3)))
+    assert "exactly once" in tiles((2, 3), ((0, 0), (1, 3)))
+    assert "exactly once" in tiles((2, 2), ((0, 0), (2, 1)), ((1, 0), (1, 2)))
+    assert "exactly once" in tiles((), ((), ()), ((), ()))
+    assert "not inside" in tiles((2, 3), ((1, 0), (2, 3)))
+    # As many rows as processes have, and as many columns: neither takes long.
+    many = 20_000
+    started = time.monotonic()
+    assert tiles((many, 2), *(((n, 0), (1, 2)) for n in range(many))) is None
+    assert tiles((1, many), *(((0, n), (1, 1)) for n in range(many))) is None
+    columns = [((0, n), (many, 1)) for n in range(many)]
+    rows = [((many + n, 0), (1, many)) for n in range(many)]
+    tiles((2 * many, many), *columns, *rows)
+    assert time.monotonic() - started < 60
+
+
+def test_a_state_is_what_the_loop_writes():
+    """Names, and values of every kind, come through; what is not known is left to newer ones."""
+    state = TrainState(
+        step=7, recent_losses=[2.5], recent_grad_norms=[0.5], left_out=[3], first_loss=math.nan,
+        versions={"torch": "2"}, end_of_text="<eos>", unfinished={
+            "step": 7, "loss": math.nan, "grad_norm": math.inf, "learning_rate": 1e-3,
+            "step_seconds": 0.1, "mfu": None, "skipped": False, "skipped_steps": 0,
+            "tokens_per_second": 5.0, "tokens": 9, "routing/load_max": 1.5,
+            "routing/blocks.0/load": [0.5, 0.5], "spike": {"step": 7},
+        },
+    )  # fmt: skip
+    assert (
+        State.model_fields.keys() - {"saved_at", "tokens"} == TrainState.__dataclass_fields__.keys()
+    )
+    content = json.dumps(state.to_json() | {"of_a_newer_version": 1}).encode()
+    back = TrainState.from_json(parsed(State, content).model_dump())
+    back.versions = state.versions
+    assert repr(back) == repr(state)
+    for key, value in (("routing/load_max", [1.0]), ("routing/x/y", ["a"]), ("loss", "x")):
+        bad = state.to_json() | {"unfinished": state.unfinished | {key: value}}
+        with pytest.raises(FormError):
+            parsed(State, json.dumps(bad).encode())
+
+
+def test_what_an_optimizer_keeps_is_known_without_it():
+    for config in (
+        OptimizerConfig(), OptimizerConfig(kind="sgd"), OptimizerConfig(kind="sgd", momentum=0.9),
+    ):  # fmt: skip
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = build_optimizer(config, [("weight", parameter, 1)])
+        assert state_tensors(config) == _state_fields(optimizer)
