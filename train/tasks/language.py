@@ -101,6 +101,7 @@ class LanguageModelling(Task[TextBatch]):
         Score("perplexity", "perplexity", 3, "a token"),
         Score("bits_per_byte", "bits per byte", 4),
     )
+    loss_unit = "nats a token"
     model: GPT2Config
     reads: ClassVar[str] = "model.kind: gpt2"
 
@@ -271,6 +272,15 @@ class LanguageModelling(Task[TextBatch]):
     def check_split(self, split: str) -> None:
         """Checks that the split has tokens."""
         self.windows(self.split(split)[0])
+
+    @classmethod
+    def validation_facts(cls, value: float | None) -> list[tuple[str, float | None, str]]:
+        """The loss, and its perplexity."""
+        power = None if value is None else perplexity(value)
+        return [
+            ("Validation loss", value, f"{cls.loss_unit}, newest"),
+            ("Perplexity", power, "of that validation"),
+        ]
 
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:

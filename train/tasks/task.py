@@ -128,8 +128,9 @@ class Task(ABC, Generic[Batch]):
     """The class of the section `data`; its `kind` chooses the task."""
     unit: ClassVar[Unit]
     scores: ClassVar[tuple[Score, ...]]
-    """The numbers that `score` returns, the most important one first: all of them are better when
-    they are lower, or all when they are higher."""
+    """The numbers that `score` returns, the most important one first."""
+    loss_unit: ClassVar[str] = ""
+    """The unit of the training loss, as nats a token; empty: it has none that says more."""
     validation_score: ClassVar[str] = "validation_loss"
     """The most important key of what `validate` returns."""
     model: ModelSettings
@@ -246,6 +247,18 @@ class Task(ABC, Generic[Batch]):
         Raises:
             ValueError: With an `exit_status` of 2: there is nothing.
         """
+
+    @classmethod
+    def validation_facts(cls, value: float | None) -> list[tuple[str, float | None, str]]:
+        """What a report shows of the newest validation.
+
+        Args:
+            value: Of `validation_score`; None: nothing was validated yet.
+
+        Returns:
+            Titles, numbers, and what each is.
+        """
+        return [(cls.validation_score.replace("_", " ").capitalize(), value, "newest")]
 
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -92,8 +92,7 @@ def report(
         checkpoint_step=weights.training_step,
         total_steps=config.train.steps,
         history=history,
-        unit=task.unit.name,
-        validation_score=task.validation_score,
+        task=task,
         routed=routed,
         text=text,
     )

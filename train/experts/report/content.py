@@ -6,6 +6,7 @@ from typing import Any
 from train.experts.probing import RoutedLayer
 from train.experts.report.history import History, last
 from train.experts.report.snippets import Piece, Place
+from train.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,8 @@ class Report:
     checkpoint_step: int
     total_steps: int
     history: History
-    unit: str
-    """What training counts: tokens of text."""
-    validation_score: str
-    """The most important key of a validation."""
+    task: type[Task[Any]]
+    """What was learned."""
     routed: list[RoutedLayer]
     """The layers with experts, in the order of the model; empty for a dense one."""
     text: TextPass | None
@@ -76,7 +75,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
-        history = self.history
+        history, units = self.history, f"{self.task.unit.name}s"
         return {
             "run": self.run,
             "model": self.kind,
@@ -86,9 +85,9 @@ class Report:
             "checkpoint_step": self.checkpoint_step,
             "step": history.last_record["step"],
             "total_steps": self.total_steps,
-            f"{self.unit}s": history.last_record.get(f"{self.unit}s"),
+            units: history.last_record.get(units),
             "loss": history.final_loss,
-            self.validation_score: self.validation,
+            self.task.validation_score: self.validation,
             "routing": {
                 name: {measure: layer.last(measure) for measure in layer.scalars}
                 for name, layer in history.layers.items()
@@ -102,14 +101,9 @@ class Report:
         }
 
     @property
-    def loss_unit(self) -> str:
-        """The unit of a loss with a comma after it; empty where only the task knows it."""
-        return "nats a token, " if self.unit == "token" else ""
-
-    @property
     def validation(self) -> float | None:
         """The newest validation score of training."""
-        values = self.history.scalars.get(self.validation_score, [])
+        values = self.history.scalars.get(self.task.validation_score, [])
         return next((value for value in reversed(values) if value is not None), None)
 
 

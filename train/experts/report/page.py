@@ -1,6 +1,5 @@
 """A report as one HTML page that needs nothing beside itself: no script, no font, no network."""
 
-import math
 from html import escape
 
 from train.experts.report.charts import WIDE, Line, legend, line_chart, number
@@ -56,7 +55,8 @@ def render(report: Report) -> str:
 
 def _header(report: Report) -> str:
     history, step = report.history, report.history.last_record["step"]
-    unit = report.unit
+    task, validation = report.task, report.validation
+    unit, in_unit = task.unit.name, f"{task.loss_unit}, " if task.loss_unit else ""
     units = history.last_record.get(f"{unit}s")
     active = report.active_parameters
     facts = [
@@ -67,8 +67,8 @@ def _header(report: Report) -> str:
             f"{report.parameters:,}",
             f"{active:,} of one {unit}" if active != report.parameters else f"all used by a {unit}",
         ),
-        ("Training loss", _or_none(history.final_loss), f"{report.loss_unit}last 10 steps"),
-        *_validation_facts(report),
+        ("Training loss", _or_none(history.final_loss), f"{in_unit}last 10 steps"),
+        *((name, _or_none(v), small) for name, v, small in task.validation_facts(validation)),
     ]
     cards = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{small}</small></dd></div>"
@@ -83,16 +83,6 @@ def _header(report: Report) -> str:
         f'<p class="soft">{escape(report.kind)}</p><nav>{nav}</nav>'
         f'<dl class="facts">{cards}</dl></header>'
     )
-
-
-def _validation_facts(report: Report) -> list[tuple[str, str, str]]:
-    """The newest score of validation; of a loss in nats a token the perplexity too."""
-    value, name = report.validation, report.validation_score.replace("_", " ").capitalize()
-    facts = [(name, _or_none(value), f"{report.loss_unit}newest")]
-    if report.unit == "token":
-        perplexity = None if value is None else math.exp(min(value, 700))
-        facts.append(("Perplexity", _or_none(perplexity), "of that validation"))
-    return facts
 
 
 def _or_none(value: float | None) -> str:
@@ -113,7 +103,8 @@ def _loss(report: Report) -> str:
             )
         )
     each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
-    note = f"{report.loss_unit}{each}.".replace(",", ";").capitalize()
+    in_unit = f"{report.task.loss_unit}; " if report.task.loss_unit else ""
+    note = f"{in_unit}{each}.".capitalize()
     skipped = history.last_record.get("skipped_steps")
     if skipped:
         note += f" {skipped:,} steps were skipped because something was not finite."
@@ -128,7 +119,7 @@ def _loss(report: Report) -> str:
             figures.append(figure(heading, chart))
     dense = "" if report.routed else (
         f'<p class="note">This model has no experts: no part of it chooses among others for a '
-        f"{report.unit}, so there is no load or entropy to show.</p>"
+        f"{report.task.unit.name}, so there is no load or entropy to show.</p>"
     )  # fmt: skip
     grid = f'<div class="grid">{"".join(figures)}</div>'
     return f'<section id="loss"><h2>Training</h2>{dense}{grid}</section>'
