@@ -27,7 +27,7 @@ from train.tasks.cross_entropy import cross_entropy
 
 
 def with_verified(plan: Plan) -> Plan:
-    """With every byte of the checkpoint verified; an older one is looked at like the newest."""
+    """The plan with a checkpoint whose every byte was verified: the newest one that is good."""
     resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and resume is not plan.resume:
         check_resume(plan.config, resume)
