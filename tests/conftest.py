@@ -29,12 +29,12 @@ SHARED = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Callable[[int], WorkerPool]]:
+def workers(forks: ForkServer) -> Iterator[Callable[[int], WorkerPool]]:
     """Gives a pool of n reused processes: `workers(2).run(function, ...)`."""
     pools: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:
-        return pools.setdefault(world_size, WorkerPool(world_size))
+        return pools.setdefault(world_size, WorkerPool(world_size, forks))
 
     yield pool
     for each in pools.values():

@@ -12,6 +12,6 @@ from tests.helpers.workers import WorkerPool
 def on_gpu() -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that sees the GPU: a world of one over NCCL."""
     pytest.importorskip("deepspeed")
-    pool = WorkerPool(1, gpu=True)
+    pool = WorkerPool(1, None)
     yield lambda function, *args, **kwargs: pool.run(function, *args, **kwargs)[0]
     pool.stop()

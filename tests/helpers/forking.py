@@ -5,6 +5,7 @@ of it is on the disk alone. Its processes are no children of the test's: a serve
 them.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -107,6 +109,26 @@ class ForkServer:
         pids = self.ask("start", arguments, [str(log) for log in logs], environment, before)
         return ForkedRun(self, pids, logs)
 
+    def call(self, function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+        """Starts a process that calls a function.
+
+        Args:
+            function: of a module of `tests.helpers`.
+            arguments: of the call.
+
+        Returns:
+            What kills the process, and waits for its end.
+        """
+        pid = self.ask("call", function, arguments)
+
+        def stop() -> None:
+            while pid not in self.ask("reap", [pid]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.001)
+
+        return stop
+
     def ask(self, *request: Any) -> Any:
         """A request to the server, and its answer."""
         if self._pipe is None:
@@ -142,7 +164,20 @@ def _serve(pipe: Connection) -> None:
             what, *arguments = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(_start(*arguments) if what == "start" else _reap(*arguments))
+        pipe.send({"start": _start, "call": _call, "reap": _reap}[what](*arguments))
+
+
+def _call(function: Callable[..., None], arguments: tuple[Any, ...]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _live_no_longer_than_the_server()
+            function(*arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+    return pid
 
 
 def _start(
@@ -173,7 +208,7 @@ def _run(arguments: list[str], log: str, before: Callable[[], None]) -> None:
     status = 70
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing outlives the server
+        _live_no_longer_than_the_server()
         sink = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
@@ -185,6 +220,10 @@ def _run(arguments: list[str], log: str, before: Callable[[], None]) -> None:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+def _live_no_longer_than_the_server() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _reap(pids: list[int]) -> dict[int, int]:

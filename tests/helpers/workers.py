@@ -1,14 +1,18 @@
-"""Worker processes over gloo, started once and reused: importing torch and DeepSpeed in every case
-would be most of the suite's time.
+"""Worker processes over gloo, forked from one that has imported everything, and reused: importing
+torch and DeepSpeed in every process would be most of the suite's time.
 """
 
 import multiprocessing
 import os
 import socket
+import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from typing import Any
+
+from tests.helpers.forking import ForkServer
 
 
 class WorkerError(AssertionError):
@@ -19,23 +23,27 @@ class WorkerPool:
     """`world_size` processes in one process group.
 
     A function that runs in them has to be importable: a module-level one of `tests.helpers`.
-    They see a GPU, and talk over NCCL, only with `gpu`.
+
+    Args:
+        world_size: processes.
+        server: forks them; None: they are started anew, see a GPU, and talk over NCCL.
     """
 
-    def __init__(self, world_size: int, *, gpu: bool = False) -> None:
-        self.world_size, self._gpu = world_size, gpu
-        self._workers: list[tuple[Any, Connection]] = []
+    def __init__(self, world_size: int, server: ForkServer | None) -> None:
+        self.world_size, self._server = world_size, server
+        self._stop: list[Callable[[], None]] = []
+        self._pipes: list[Connection] = []
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any
     ) -> list[Any]:
         """Calls a function in every worker at once; returns the results in rank order."""
-        if not self._workers:
+        if not self._pipes:
             self._start()
-        for _, pipe in self._workers:
+        for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results, errors = [], []
-        for rank, (_, pipe) in enumerate(self._workers):
+        for rank, pipe in enumerate(self._pipes):
             try:
                 arrived = pipe.poll(timeout if not errors else 5)
                 ok, value = pipe.recv() if arrived else (False, f"no answer in {timeout} s")
@@ -50,35 +58,59 @@ class WorkerPool:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, port, theirs, self._gpu)
-            process = context.Process(target=_serve, args=arguments)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            address = str(Path(folder) / "pool")
+            with Listener(address, "AF_UNIX") as listener:
+                places = [(rank, self.world_size, port, address) for rank in range(self.world_size)]
+                if self._server is None:
+                    self._stop = [_spawned(place) for place in places]
+                else:
+                    self._stop = [self._server.call(serve, *place, False) for place in places]
+                pipes = [listener.accept() for _ in places]
+                self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
     def stop(self) -> None:
         """Ends the workers."""
-        for process, _ in self._workers:
-            process.kill()
-        for process, pipe in self._workers:
-            process.join()
+        for stop in self._stop:
+            stop()
+        for pipe in self._pipes:
             pipe.close()
-        self._workers = []
+        self._stop, self._pipes = [], []
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection, gpu: bool) -> None:
+def _spawned(place: tuple[int, int, int, str]) -> Callable[[], None]:
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=serve, args=(*place, True))
+    process.start()
+
+    def stop() -> None:
+        process.kill()
+        process.join()
+
+    return stop
+
+
+def serve(rank: int, world_size: int, port: int, address: str, gpu: bool) -> None:
+    """Does what a pool asks for until it hangs up: the life of a worker.
+
+    Args:
+        rank: of this process.
+        world_size: processes of the pool.
+        port: that they meet at.
+        address: of the pool.
+        gpu: whether the process sees a GPU.
+    """
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    pipe = Client(address, "AF_UNIX")
+    pipe.send(rank)
     import torch
 
     from parallel import comm

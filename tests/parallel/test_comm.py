@@ -3,6 +3,7 @@
 import pytest
 
 from parallel import comm
+from tests.helpers.forking import ForkServer
 from tests.helpers.training import Case, wait_in_vain
 from tests.helpers.workers import WorkerPool
 
@@ -10,8 +11,10 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says() -> None:
-    pool = WorkerPool(2)  # of its own: its groups are of no use afterwards
+def test_a_collective_of_the_engines_groups_waits_as_long_as_the_key_says(
+    forks: ForkServer,
+) -> None:
+    pool = WorkerPool(2, forks)  # of its own: its groups are of no use afterwards
     try:
         waited, _ = pool.run(wait_in_vain, Case(stage=2, timeout_minutes=0.05))
     finally:
