@@ -145,8 +145,17 @@ def test_every_option_gives_equal_results(workers, references, section):
         assert any(record["routing/dropped"] > 0 for record in result["routing"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=name)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [
+        pytest.param(
+            layout, stage, id=f"{name(layout)}-{stage}",
+            marks=[] if number % 3 == stage else [pytest.mark.slow],
+        )
+        for number, layout in enumerate(LAYOUTS[1:])
+        for stage in (0, 1, 2)
+    ],
+)  # fmt: skip
 def test_adamw_gives_equal_losses(workers, references, layout, stage):
     case = Case(learning_rate=1e-3, model=model("linear", "similarity"))
     expected, _ = references(case)

@@ -100,8 +100,17 @@ def test_another_request_begins_anew(tmp_path, texts, prepared_path, encoded):
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.lengths", "tokenizer.json"])
-@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("train.bin", True),
+        ("tokenizer.json", True),
+        ("validation.lengths", False),
+        pytest.param("train.bin", False, marks=pytest.mark.slow),
+        pytest.param("validation.lengths", True, marks=pytest.mark.slow),
+        pytest.param("tokenizer.json", False, marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_files_are_not_gone_on_from(tmp_path, texts, prepared_path, name, missing):
     arguments = (str(texts), str(prepared_path), tmp_path / "out")
     interrupt(arguments, 30)

@@ -138,8 +138,17 @@ def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tm
     run.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [
+        (1, signal.SIGINT),
+        (2, signal.SIGTERM),
+        (2, signal.SIGUSR1),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, processes, number):
     """A terminal, Slurm and torchrun may all tell a process of the same one."""
     before = functools.partial(slow_saves, tmp_path)
