@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import multiprocessing.resource_tracker
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,16 +96,41 @@ def micro_batches(
     ):
         if value < 0:
             raise DataError(f"{name} {value}: at least 0")
-    loader = DataLoader(
+    return iter(
+        loader_of(
+            samples,
+            _MicroBatches(
+                range(start_step, start_step + num_steps),
+                left_out,
+                global_batch_size,
+                micro_batch_size,
+                data_parallel_rank,
+                data_parallel_size,
+            ),
+            num_workers,
+            pin_memory=pin_memory,
+        )
+    )
+
+
+def loader_of(
+    samples: Dataset[Any],
+    batches: Iterable[list[int]],
+    num_workers: int,
+    *,
+    pin_memory: bool = False,
+) -> Iterable[Any]:
+    """A loader that leaves signals and random numbers of this process alone.
+
+    Args:
+        samples: The samples.
+        batches: The numbers of the samples of each batch.
+        num_workers: Loader processes, which start with the first batch; 0 reads in this one.
+        pin_memory: Whether to put batches into page-locked memory, for a GPU.
+    """
+    return _Loader(
         samples,
-        batch_sampler=_MicroBatches(
-            range(start_step, start_step + num_steps),
-            left_out,
-            global_batch_size,
-            micro_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        ),
+        batch_sampler=batches,
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_signals if num_workers else None,
@@ -115,8 +140,12 @@ def micro_batches(
         # Without a generator of its own the loader draws from, and so disturbs, torch's global one.
         generator=torch.Generator().manual_seed(0),
     )
-    with _signals_blocked() if num_workers else contextlib.nullcontext():
-        return iter(loader)
+
+
+class _Loader(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        with _signals_blocked() if self.num_workers else contextlib.nullcontext():
+            return super().__iter__()
 
 
 def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> None:

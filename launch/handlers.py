@@ -72,15 +72,15 @@ def evaluate(options: Namespace) -> None:
     from data.text.attack import WordSwap
     from parallel import comm
     from train.evaluation.evaluate import evaluate, result_table
-    from train.evaluation.stability import PROBE_TOKENS, compare, comparison_table
+    from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
 
     check_json_path(options.json)
     _check_evaluation(options)
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
     with only_results_on_stdout() as stdout:
         if options.compare is not None:
-            tokens = PROBE_TOKENS if options.probe_tokens is None else options.probe_tokens
-            result = compare(options.path, options.compare, tokens=tokens, **chosen)
+            units = PROBE_UNITS if options.probe_tokens is None else options.probe_tokens
+            result = compare(options.path, options.compare, units=units, **chosen)
             table = comparison_table(result)
         else:
             attack = WordSwap(options.rate, options.seed or 0) if options.attack else None

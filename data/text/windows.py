@@ -120,8 +120,9 @@ class SpreadWindows:
 
     def __init__(self, parts: Sequence[EvaluationWindows], tokens: int) -> None:
         self._parts = tuple(parts)
+        self.sequence_length = parts[0].sequence_length
         self._total = sum(len(part) for part in parts)
-        self._count = min(self._total, max(1, -(-tokens // parts[0].sequence_length)))
+        self._count = min(self._total, max(1, -(-tokens // self.sequence_length)))
 
     def __len__(self) -> int:
         """Counts the windows."""

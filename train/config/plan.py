@@ -91,6 +91,11 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
     check_compiler(config)
     task = open_task(config.for_task())
     if config.log.fluctuation:
+        if not task.has_validation:
+            raise ConfigError(
+                f"log.fluctuation: true is not allowed with {task.place}, which has no validation "
+                f"split to compare routing on"
+            )
         task.probe(config.log.fluctuation_tokens)
     config = config.model_copy(update={"model": task.model})
     return Inputs(config=config, dims=dims, task=task)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from data.text.manifest import SplitName
-from data.text.windows import SpreadWindows
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model, open_checkpoint
@@ -20,10 +19,11 @@ from train.evaluation.evaluate import Evaluated, open_evaluated
 from train.experts.fluctuation import Fluctuation, Probe, differences, mean, shares
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
-from train.tasks.language import TextProbe
+from train.tasks.registry import task_class
+from train.tasks.task import ProbeSet
 
-PROBE_TOKENS = 65_536
-"""About how many tokens are compared, unless the user says it."""
+PROBE_UNITS = 65_536
+"""About how many tokens or images are compared, unless the user says it."""
 FREE_KEYS = ("compile", "recompute", "dropout", "feed_forward.experts")
 """Of a model: they change nothing of what it computes in evaluation."""
 
@@ -34,19 +34,19 @@ def compare(
     *,
     data: str | None = None,
     split: SplitName = "validation",
-    tokens: int = PROBE_TOKENS,
+    units: int = PROBE_UNITS,
     overrides: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Compares the routing of two checkpoints, in one process or under torchrun.
 
-    Both models are in memory, and of the text one batch of windows.
+    Both models are in memory, and of the data one batch.
 
     Args:
         path: a checkpoint, or a run whose newest one is taken: mostly the later one.
         other: another of the same model.
         data: prepared data; None takes that of the first one's run.
         split: `validation`, `test` or `train`.
-        tokens: so many full windows, evenly over the split, hold at least as many tokens.
+        units: tokens or images, at least and evenly over the split: of text, full windows are read.
         overrides: `key=value` for keys that evaluation reads.
 
     Returns:
@@ -56,16 +56,17 @@ def compare(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides)
-    task = opened.text("--compare")
+    task = opened.task
     before = open_checkpoint(other)
     _check_pair(opened, before, data_is_named=data is not None)
-    windows = task.spread([task.split(split)[0]], tokens)
+    task.check_split(split)
+    probe = task.probe(units, split)
     config = opened.config
     world = comm.initialize(config.parallel.timeout_minutes)
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
     with explain_out_of_memory(lambda: "comparing routing", world, to_evaluate(config)):
-        layers, count = _compare(opened, before, windows, world)
+        layers, count = _compare(opened, before, probe, world)
     _check_finite(layers, opened.checkpoint)
     return {
         "checkpoint": str(opened.checkpoint.folder),
@@ -74,9 +75,9 @@ def compare(
         "compared_step": before.training_step,
         "data": task.name,
         "split": split,
-        "probe_tokens": count,
-        "probe_windows": len(windows),
-        "sequence_length": task.model.sequence_length,
+        "data_kind": config.data.kind,
+        f"probe_{task.unit.name}s": count,
+        **probe.about(),
         "layers": {
             name: {
                 "top1": layer.top1,
@@ -125,9 +126,9 @@ def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) ->
 
 
 def _compare(
-    opened: Evaluated, other: Checkpoint, windows: SpreadWindows, world: comm.World
+    opened: Evaluated, other: Checkpoint, probe: ProbeSet, world: comm.World
 ) -> tuple[dict[str, Fluctuation], int]:
-    """The shares of each layer over all processes, and the number of tokens."""
+    """The shares of each layer over all processes, and the number of units."""
     precision, device = opened.config.train.precision, world.device
     probes = []
     for checkpoint in (opened.checkpoint, other):
@@ -135,20 +136,24 @@ def _compare(
         probes.append(Probe(model, model, device))
     now, before = probes
     size = opened.batch_size * world.data_parallel_size
-    total = math.ceil(len(windows) / size)
-    length = opened.text("--compare").model.sequence_length
-    report = Progress("compare", len(windows) * length) if world.is_main else None
+    total = math.ceil(len(probe) / size)
+    unit = opened.task.unit
+    per_sample = opened.task.model.units_per_sample()
+    report = Progress("compare", len(probe) * per_sample, unit.short) if world.is_main else None
     sums_LC = torch.zeros(len(now.layers), 4, dtype=torch.float64, device=device)
-    tokens = torch.zeros(1, dtype=torch.float64, device=device)
-    for done, batch in enumerate(TextProbe(windows).batches(opened.batch_size, world), start=1):
-        pairs = zip(now.read(*batch), before.read(*batch), strict=True)
+    tokens_L = torch.zeros(len(now.layers), dtype=torch.float64, device=device)
+    units = torch.zeros(1, dtype=torch.float64, device=device)
+    for done, batch in enumerate(probe.batches(opened.batch_size, world), start=1):
+        pairs = list(zip(now.read(*batch), before.read(*batch), strict=True))
         sums_LC += torch.stack([differences(*pair) for pair in pairs])
-        tokens += batch[1].sum()
+        tokens_L += torch.tensor([codes.first_M.numel() for codes, _ in pairs], device=device)
+        units += batch[1].sum()
         if report is not None:
             report(done / total)
-    flat = comm.sum_over_samples(torch.cat([sums_LC.flatten(), tokens]), world).cpu()
-    count = int(flat[-1])
-    return shares(flat[:-1].view(sums_LC.shape), count, now.layers), count
+    parts = [sums_LC.flatten(), tokens_L, units]
+    summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
+    sums, tokens_L, units = torch.split(summed, [len(part) for part in parts])
+    return shares(sums.view(sums_LC.shape), tokens_L, now.layers), int(units)
 
 
 def _check_finite(layers: dict[str, Fluctuation], checkpoint: Checkpoint) -> None:
@@ -162,11 +167,13 @@ def _check_finite(layers: dict[str, Fluctuation], checkpoint: Checkpoint) -> Non
 
 def comparison_table(result: dict[str, Any]) -> str:
     """A comparison for a person."""
+    units = f"{task_class(result['data_kind']).unit.name}s"
+    windows = f", in {result['probe_windows']:,} windows" if "probe_windows" in result else ""
     rows = [
         ("checkpoint", f"{result['checkpoint']} (step {result['step']:,})"),
         ("compared with", f"{result['compared_with']} (step {result['compared_step']:,})"),
-        ("probe set", f"{result['probe_tokens']:,} tokens of {result['split']} of "
-         f"{result['data']}, in {result['probe_windows']:,} windows evenly over it"),
+        ("probe set", f"{result[f'probe_{units}']:,} {units} of {result['split']} of "
+         f"{result['data']}{windows} evenly over it"),
         ("processes", f"{result['processes']}"),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)

@@ -118,9 +118,11 @@ class Fluctuation:
         return self.entropy / self.entropy_before if self.entropy_before else float("nan")
 
 
-def shares(sums_LC: Tensor, tokens: float, layers: Sequence[RoutedLayer]) -> dict[str, Fluctuation]:
-    """Sums over all tokens as shares, by the layer's name."""
-    means = (sums_LC / tokens).tolist()
+def shares(
+    sums_LC: Tensor, tokens_L: Tensor, layers: Sequence[RoutedLayer]
+) -> dict[str, Fluctuation]:
+    """Sums over the tokens of each layer as shares, by the layer's name."""
+    means = (sums_LC / tokens_L.unsqueeze(-1)).tolist()
     return {
         layer.name: Fluctuation(top1=top1, set=set_, entropy=now, entropy_before=before)
         for layer, (top1, set_, now, before) in zip(layers, means, strict=True)
@@ -144,16 +146,26 @@ class Probe:
         self._codes = {n: expert_codes(n).to(device) for n in {x.num_experts for x in self.layers}}
 
     @torch.no_grad()
-    def read(self, input_BT: Tensor, scored_BT: Tensor) -> list[Codes]:
-        """The codes of the scored tokens of a batch, for each layer."""
-        scored_M = scored_BT.flatten()
+    def read(self, inputs: Tensor, counts: Tensor) -> list[Codes]:
+        """Codes of a batch, for each layer.
+
+        Args:
+            inputs: Of the model.
+            counts: Which tokens count, [B, T], or which samples, [B]: then all of their tokens do.
+        """
         with deciding(self._module, self.layers) as decisions:
-            self._forward(input_BT)
+            self._forward(inputs)
             found = [
                 encode(decisions[layer.name], self._codes[layer.num_experts])
                 for layer in self.layers
             ]
-        return [Codes(*(values_M[scored_M] for values_M in codes)) for codes in found]
+        return [_counted(codes, counts.flatten()) for codes in found]
+
+
+def _counted(codes: Codes, counts: Tensor) -> Codes:
+    """The codes of what counts; a sample may have any number of tokens in a layer."""
+    counts_M = counts.repeat_interleave(codes.first_M.numel() // counts.numel())
+    return Codes(*(values_M[counts_M] for values_M in codes))
 
 
 class FluctuationLog:
@@ -192,21 +204,21 @@ class FluctuationLog:
         self._engine.train(False)
         world, layers = self._engine.world, self._probe.layers
         sums_LC = torch.zeros(len(layers), 4, dtype=torch.float64)
-        tokens, now = 0, []
+        tokens_L = torch.zeros(len(layers), dtype=torch.float64)
+        now = []
         for number, batch in enumerate(self._probe_set.batches(self._batch_size, world)):
             codes = [Codes(*(v.cpu() for v in layer)) for layer in self._probe.read(*batch)]
             now.append(codes)
             if self._before:
                 pairs = zip(codes, self._before[number], strict=True)
                 sums_LC += torch.stack([differences(*pair) for pair in pairs])
-                tokens += codes[0].first_M.numel()
+                tokens_L += torch.tensor([layer.first_M.numel() for layer in codes])
         has_earlier, self._before = bool(self._before), now
         record: dict[str, float] = {}
         if has_earlier:
-            flat = torch.cat([sums_LC.flatten(), torch.tensor([tokens], dtype=torch.float64)])
-            *sums, total = comm.sum_over_samples(flat.to(world.device), world).tolist()
-            sums_LC = torch.tensor(sums, dtype=torch.float64).view_as(sums_LC)
-            record = fluctuation_record(shares(sums_LC, total, layers))
+            flat_LD = torch.cat([sums_LC, tokens_L.unsqueeze(-1)], dim=-1).to(world.device)
+            flat_LD = comm.sum_over_samples(flat_LD, world).cpu()
+            record = fluctuation_record(shares(flat_LD[:, :-1], flat_LD[:, -1], layers))
         return record | {"fluctuation/seconds": time.monotonic() - started}
 
 

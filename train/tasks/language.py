@@ -79,6 +79,14 @@ class TextProbe:
     def __init__(self, windows: SpreadWindows) -> None:
         self.windows = windows
 
+    def __len__(self) -> int:
+        """Counts the windows."""
+        return len(self.windows)
+
+    def about(self) -> dict[str, int]:
+        """The number of windows, and their length in tokens."""
+        return {"probe_windows": len(self), "sequence_length": self.windows.sequence_length}
+
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
         """Input ids [B, T] and which of them are scored; each process yields as many batches."""
         rank, size = world.data_parallel_rank, world.data_parallel_size
@@ -326,21 +334,14 @@ class LanguageModelling(Task[TextBatch]):
         """The prepared folders, unless `data.verify` is false."""
         return [part.data for part in self.data.parts] if self.settings.verify else []
 
-    def probe(self, units: int) -> TextProbe:
-        """Whole windows of the validation splits, evenly over them."""
-        parts = self.data.validation()
-        if not parts:
-            raise ConfigError(
-                f"log.fluctuation: true is not allowed with {self.place}, which has no validation "
-                f"split to compare routing on"
-            )
-        return TextProbe(self.spread([part.stream for part in parts], units))
-
-    def spread(self, streams: Sequence[TokenStream], units: int) -> SpreadWindows:
-        """Whole windows without overlap, evenly over streams."""
+    def probe(self, units: int, split: str | None = None) -> TextProbe:
+        """Whole windows without overlap, evenly over a split, or over the validation splits."""
+        streams = [part.stream for part in self.data.validation()]
+        if split is not None:
+            streams = [self.split(split)[0]]
         length, end = self.model.sequence_length, self.data.tokenizer.end_of_text_id
         whole = [EvaluationWindows(stream, length, length, end) for stream in streams]
-        return SpreadWindows(whole, units)
+        return TextProbe(SpreadWindows(whole, units))
 
 
 def with_vocabulary(model: GPT2Config, vocab_size: int, place: str) -> GPT2Config:

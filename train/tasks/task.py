@@ -80,8 +80,15 @@ class Predictor(Protocol):
 class ProbeSet(Protocol):
     """Held-out inputs that several checkpoints read, to compare what experts were given."""
 
+    def __len__(self) -> int:
+        """Counts the samples."""
+
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's inputs, and which units count; each process has as many batches."""
+        """This process's inputs, and which units of them count, or which samples; each process has
+        as many batches."""
+
+    def about(self) -> dict[str, int]:
+        """Further numbers for results: how the inputs were made."""
 
 
 class StoredData(Protocol):
@@ -305,16 +312,17 @@ class Task(ABC, Generic[Batch]):
         """Folders of data that are verified in the background."""
         return ()
 
-    def probe(self, units: int) -> ProbeSet:
-        """Held-out inputs, of at least `units` units if the split has that many.
+    def probe(self, units: int, split: str | None = None) -> ProbeSet:
+        """Held-out inputs, of at least `units` units if there are that many.
+
+        Args:
+            units: How many.
+            split: That they are of; None: what is validated with, if `has_validation`.
 
         Raises:
             ValueError: With an `exit_status` of 2: this task has none.
         """
-        raise ConfigError(
-            f"log.fluctuation: true is not allowed with {self.place}, of which no set of inputs is "
-            f"known to compare routing on"
-        )
+        raise ConfigError(f"{self.place}: no set of inputs is known to compare routing on")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def checkpoint(run_folder, step):
 
 @pytest.mark.parametrize("kind", ["smoe", "mumoe"])
 def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
-    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), tokens=3200)[0]
+    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), units=3200)[0]
     assert set(result["layers"]) == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
     for layer in (*result["layers"].values(), result["mean"]):
         assert (layer["top1"], layer["set"], layer["entropy_ratio"]) == (0.0, 0.0, 1.0)
@@ -58,7 +58,7 @@ def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
 @pytest.mark.parametrize("kind", ["smoe", "mumoe"])
 def test_two_checkpoints_differ_as_the_loop_says(workers, runs, kind):
     # The loop measured the same on its way, with the engine that trained.
-    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 3), tokens=320)[0]
+    result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 3), units=320)[0]
     record = records(runs[kind])[-1]
     assert (result["step"], result["compared_step"], result["probe_tokens"]) == (6, 3, 320)
     assert 0 < result["mean"]["top1"] < 1
@@ -89,7 +89,7 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
                 model(torch.tensor([stream[begin : begin + 32]]))
         found.append(torch.cat(seen))
     before, now = found
-    options = {"tokens": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
+    options = {"units": 20 * 32, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
     layer = result["layers"]["blocks.0.feed_forward"]
     assert result["probe_tokens"] == len(now) == 20 * 32
@@ -103,14 +103,14 @@ def test_shares_are_those_of_the_routers_by_hand(workers, runs, prepared_path):
 def test_padding_is_no_token(workers, runs, prepared_path):
     tokens = PreparedData.open(prepared_path).split("validation").num_tokens
     assert tokens % 32  # the last window is not full
-    options = {"tokens": tokens, "overrides": ("evaluation.batch_size=16",)}
+    options = {"units": tokens, "overrides": ("evaluation.batch_size=16",)}
     result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
     assert result["probe_tokens"] == tokens
 
 
 def test_two_processes_compare_as_one(workers, runs):
     # Windows that neither the batch size nor the processes divide.
-    options = {"tokens": 32 * 13, "overrides": ("evaluation.batch_size=3",)}
+    options = {"units": 32 * 13, "overrides": ("evaluation.batch_size=3",)}
     results = [
         workers(size).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), **options)[0]
         for size in (1, 2)
@@ -122,7 +122,7 @@ def test_two_processes_compare_as_one(workers, runs):
 
 
 def test_the_table_is_aligned(workers, runs):
-    result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), tokens=64)[0]
+    result = workers(1).run(compare, runs["smoe"], checkpoint(runs["smoe"], 3), units=64)[0]
     lines = comparison_table(result).splitlines()
     block = lines[lines.index("") + 1 :]
     assert len({len(line) for line in block}) == 1
@@ -220,7 +220,7 @@ def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts
     assert "was trained on other data than" in text
     assert "--data names the text that both are to read" in text
     result = workers(1).run(
-        compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), tokens=64
+        compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), units=64
     )[0]
     assert result["data"] == str(prepared_path)
 

@@ -41,7 +41,7 @@ def test_fluctuation_by_hand():
     now = chosen([[0, 1], [1, 0], [2, 0], [0, 1], [0, 3]], [decided] * 5)
     sums = differences(now, before)
     assert sums.tolist() == pytest.approx([3, 3, 5 * math.log(2), 5 * math.log(4)])
-    result = shares(sums[None], 5, [LAYER])[LAYER.name]
+    result = shares(sums[None], torch.tensor([5.0]), [LAYER])[LAYER.name]
     assert (result.top1, result.set) == (3 / 5, 3 / 5)
     assert result.entropy_ratio == pytest.approx(0.5)
     assert fluctuation_record({"a": result, "b": result})["fluctuation/top1"] == 3 / 5
