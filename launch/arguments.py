@@ -125,7 +125,7 @@ def evaluate_arguments(parser: Parser) -> None:
         "--probe-tokens",
         type=positive,
         metavar="N",
-        help="for --compare: about how many tokens, or images, are read, evenly over the split; default 65536",
+        help="for --compare: about how many tokens or images are read, evenly; default 65536",
     )
     add("--attack", choices=("word-swap",), help="replace words by AAA before the text is read")
     add("--rate", type=share, metavar="R", help="for --attack: share of the words, from 0 to 1")
