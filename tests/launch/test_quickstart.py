@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.quickstart import remove_previous_run, step_to_go_on_from, summary
+from launch.journey import remove_previous_run, step_to_go_on_from
+from launch.quickstart import summary
 from train.errors import ConfigError
 
 
