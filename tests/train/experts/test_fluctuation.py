@@ -202,7 +202,7 @@ def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepa
     )
     run_folder = tmp_path / "run"
     before = run_folder / "checkpoints" / "step-00000004"
-    whole = workers(1).run(compare, run_folder, before, tokens=32 * 11)[0]
+    whole = workers(1).run(compare, run_folder, before, units=32 * 11)[0]
     assert 0 < whole["mean"]["top1"] < 1
     for name, layer in whole["layers"].items():
         for measure in MEASURES:
