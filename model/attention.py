@@ -1,4 +1,4 @@
-"""Causal self-attention over PyTorch's fused kernel.
+"""Self-attention over PyTorch's fused kernel.
 
 Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, M = A H:
 D, or a part of it under tensor parallelism.
@@ -49,8 +49,8 @@ class AttentionTrace(NamedTuple):
         return self.qkv_BT3AH.select(2, 2).transpose(1, 2)
 
 
-class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and the tokens before it.
+class SelfAttention(nn.Module):
+    """Multi-head attention: a token sees itself and those before it, or in a vision model all.
 
     The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
     values, each ordered by head (GPT-2's order; transformers' `c_attn.weight` is its transpose).
@@ -63,6 +63,7 @@ class CausalSelfAttention(nn.Module):
         dropout: Probability, of the attention weights and of the output.
         initializer_std: Standard deviation of the initial fused weight.
         residual_std: Standard deviation of the output projection's initial weight.
+        causal: Whether a token sees no later ones.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class CausalSelfAttention(nn.Module):
         dropout: float,
         initializer_std: float,
         residual_std: float,
+        causal: bool = True,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.head_size = hidden_size // num_heads
         self.dropout = dropout
         self.initializer_std = initializer_std
@@ -129,7 +132,7 @@ class CausalSelfAttention(nn.Module):
         )
 
     def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
-        """Computes the attention of each token to itself and to those before it.
+        """Computes the attention of each token to those that it sees.
 
         Args:
             q_BATH: Queries.
@@ -140,7 +143,9 @@ class CausalSelfAttention(nn.Module):
         Returns:
             [B, A, T, H].
         """
-        return scaled_dot_product_attention(q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=True)
+        return scaled_dot_product_attention(
+            q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=self.causal
+        )
 
 
 class _WithHead(torch.autograd.Function):

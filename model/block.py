@@ -5,11 +5,11 @@ Shapes: B batch, T tokens in a sequence, D width.
 
 from torch import Tensor, nn
 
-from model.attention import CausalSelfAttention
+from model.attention import SelfAttention
 from model.cache import BlockCache
 from model.initialization import Initializer, norm_initializers
 from model.interface import FeedForward
-from model.layers import LayerNorm
+from model.layers import DropPath, LayerNorm
 from model.output import RoutingStats
 
 
@@ -25,22 +25,25 @@ class Block(nn.Module):
         hidden_size: D.
         layer_norm_epsilon: Added to the variance.
         bias: Whether the LayerNorms have one.
+        drop_path: Probability that a sample does without a branch (stochastic depth).
     """
 
     def __init__(
         self,
-        attention: CausalSelfAttention,
+        attention: SelfAttention,
         feed_forward: FeedForward,
         *,
         hidden_size: int,
         layer_norm_epsilon: float,
         bias: bool,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
         self.attention = attention
         self.feed_forward_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
         self.feed_forward = feed_forward
+        self.drop_path = DropPath(drop_path)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each LayerNorm starts; the branches have initializers of their own."""
@@ -66,11 +69,11 @@ class Block(nn.Module):
             traced_head=self.feed_forward.attention_head(),
             cache=None if cache is None else cache.attention,
         )
-        x_BTD = x_BTD + attended_BTD
+        x_BTD = x_BTD + self.drop_path(attended_BTD)
         y_BTD, stats = self.feed_forward(
             self.feed_forward_norm(x_BTD),
             x_BTD,
             trace,
             None if cache is None else cache.feed_forward,
         )
-        return x_BTD + y_BTD, stats
+        return x_BTD + self.drop_path(y_BTD), stats

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from model.gpt2 import GPT2, GPT2Config
 from model.initialization import Initializer
+from model.mixer import Mixer, MixerConfig
 from model.settings import ModelSettings
+from model.vit import ViT, ViTConfig
 
 
 class ModelKind(NamedTuple):
@@ -29,6 +31,8 @@ class ModelKind(NamedTuple):
 
 MODELS: dict[str, ModelKind] = {
     "gpt2": ModelKind(GPT2Config, GPT2),
+    "mixer": ModelKind(MixerConfig, Mixer),
+    "vit": ModelKind(ViTConfig, ViT),
 }
 
 

@@ -3,8 +3,11 @@
 Shapes: B batch, T tokens in a sequence, D width, F inner width.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -12,7 +15,7 @@ from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.config import Config
 from model.initialization import Initializer, linear_initializers
-from model.interface import FeedForward, FeedForwardContext
+from model.interface import Activation, FeedForward, FeedForwardContext
 from model.output import RoutingStats
 
 
@@ -106,8 +109,23 @@ class DenseFeedForwardConfig(Config):
         return 2 * width * self.inner_size(width)
 
 
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x), as in CLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies it to each number."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": functools.partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+}
+
+
 class DenseFeedForward(FeedForward):
-    """Up, GELU (approximated by tanh, as in GPT-2), down.
+    """Up, an activation (GELU approximated by tanh in GPT-2), down.
 
     Args:
         config: Its own configuration.
@@ -119,7 +137,7 @@ class DenseFeedForward(FeedForward):
         inner_size = config.inner_size(context.hidden_size)
         self.context = context
         self.up = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
-        self.activation = nn.GELU(approximate="tanh")
+        self.activation = ACTIVATIONS[context.activation]()
         self.down = nn.Linear(inner_size, context.hidden_size, bias=context.bias)
         self.dropout = nn.Dropout(context.dropout)
 

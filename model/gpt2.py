@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import CausalSelfAttention
+from model.attention import SelfAttention
 from model.block import Block
 from model.cache import BlockCache, KeyValueCache
 from model.config import SectionError
@@ -79,9 +79,10 @@ class GPT2Config(ModelSettings):
             raise ValueError(error.within("model.feed_forward")) from None
         return self
 
-    def known_feed_forward(self) -> FeedForwardConfig:
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forward with what the model's sizes decide filled in, as a matching rank."""
-        return self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)
+        known = self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)
+        return {"model.feed_forward": known}
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block: not every block need have the same."""
@@ -313,7 +314,7 @@ def _build_block(config: GPT2Config, feed_forward: FeedForwardConfig) -> Block:
     # 2 L branches add to the residual stream; the scale keeps its variance independent of depth
     # (Radford et al. 2019, section 2.3).
     residual_std = config.initializer_range / math.sqrt(2 * config.num_layers)
-    attention = CausalSelfAttention(
+    attention = SelfAttention(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         bias=config.bias,

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.output import RoutingStats
+
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu"]
+"""GELU, exact or approximated by tanh, or x sigmoid(1.702 x)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,8 @@ class FeedForwardContext:
     """Standard deviation of initial weights whose output is added to the residual stream."""
     num_heads: int | None = None
     """Heads of the attention in the same block; None in a model without attention."""
+    activation: Activation = "gelu_tanh"
+    """Of the dense feed-forward."""
     causal: bool = True
     """Whether a token must not depend on later ones, as in a language model."""
 

@@ -1,10 +1,11 @@
-"""Embedding and LayerNorm whose gradients are sums over tokens in fp32, also in bf16.
+"""Layers of blocks: stochastic depth, and Embedding and LayerNorm whose gradients are sums over
+tokens in fp32, also in bf16.
 
 PyTorch sums the gradients of an embedding's rows in the weights' precision (on a GPU too, for
 3,072 tokens and fewer), and on a CPU those of a LayerNorm's scale and shift. In bf16 a sum of equal
 numbers stops growing at 256 times one of them.
 
-Shapes: V rows of an embedding, D width.
+Shapes: B samples, T tokens of a sample, V rows of an embedding, D width.
 """
 
 from typing import Any
@@ -62,3 +63,23 @@ class LayerNorm(nn.LayerNorm):
             return super().forward(x)
         scale, shift = (None if p is None else p.float() for p in (self.weight, self.bias))
         return layer_norm(x.float(), self.normalized_shape, scale, shift, self.eps).to(x.dtype)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: an image does without a branch (Huang et al. 2016).
+
+    Args:
+        rate: The probability; what stays is divided by what it leaves.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, y_BTD: Tensor) -> Tensor:
+        """The branch of each image, or zeros."""
+        if not self.training or self.rate == 0:
+            return y_BTD
+        keep = 1 - self.rate
+        kept_B11 = y_BTD.new_empty(len(y_BTD), 1, 1).bernoulli_(keep)
+        return y_BTD * (kept_B11 / keep)

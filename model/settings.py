@@ -56,9 +56,15 @@ class ModelSettings(Config, ABC):
             Bytes.
         """
 
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """The feed-forwards of its blocks, filled in, by their keys."""
+        return {}
+
     def known_feed_forward(self) -> FeedForwardConfig:
-        """The feed-forward of its blocks, filled in; that of a model without blocks is dense."""
-        return DenseFeedForwardConfig()
+        """The feed-forward of its blocks, filled in; of several the first with experts; that of a
+        model without blocks is dense."""
+        known = list(self.feed_forwards().values()) or [DenseFeedForwardConfig()]
+        return next((each for each in known if each.kind != "dense"), known[0])
 
     def left_to_data(self) -> str | None:
         """The key that the data has to fill in; None if there is none."""

@@ -1,9 +1,9 @@
 """Tensor parallelism: megatron-core's layers in place of a model's own.
 
 The matrix products before a branch's nonlinearity are cut by output (attention by head), those
-after it by input; embedding and output head are cut by vocabulary. A branch then exchanges one sum
-of activations forward and one backward. Names of parameters stay, so initial values and checkpoints
-are those of the whole model.
+after it by input; a GPT-2's embedding and output head are cut by vocabulary. A branch then
+exchanges one sum of activations forward and one backward. Names of parameters stay, so initial
+values and checkpoints are those of the whole model.
 
 Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process, with padding).
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.attention import CausalSelfAttention
+from model.attention import SelfAttention
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2, UntiedHead
 from model.layers import embed
@@ -26,25 +26,27 @@ from parallel.placement import Placement, split_columns, split_fused, split_padd
 
 
 def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
-    """Cuts the layers of a GPT-2 over the tensor-parallel processes, in place.
+    """Cuts the layers of a model over the tensor-parallel processes, in place.
+
+    Of models of images, patch embedding and head are small, and each process has them whole.
 
     Args:
         model: on the meta device.
         world: this process, with its tensor-parallel rank.
     """
-    assert isinstance(model, GPT2)
     layers = _Layers(world)
     with torch.device("meta"):
-        embedding = layers.embedding(model.token_embedding)
-        _swap(model, "head", layers.head(model.head, embedding))
-        _swap(model, "token_embedding", embedding)
-        for block in model.blocks:
-            attention, feed_forward = block.attention, block.feed_forward
-            assert isinstance(attention, CausalSelfAttention)
-            _swap(block, "attention", TensorParallelAttention(attention, layers, world))
-            if isinstance(feed_forward, DenseFeedForward):  # others are cut in files of their own
-                _swap(feed_forward, "up", layers.column(feed_forward.up))
-                _swap(feed_forward, "down", layers.row(feed_forward.down))
+        if isinstance(model, GPT2):
+            embedding = layers.embedding(model.token_embedding)
+            _swap(model, "head", layers.head(model.head, embedding))
+            _swap(model, "token_embedding", embedding)
+        for parent in list(model.modules()):
+            for name, layer in list(parent.named_children()):
+                if isinstance(layer, SelfAttention):
+                    _swap(parent, name, TensorParallelAttention(layer, layers, world))
+                elif isinstance(layer, DenseFeedForward):  # others are cut in files of their own
+                    _swap(layer, "up", layers.column(layer.up))
+                    _swap(layer, "down", layers.row(layer.down))
 
 
 def _swap(parent: nn.Module, name: str, layer: nn.Module) -> None:
@@ -225,7 +227,7 @@ class _ParallelHead(nn.Module):
         return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
 
 
-class TensorParallelAttention(CausalSelfAttention):
+class TensorParallelAttention(SelfAttention):
     """Attention of this process's heads.
 
     Args:
@@ -234,7 +236,7 @@ class TensorParallelAttention(CausalSelfAttention):
         world: this process.
     """
 
-    def __init__(self, whole: CausalSelfAttention, layers: _Layers, world: comm.World) -> None:
+    def __init__(self, whole: SelfAttention, layers: _Layers, world: comm.World) -> None:
         super().__init__(
             hidden_size=whole.qkv.in_features,
             num_heads=whole.qkv.in_features // whole.head_size,
@@ -242,13 +244,14 @@ class TensorParallelAttention(CausalSelfAttention):
             dropout=whole.dropout,
             initializer_std=whole.initializer_std,
             residual_std=whole.residual_std,
+            causal=whole.causal,
         )
         self._world = world
         _swap(self, "qkv", layers.column(whole.qkv, fused=3))
         _swap(self, "projection", layers.row(whole.projection))
 
     def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
-        """See `CausalSelfAttention.attend`; other heads drop other weights."""
+        """See `SelfAttention.attend`; other heads drop other weights."""
         if not drop:
             return super().attend(q_BATH, k_BATH, v_BATH, drop)
         with own_random_numbers(self._world):

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from model.attention import CausalSelfAttention
+from model.attention import SelfAttention
 
 
 @pytest.fixture
 def attention():
     torch.manual_seed(0)
-    return CausalSelfAttention(
+    return SelfAttention(
         hidden_size=24, num_heads=3, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
     )
 
@@ -64,7 +64,7 @@ def test_the_head_that_was_asked_for_has_its_part_in_the_gradient(attention):
 def test_dropout_acts_on_the_weights_and_on_the_output():
     def outputs(dropout):
         torch.manual_seed(0)
-        layer = CausalSelfAttention(
+        layer = SelfAttention(
             hidden_size=24,
             num_heads=3,
             bias=False,

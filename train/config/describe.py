@@ -79,7 +79,7 @@ def describe(
     flops = config.model.flops_per_unit()
     state_tensors = num_state_tensors(config.optimizer)
     experts = expert_parameters(model)
-    active = active_expert_parameters(config, experts)
+    active = active_expert_parameters(model)
     return {
         "run": config.run.folder,
         "unit": unit,
@@ -126,17 +126,13 @@ def expert_parameters(model: nn.Module) -> int:
     )
 
 
-def active_expert_parameters(config: RunConfig, parameters: int) -> int:
-    """How many of the experts' parameters one token uses.
-
-    Args:
-        config: the run's.
-        parameters: of all experts.
-    """
-    feed_forward = config.model.known_feed_forward()
-    if not isinstance(feed_forward, SparseMoEConfig):
-        return parameters
-    return parameters * feed_forward.top_k // feed_forward.num_experts
+def active_expert_parameters(model: nn.Module) -> int:
+    """Counts those of them that one token uses."""
+    return sum(
+        count_parameters(module) * module.config.top_k // module.config.num_experts
+        for module in model.modules()
+        if isinstance(module, Experts)
+    )
 
 
 def _experts(config: RunConfig) -> dict[str, Any] | None:

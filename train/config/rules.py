@@ -101,25 +101,36 @@ def check_experts(config: RunConfig, size: int) -> None:
     Raises:
         ConfigError: there are none, they have no equal parts, or ZeRO cannot hold them.
     """
-    feed_forward, stage = config.model.known_feed_forward(), config.parallel.zero_stage
-    if not isinstance(feed_forward, SparseMoEConfig):
+    sparse = {
+        key: each
+        for key, each in config.model.feed_forwards().items()
+        if isinstance(each, SparseMoEConfig)
+    }
+    if not sparse:
         if size > 1:
+            kinds = _kinds(config) or "no feed-forward"
             raise ConfigError(
-                f"parallel.expert_parallel_size: {size} is not allowed with "
-                f"model.feed_forward.kind: {feed_forward.kind}, which has no whole experts to "
-                f"spread"
+                f"parallel.expert_parallel_size: {size} is not allowed with {kinds}, which has no "
+                f"whole experts to spread"
             )
         return
-    if feed_forward.num_experts % size:
+    for key, feed_forward in sparse.items():
+        if feed_forward.num_experts % size:
+            raise ConfigError(
+                f"parallel.expert_parallel_size: {size} does not divide "
+                f"{key}.num_experts: {feed_forward.num_experts}"
+            )
+    if config.parallel.zero_stage == 3:
         raise ConfigError(
-            f"parallel.expert_parallel_size: {size} does not divide "
-            f"model.feed_forward.num_experts: {feed_forward.num_experts}"
+            f"parallel.zero_stage: 3 is not allowed with {next(iter(sparse))}.kind: smoe: "
+            f"DeepSpeed does not partition experts that other processes do not have; use stage 0, "
+            f"1 or 2"
         )
-    if stage == 3:
-        raise ConfigError(
-            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe: DeepSpeed "
-            "does not partition experts that other processes do not have; use stage 0, 1 or 2"
-        )
+
+
+def _kinds(config: RunConfig) -> str:
+    known = config.model.feed_forwards()
+    return " and ".join(f"{key}.kind: {each.kind}" for key, each in known.items())
 
 
 def check_fluctuation(config: RunConfig) -> None:
@@ -130,11 +141,10 @@ def check_fluctuation(config: RunConfig) -> None:
     """
     if not config.log.fluctuation:
         return
-    kind = config.model.known_feed_forward().kind
-    if kind == "dense":
+    if config.model.known_feed_forward().kind == "dense":
         raise ConfigError(
-            "log.fluctuation: true is not allowed with model.feed_forward.kind: dense, which has "
-            "no experts that tokens could change"
+            f"log.fluctuation: true is not allowed with {_kinds(config)}, which has no experts "
+            f"that tokens could change"
         )
     if config.checkpoint.every == 0:
         raise ConfigError(

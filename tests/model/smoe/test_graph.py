@@ -6,7 +6,7 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of
 import pytest
 import torch
 
-from model.attention import AttentionTrace, CausalSelfAttention
+from model.attention import AttentionTrace, SelfAttention
 from model.build import materialize
 from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
@@ -128,7 +128,7 @@ def test_a_graph_without_a_mask_has_heads_by_what_attention_did():
 
 def attend(bias=True):
     """An attention with scattered weights, its input and its output."""
-    attention = CausalSelfAttention(
+    attention = SelfAttention(
         hidden_size=12, num_heads=3, bias=bias, dropout=0.0, initializer_std=0.3, residual_std=0.3
     ).double()
     scatter(attention, 0.5)

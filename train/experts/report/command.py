@@ -87,7 +87,7 @@ def report(
         kind=_in_words(config),
         is_sparse=isinstance(config.model.known_feed_forward(), SparseMoEConfig),
         parameters=parameters,
-        active_parameters=parameters - held + active_expert_parameters(config, held),
+        active_parameters=parameters - held + active_expert_parameters(model),
         checkpoint=str(weights.folder),
         checkpoint_step=weights.training_step,
         total_steps=config.train.steps,

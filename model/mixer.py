@@ -1,0 +1,242 @@
+"""MLP-Mixer, with a feed-forward of any kind for tokens and for channels.
+
+Source: Tolstikhin et al. 2021, "MLP-Mixer: an all-MLP architecture for vision"; with factorized
+experts: Oldfield et al. 2024, "Multilinear mixture of experts".
+
+Shapes: B images, C channels, H x W pixels, T patches, D width, K classes, L blocks.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from model.dense import DenseFeedForwardConfig
+from model.feedforward import FeedForwardConfig, build_feedforward
+from model.initialization import Initializer, norm_initializers
+from model.interface import FeedForwardContext
+from model.layers import DropPath, LayerNorm
+from model.output import ModelOutput, RoutingStats
+from model.settings import Count, CutSizes
+from model.vision import (
+    ClassHead,
+    ImageModelSettings,
+    PatchEmbedding,
+    check_feed_forward,
+    run_block,
+)
+
+TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"
+
+
+class MixerConfig(ImageModelSettings):
+    """The defaults are S/16's."""
+
+    kind: Literal["mixer"] = "mixer"
+    """Which model this is."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 8
+    """Number of blocks L."""
+    hidden_size: Count = 512
+    """Width D of the residual stream, in units."""
+    token_feed_forward: FeedForwardConfig = DenseFeedForwardConfig(hidden_size=256)
+    """Mixes the patches of each channel: its width is the number of patches."""
+    channel_feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
+    """Mixes the channels of each patch."""
+
+    @model_validator(mode="after")
+    def _feed_forwards_fit(self) -> Self:
+        widths = {TOKENS: self.num_patches, CHANNELS: self.hidden_size}
+        for key, feed_forward in self._given().items():
+            check_feed_forward(
+                key, feed_forward, width=widths[key], num_heads=None, layers=self.num_layers
+            )
+        return self
+
+    def _given(self) -> dict[str, FeedForwardConfig]:
+        return {TOKENS: self.token_feed_forward, CHANNELS: self.channel_feed_forward}
+
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """Both feed-forwards, filled in, by their keys."""
+        return {
+            TOKENS: self.token_feed_forward.of_model(width=self.num_patches, bias=self.bias),
+            CHANNELS: self.channel_feed_forward.of_model(width=self.hidden_size, bias=self.bias),
+        }
+
+    def filled(self) -> Self:
+        """Completed with the ranks that follow from the number of parameters."""
+        known = self.feed_forwards()
+        return self.model_copy(
+            update={key.removeprefix("model."): each for key, each in known.items()}
+        )
+
+    def in_words(self) -> str:
+        """The depth, width and patches, for people."""
+        return (
+            f"MLP-Mixer, {self.num_layers} blocks, width {self.hidden_size}, "
+            f"{self.num_patches} patches"
+        )
+
+    def cut_sizes(self) -> CutSizes:
+        """Sizes of both feed-forwards."""
+        known = self.feed_forwards()
+        return [
+            *self.cut_sizes_of(TOKENS, known[TOKENS], self.num_patches),
+            *self.cut_sizes_of(CHANNELS, known[CHANNELS], self.hidden_size),
+        ]
+
+    def last_parameter(self) -> str:
+        """A parameter of the last block."""
+        return f"blocks.{self.num_layers - 1}.token_norm.weight"
+
+    def flops_per_unit(self) -> int:
+        """Counts the floating-point operations of training on one image, forward and backward.
+
+        Returns:
+            FLOPs, a multiply-add counted as two: 6 for each weight and each token that it
+            multiplies, and what graphs of tokens cost.
+        """
+        patches, width = self.num_patches, self.hidden_size
+        weights = patches * self.patch_numbers * width + width * self.known_num_classes()
+        mixing = 0
+        known = self.feed_forwards()
+        for key, own, rows in ((TOKENS, patches, width), (CHANNELS, width, patches)):
+            for block in range(self.num_layers):
+                each = known[key].of_block(block)
+                weights += rows * each.matmul_parameters_per_token(own)
+                mixing += rows * each.mixing_flops_per_token(own, 0, rows)
+        return 6 * weights + mixing
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        """A rough estimate of what the backward pass needs from the forward pass.
+
+        A block keeps the inputs of both LayerNorms and of both feed-forwards, and what those keep.
+        """
+        patches, width = self.num_patches, self.hidden_size
+        known = self.feed_forwards()
+        each = []
+        for block in range(self.num_layers):
+            tokens, channels = (known[key].of_block(block) for key in (TOKENS, CHANNELS))
+            inner = width * tokens.saved_numbers_per_token(patches)
+            inner += patches * channels.saved_numbers_per_token(width)
+            each.append(4 * patches * width + inner)
+        kept = sum(each)
+        if self.recompute == "block":
+            kept = self.num_layers * patches * width + max(each)
+        numbers = patches * self.patch_numbers + kept + self.known_num_classes()
+        return micro_batch_size * numbers * number_bytes
+
+
+class MixerBlock(nn.Module):
+    """Mixes patches, then channels, both on the residual stream.
+
+    Args:
+        config: Of the model.
+        block: Its number, from 0.
+    """
+
+    def __init__(self, config: MixerConfig, block: int) -> None:
+        super().__init__()
+        known = config.feed_forwards()
+        width, epsilon = config.hidden_size, config.layer_norm_epsilon
+        self.token_norm = LayerNorm(width, eps=epsilon, bias=config.bias)
+        self.token_feed_forward = _feed_forward(config, known[TOKENS], block, config.num_patches)
+        self.channel_norm = LayerNorm(width, eps=epsilon, bias=config.bias)
+        self.channel_feed_forward = _feed_forward(config, known[CHANNELS], block, width)
+        self.drop_path = DropPath(config.drop_path_of(block))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each LayerNorm starts; the feed-forwards have initializers of their own."""
+        return {
+            **norm_initializers("token_norm", self.token_norm),
+            **norm_initializers("channel_norm", self.channel_norm),
+        }
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, RoutingStats | None, RoutingStats | None]:
+        """Runs both branches.
+
+        Args:
+            x_BTD: The residual stream.
+
+        Returns:
+            The residual stream after the block, and the routing statistics of both feed-forwards.
+        """
+        y_BDT, token_stats = self.token_feed_forward(
+            self.token_norm(x_BTD).transpose(1, 2).contiguous(), x_BTD.transpose(1, 2)
+        )
+        x_BTD = x_BTD + self.drop_path(y_BDT.transpose(1, 2))
+        y_BTD, channel_stats = self.channel_feed_forward(self.channel_norm(x_BTD), x_BTD)
+        return x_BTD + self.drop_path(y_BTD), token_stats, channel_stats
+
+
+class Mixer(nn.Module):
+    """An MLP-Mixer; see `GPT2` for how a model is built and filled.
+
+    Args:
+        config: Its configuration, with the number of classes filled in.
+
+    Raises:
+        ValueError: The number of classes is None.
+    """
+
+    def __init__(self, config: MixerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embedding = PatchEmbedding(config)
+        self.blocks = nn.ModuleList(MixerBlock(config, n) for n in range(config.num_layers))
+        self.final_norm = LayerNorm(
+            config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias
+        )
+        self.head = ClassHead(config.hidden_size, config.known_num_classes(), config.head_bias)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how the last LayerNorm starts; see `model/initialization.py`."""
+        return norm_initializers("final_norm", self.final_norm)
+
+    def forward(self, images_BCHW: Tensor) -> ModelOutput:
+        """Classifies images.
+
+        Args:
+            images_BCHW: Normalized.
+
+        Returns:
+            Logits [B, K] and the routing statistics of each feed-forward that routes.
+        """
+        x_BTD, routing = self.embed(images_BCHW), []
+        for number, block in enumerate(self.blocks):
+            x_BTD, *both = run_block(block, x_BTD, self.config.recompute)
+            for name, stats in zip(("token", "channel"), both, strict=True):
+                if stats is not None:
+                    routing.append(stats._replace(name=f"blocks.{number}.{name}_feed_forward"))
+        return ModelOutput(self._classify(x_BTD), tuple(routing))
+
+    def embed(self, images_BCHW: Tensor) -> Tensor:
+        """What the first block gets [B, T, D]."""
+        patches_BTD: Tensor = self.patch_embedding(images_BCHW)
+        return patches_BTD
+
+    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
+        """Logits [B, K] from what a block gets."""
+        for block in self.blocks[first_block:]:
+            x_BTD, *_ = block(x_BTD)
+        return self._classify(x_BTD)
+
+    def _classify(self, x_BTD: Tensor) -> Tensor:
+        logits_BK: Tensor = self.head(self.final_norm(x_BTD).mean(1))
+        return logits_BK
+
+
+def _feed_forward(
+    config: MixerConfig, feed_forward: FeedForwardConfig, block: int, width: int
+) -> nn.Module:
+    feed_forward = feed_forward.of_block(block)
+    std = config.weight_std(width, feed_forward.inner_size(width))
+    context = FeedForwardContext(
+        hidden_size=width,
+        bias=config.bias,
+        dropout=config.dropout,
+        initializer_std=std,
+        residual_std=std,
+        causal=False,
+        activation=config.activation,
+    )
+    return build_feedforward(feed_forward, context)

@@ -1,0 +1,205 @@
+"""Parts that all models of images share: patches, stochastic depth, the classification head.
+
+Shapes: B images, C channels, H x W pixels, P side of a patch, T tokens (patches, and a class token
+if there is one), D width, K classes, L blocks.
+"""
+
+import math
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from model.config import SectionError
+from model.feedforward import FeedForwardConfig
+from model.initialization import ZEROS, Initializer, constant, normal
+from model.interface import Activation
+from model.settings import Count, CutSizes, ModelSettings
+
+
+class ImageModelSettings(ModelSettings):
+    """The keys of every model of images."""
+
+    embeddings: ClassVar[tuple[str, ...]] = (
+        "patch_embedding",
+        "position_embedding",
+        "class_token",
+        "head",
+    )
+
+    image_size: Count = 224
+    """Side of the square input, in pixels; a multiple of patch_size."""
+    patch_size: Count = 16
+    """Side of a patch, in pixels: each becomes one token."""
+    channels: Count = 3
+    """Numbers of a pixel: red, green, blue."""
+    num_classes: Count | None = None
+    """Classes K of the output; null: those of the data."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
+    """Number of blocks L."""
+    hidden_size: Count = 768
+    """Width D of the residual stream, in units."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability, of the attention weights and of the output of every branch."""
+    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Stochastic depth: the probability that an image does without a branch of the last block;
+    block i of L has i / (L - 1) of it."""
+    bias: bool = True
+    """Whether linear layers and LayerNorms have a bias."""
+    layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-6
+    """Added to the variance in every LayerNorm."""
+    activation: Activation = "gelu"
+    """Of dense feed-forwards: `gelu`, exact; `gelu_tanh`, its approximation; or `quick_gelu`,
+    x sigmoid(1.702 x). Experts have the approximation."""
+    initializer_range: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Standard deviation of initial weights; null: Xavier's, sqrt(2 / (inputs + outputs))."""
+    head_bias: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    """What the biases of the head start at; -ln(classes) suits the sigmoid loss."""
+
+    @model_validator(mode="after")
+    def _patches_fill_the_image(self) -> Self:
+        if self.image_size % self.patch_size:
+            sizes = [n for n in range(1, self.image_size + 1) if self.image_size % n == 0]
+            near = sorted(sorted(sizes, key=lambda n: abs(n - self.patch_size))[:2])
+            raise ValueError(
+                f"model.patch_size: {self.patch_size} does not divide model.image_size: "
+                f"{self.image_size}; nearest that do: {', '.join(map(str, near))}"
+            )
+        return self
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch, C P P."""
+        return self.channels * self.patch_size**2
+
+    def known_num_classes(self) -> int:
+        """The number of classes, which must have been filled in.
+
+        Raises:
+            ValueError: It is still None.
+        """
+        if self.num_classes is None:
+            raise ValueError("model.num_classes is not set: give a number, or take the data's")
+        return self.num_classes
+
+    def left_to_data(self) -> str | None:
+        """The key of the number of classes, unless it is set."""
+        return "model.num_classes" if self.num_classes is None else None
+
+    def weight_std(self, inputs: int, outputs: int) -> float:
+        """Standard deviation of the initial weight of a layer."""
+        return self.initializer_range or math.sqrt(2 / (inputs + outputs))
+
+    def drop_path_of(self, block: int) -> float:
+        """The probability that an image does without a branch of a block."""
+        return self.drop_path * block / max(1, self.num_layers - 1)
+
+    def cut_sizes_of(self, key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:
+        """What tensor parallelism divides in a feed-forward, by whole keys."""
+        return [
+            {f"{key}.{name}": n for name, n in choices.items()}
+            for choices in feed_forward.cut_sizes(width)
+        ]
+
+
+def check_feed_forward(
+    key: str, feed_forward: FeedForwardConfig, *, width: int, num_heads: int | None, layers: int
+) -> None:
+    """Checks a feed-forward against its model.
+
+    Args:
+        key: Of its section.
+        feed_forward: What it says.
+        width: Of what it reads.
+        num_heads: Of the model's attention; None without attention.
+        layers: L.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    try:
+        feed_forward.check_model(num_layers=layers, num_heads=num_heads, causal=False)
+        feed_forward.of_model(width=width, bias=True)
+    except SectionError as error:
+        raise ValueError(error.within(key)) from None
+
+
+class PatchEmbedding(nn.Module):
+    """One linear map of every patch.
+
+    The weight has the shape of a convolution's, as other libraries store it.
+
+    Args:
+        config: Of the model.
+    """
+
+    def __init__(self, config: ImageModelSettings) -> None:
+        super().__init__()
+        self.side, self._config = config.patch_size, config
+        shape = (config.hidden_size, config.channels, self.side, self.side)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """LeCun's normal weight: the variance is one over the inputs."""
+        std = self._config.initializer_range or self._config.patch_numbers**-0.5
+        return {"weight": normal(std), "bias": ZEROS}
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Cuts images into patches.
+
+        Args:
+            images_BCHW: Normalized, of any float type.
+
+        Returns:
+            [B, T, D], patches by rows.
+        """
+        batch, channels, height, width = images_BCHW.shape
+        side = self.side
+        cut = images_BCHW.to(self.weight.dtype).reshape(
+            batch, channels, height // side, side, width // side, side
+        )
+        patches = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return linear(patches, self.weight.flatten(1), self.bias)
+
+
+class ClassHead(nn.Linear):
+    """The last layer.
+
+    Args:
+        width: Of its input.
+        classes: K.
+        start: What its biases start at.
+    """
+
+    def __init__(self, width: int, classes: int, start: float) -> None:
+        super().__init__(width, classes)
+        self._start = start
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Weights of zero: every class is as likely, but for the bias."""
+        return {"weight": ZEROS, "bias": constant(self._start)}
+
+
+def run_block(block: nn.Module, x_BTD: Tensor, recompute: Literal["none", "block"]) -> tuple:  # type: ignore[type-arg]
+    """Runs a block, and keeps its input alone if the rest is computed again.
+
+    Args:
+        block: The block.
+        x_BTD: The residual stream.
+        recompute: The model's key.
+    """
+    if recompute == "block" and torch.is_grad_enabled():
+        # The state of the random generators is kept, so the second pass drops the same units.
+        result: tuple = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=True)  # type: ignore[type-arg]
+        return result
+    result = block(x_BTD)
+    return result

@@ -1,0 +1,265 @@
+"""Vision transformers, with a feed-forward of any kind in their blocks; V-MoE where it is sparse.
+
+Sources: Dosovitskiy et al. 2021, "An image is worth 16x16 words"; Riquelme et al. 2021, "Scaling
+vision with sparse mixture of experts" (V-MoE).
+
+Shapes: B images, C channels, H x W pixels, T tokens (patches, after a class token if there is one),
+D width, K classes, L blocks.
+"""
+
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from model.attention import SelfAttention
+from model.block import Block
+from model.dense import DenseFeedForwardConfig
+from model.feedforward import FeedForwardConfig, build_feedforward
+from model.initialization import ZEROS, Initializer, linear_initializers, norm_initializers, normal
+from model.interface import FeedForwardContext
+from model.layers import LayerNorm
+from model.output import ModelOutput, RoutingStats
+from model.settings import Count, CutSizes
+from model.vision import (
+    ClassHead,
+    ImageModelSettings,
+    PatchEmbedding,
+    check_feed_forward,
+    run_block,
+)
+
+FEED_FORWARD = "model.feed_forward"
+POSITION_STD = 0.02
+"""Standard deviation of initial position embeddings, as in the authors' code."""
+
+
+class ViTConfig(ImageModelSettings):
+    """The defaults are B/16's."""
+
+    kind: Literal["vit"] = "vit"
+    """Which model this is."""
+    num_heads: Count = 12
+    """Number of attention heads; divides hidden_size."""
+    pool: Literal["class_token", "mean"] = "class_token"
+    """What the head reads: a token of its own that attends to the patches, or the patches' mean."""
+    pre_norm: bool = False
+    """Whether a LayerNorm stands before the first block, as in CLIP."""
+    pre_logits: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Width of a layer with tanh before the head, in units; null: none."""
+    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
+    """The feed-forward of every block."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
+            raise ValueError(
+                f"model.hidden_size: {self.hidden_size} is not a multiple of "
+                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _feed_forward_fits(self) -> Self:
+        check_feed_forward(
+            FEED_FORWARD,
+            self.feed_forward,
+            width=self.hidden_size,
+            num_heads=self.num_heads,
+            layers=self.num_layers,
+        )
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches, and the class token."""
+        return self.num_patches + (self.pool == "class_token")
+
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """The feed-forward, filled in, by its key."""
+        return {FEED_FORWARD: self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)}
+
+    def filled(self) -> Self:
+        """Completed with the rank that follows from the number of parameters."""
+        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block: not every block need have the same."""
+        feed_forward = self.known_feed_forward()
+        return [feed_forward.of_block(block) for block in range(self.num_layers)]
+
+    def in_words(self) -> str:
+        """The depth, width and patches, for people."""
+        return (
+            f"ViT, {self.num_layers} blocks, width {self.hidden_size}, {self.num_patches} patches"
+        )
+
+    def cut_sizes(self) -> CutSizes:
+        """Heads, width, and the sizes of the feed-forward."""
+        return [
+            {"model.num_heads": self.num_heads},
+            {"model.hidden_size": self.hidden_size},
+            *self.cut_sizes_of(FEED_FORWARD, self.known_feed_forward(), self.hidden_size),
+        ]
+
+    def last_parameter(self) -> str:
+        """A parameter of the last block."""
+        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
+
+    def flops_per_unit(self) -> int:
+        """Counts the floating-point operations of training on one image, forward and backward.
+
+        Returns:
+            FLOPs, a multiply-add counted as two: 6 for each weight and each token that it
+            multiplies, 12 D T for the attention of a token, and what graphs of tokens cost.
+        """
+        width, tokens = self.hidden_size, self.num_tokens
+        last = self.pre_logits or width
+        weights = self.num_patches * self.patch_numbers * width + last * self.known_num_classes()
+        weights += width * self.pre_logits if self.pre_logits else 0
+        mixing = 0
+        for each in self.block_feed_forwards():
+            weights += tokens * (4 * width**2 + each.matmul_parameters_per_token(width))
+            mixing += 12 * width * tokens * tokens
+            head_size = width // self.num_heads
+            mixing += tokens * each.mixing_flops_per_token(width, head_size, tokens)
+        return 6 * weights + mixing
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        """A rough estimate of what the backward pass needs from the forward pass; see GPT-2's."""
+        width, tokens = self.hidden_size, self.num_tokens
+        each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
+        kept = sum(each)
+        if self.recompute == "block":
+            kept = self.num_layers * width + max(each)
+        numbers = self.num_patches * self.patch_numbers + tokens * kept
+        return micro_batch_size * (numbers + self.known_num_classes()) * number_bytes
+
+
+class ViT(nn.Module):
+    """A vision transformer; see `GPT2` for how a model is built and filled.
+
+    Args:
+        config: Its configuration, with the number of classes filled in.
+
+    Raises:
+        ValueError: The number of classes is None.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, classes = config.hidden_size, config.known_num_classes()
+        self.patch_embedding = PatchEmbedding(config)
+        self.class_token = (
+            nn.Parameter(torch.empty(1, width)) if config.pool == "class_token" else None
+        )
+        self.position_embedding = nn.Parameter(torch.empty(config.num_tokens, width))
+        self.dropout = nn.Dropout(config.dropout)
+        self.pre_norm = self._norm() if config.pre_norm else nn.Identity()
+        self.blocks = nn.ModuleList(
+            _build_block(config, feed_forward, number)
+            for number, feed_forward in enumerate(config.block_feed_forwards())
+        )
+        self.final_norm = self._norm()
+        self.pre_logits = (
+            nn.Linear(width, config.pre_logits) if config.pre_logits is not None else None
+        )
+        self.head = ClassHead(config.pre_logits or width, classes, config.head_bias)
+
+    def _norm(self) -> LayerNorm:
+        config = self.config
+        return LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        config = self.config
+        entries: dict[str, Initializer] = {}
+        if isinstance(self.pre_norm, LayerNorm):
+            entries |= norm_initializers("pre_norm", self.pre_norm)
+        if self.pre_logits is not None:
+            std = config.weight_std(config.hidden_size, self.pre_logits.out_features)
+            entries |= linear_initializers("pre_logits", self.pre_logits, std)
+        return {
+            "class_token": ZEROS,
+            "position_embedding": normal(POSITION_STD),
+            **norm_initializers("final_norm", self.final_norm),
+            **entries,
+        }
+
+    def forward(self, images_BCHW: Tensor) -> ModelOutput:
+        """Classifies images.
+
+        Args:
+            images_BCHW: Normalized.
+
+        Returns:
+            Logits [B, K] and one `RoutingStats` per block whose feed-forward routes.
+        """
+        x_BTD = self.embed(images_BCHW)
+        routing: list[RoutingStats] = []
+        for number, block in enumerate(self.blocks):
+            x_BTD, stats = run_block(block, x_BTD, self.config.recompute)
+            if stats is not None:
+                routing.append(stats._replace(name=f"blocks.{number}.feed_forward"))
+        return ModelOutput(self._classify(x_BTD), tuple(routing))
+
+    def embed(self, images_BCHW: Tensor) -> Tensor:
+        """What the first block gets [B, T, D]."""
+        x_BTD: Tensor = self.patch_embedding(images_BCHW)
+        if self.class_token is not None:
+            first_B1D = self.class_token.expand(len(x_BTD), -1, -1)
+            x_BTD = torch.cat([first_B1D, x_BTD], dim=1)
+        embedded_BTD: Tensor = self.pre_norm(self.dropout(x_BTD + self.position_embedding))
+        return embedded_BTD
+
+    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
+        """Logits [B, K] from what a block gets."""
+        for block in self.blocks[first_block:]:
+            x_BTD, _ = block(x_BTD)
+        return self._classify(x_BTD)
+
+    def _classify(self, x_BTD: Tensor) -> Tensor:
+        if self.class_token is not None:
+            pooled_BD = self.final_norm(x_BTD[:, 0])
+        else:
+            pooled_BD = self.final_norm(x_BTD).mean(1)
+        if self.pre_logits is not None:
+            pooled_BD = torch.tanh(self.pre_logits(pooled_BD))
+        logits_BK: Tensor = self.head(pooled_BD)
+        return logits_BK
+
+
+def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:
+    width = config.hidden_size
+    of_attention = config.weight_std(width, width)
+    attention = SelfAttention(
+        hidden_size=width,
+        num_heads=config.num_heads,
+        bias=config.bias,
+        dropout=config.dropout,
+        initializer_std=of_attention,
+        residual_std=of_attention,
+        causal=False,
+    )
+    std = config.weight_std(width, feed_forward.inner_size(width))
+    context = FeedForwardContext(
+        hidden_size=width,
+        bias=config.bias,
+        dropout=config.dropout,
+        initializer_std=std,
+        residual_std=std,
+        num_heads=config.num_heads,
+        causal=False,
+        activation=config.activation,
+    )
+    return Block(
+        attention,
+        build_feedforward(feed_forward, context),
+        hidden_size=width,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        bias=config.bias,
+        drop_path=config.drop_path_of(number),
+    )
