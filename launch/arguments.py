@@ -9,15 +9,26 @@ def prepare_arguments(parser: Parser) -> None:
     """Those of `polyad prepare`."""
     add = parser.add_argument
     add(
+        "--images",
+        metavar="SOURCE",
+        help="images in place of text: digits, hub:OWNER/NAME, or a folder of classes, a .zip of "
+        "one, .tar files, .parquet files, a folder of `datasets`, or the files of MNIST or CIFAR",
+    )
+    add(
+        "--held-out",
+        type=float,
+        metavar="F",
+        help="for --images: share of the training images that become the validation split; "
+        "default: 0.01 where the data set has no validation split beside a test",
+    )
+    add(
         "--source",
-        required=True,
         help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
         "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
         ".parquet file or folder",
     )
     add(
         "--tokenizer",
-        required=True,
         help="train:VOCAB_SIZE, words, words:VOCAB_SIZE or characters (of the train split), a "
         "tokenizer.json, a SentencePiece .model, a folder of one or of GPT-2's files, or a name of "
         "the Hugging Face hub, such as gpt2",
@@ -141,6 +152,18 @@ def evaluate_arguments(parser: Parser) -> None:
         metavar="N",
         help="for a graph of tokens without a mask: score "
         "about N tokens again from only what stands before each, and all tokens with the mask",
+    )
+    add(
+        "--robustness",
+        nargs=2,
+        metavar=("SET", "PATH"),
+        help="of a model of ImageNet: score a published set of other images in place of the split: "
+        "c, a, r, o, v2 or sketch and its folder, or real and its file real.json",
+    )
+    add(
+        "--specialization",
+        action="store_true",
+        help="of a model of images: for how many classes each expert matters, by leaving it out",
     )
     override_arguments(parser)
 

@@ -6,6 +6,7 @@ Nothing heavy is imported before a handler runs.
 import sys
 import time
 from argparse import Namespace
+from typing import Any
 
 from launch.machine import is_main
 from launch.output import check_json_path, only_results_on_stdout, show
@@ -14,14 +15,52 @@ from launch.parser import UsageError
 
 def prepare(options: Namespace) -> None:
     """`polyad prepare`."""
+    given = vars(options)
+    images, held_out = given.pop("images"), given.pop("held_out")
+    if images is not None:
+        _prepare_images(images, held_out, given)
+        return
+    if held_out is not None:
+        raise UsageError(f"--held-out: {held_out} means nothing without --images")
+    missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
+    if missing:
+        raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
     from data.text.prepare import prepare
     from launch.tables import prepared_table
 
     with only_results_on_stdout() as stdout:
         started = time.monotonic()
-        manifest = prepare(**vars(options))
+        manifest = prepare(**given)
         seconds = time.monotonic() - started
         stdout.write(prepared_table(manifest, options.output, seconds) + "\n")
+
+
+def _prepare_images(source: str, held_out: float | None, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in ("output", "overwrite") and value not in _TEXT_DEFAULTS.get(name, (None,)):
+            option = _TEXT_OPTIONS.get(name, name.replace("_", "-"))
+            raise UsageError(f"--{option}: {value} is of text, and is not allowed with --images")
+    from data.images.prepare import prepare_images, prepared_rows
+
+    with only_results_on_stdout() as stdout:
+        started = time.monotonic()
+        manifest = prepare_images(
+            source, given["output"], held_out=held_out, overwrite=given["overwrite"]
+        )
+        rows = list(prepared_rows(manifest, given["output"], time.monotonic() - started))
+        width = max(len(name) for name, _ in rows)
+        stdout.write("".join(f"{name:{width}}  {value}\n" for name, value in rows))
+
+
+_TEXT_OPTIONS = {"file_format": "format"}
+_TEXT_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "validation_fraction": (0.05,),
+    "test_fraction": (0.05,),
+    "text_key": ("text",),
+    "documents": ("files",),
+    "streaming": (False,),
+}
+"""What options of text are when nobody gave them."""
 
 
 def data_verify(options: Namespace) -> None:
@@ -82,6 +121,19 @@ def evaluate(options: Namespace) -> None:
             units = PROBE_UNITS if options.probe_tokens is None else options.probe_tokens
             result = compare(options.path, options.compare, units=units, **chosen)
             table = comparison_table(result)
+        elif options.specialization:
+            from train.evaluation.specialization import specialization, specialization_table
+
+            result = specialization(options.path, **chosen)
+            table = specialization_table(result)
+        elif options.robustness is not None:
+            from data.errors import user_path
+            from train.evaluation.robustness import robustness, robustness_table
+
+            name, place = options.robustness
+            del chosen["split"]
+            result = robustness(options.path, name, user_path(place), **chosen)
+            table = robustness_table(result)
         else:
             attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
             result = evaluate(options.path, attack=attack, leak=options.leak, **chosen)
@@ -93,6 +145,8 @@ def evaluate(options: Namespace) -> None:
 
 def _check_evaluation(options: Namespace) -> None:
     """Which options of `polyad evaluate` go together."""
+    from data.images.imagenet import ROBUSTNESS_SETS
+
     needs = {"--rate": "--attack", "--seed": "--attack", "--probe-tokens": "--compare"}
     for option, needed in needs.items():
         value = getattr(options, option.removeprefix("--").replace("-", "_"))
@@ -100,10 +154,25 @@ def _check_evaluation(options: Namespace) -> None:
             raise UsageError(f"{option}: {value} means nothing without {needed}")
     if options.attack is not None and options.rate is None:
         raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
-    if options.attack is not None and options.compare is not None:
-        raise UsageError(f"--attack: {options.attack} is not allowed with --compare")
-    if options.leak is not None and options.compare is not None:
-        raise UsageError(f"--leak: {options.leak} is not allowed with --compare")
+    in_place = [
+        option
+        for option, value in (
+            ("--compare", options.compare),
+            ("--specialization", options.specialization or None),
+            ("--robustness", options.robustness),
+        )
+        if value is not None
+    ]
+    for option, value in (("--attack", options.attack), ("--leak", options.leak)):
+        if value is not None and in_place:
+            raise UsageError(f"{option}: {value} is not allowed with {in_place[0]}")
+    if len(in_place) > 1:
+        raise UsageError(f"{in_place[1]}: is not allowed with {in_place[0]}")
+    if options.robustness is not None and options.robustness[0] not in ROBUSTNESS_SETS:
+        raise UsageError(
+            f"--robustness: {options.robustness[0]!r} is not allowed; "
+            f"{', '.join(ROBUSTNESS_SETS)} are"
+        )
 
 
 def report(options: Namespace) -> None:

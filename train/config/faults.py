@@ -1,6 +1,7 @@
 """The faults of a configuration in words."""
 
 import difflib
+import itertools
 import re
 from typing import Any
 
@@ -44,7 +45,7 @@ def _fault(fault: Any, known: set[str]) -> str:
     *sections, last = parts
     key = ".".join([*_without_kind(sections, known), last])
     if kind == "extra_forbidden" and key in known:  # of another member of the union
-        section, chosen = ".".join(sections[:-1]), sections[-1]
+        section, chosen = key.rpartition(".")[0], sections[-1]
         return (
             f"{key}: is not a key of {section}.kind: {chosen}, but of another kind; on the command "
             f"line {section}={{kind: {chosen}, ...}} replaces the whole section"
@@ -69,10 +70,14 @@ def _fault(fault: Any, known: set[str]) -> str:
 
 
 def _without_kind(sections: list[str], known: set[str]) -> list[str]:
-    """The sections of a location, without the kind that a union puts between them."""
-    shorter = [sections[:i] + sections[i + 1 :] for i in range(len(sections))]
-    existing = [s for s in (sections, *shorter) if not s or _without_index(s) in known]
-    return existing[0] if existing else sections
+    """The sections of a location, without the kinds that unions put between them."""
+    places = range(len(sections))
+    for count in (0, 1, 2):  # of the model, and of its feed-forward
+        for left_out in itertools.combinations(places, count):
+            shorter = [section for place, section in enumerate(sections) if place not in left_out]
+            if not shorter or _without_index(shorter) in known:
+                return shorter
+    return sections
 
 
 def _hint(kind: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from data.config import DataConfig
 from data.errors import DataError
+from data.images.config import ImageDataConfig
 from data.text.attack import WordSwap, write_attacked
 from data.text.manifest import SplitName
 from parallel import comm
@@ -73,9 +74,7 @@ def open_evaluated(path: Path, data: str | None, overrides: tuple[str, ...]) -> 
     saved = checkpoint.folder / "config.yaml"
     original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
     if data is not None:
-        if not isinstance(original.data, DataConfig):
-            raise ConfigError(f"--data: is not allowed with data.kind: {original.data.kind}")
-        overrides = (*overrides, f"data.path={json.dumps(data)}", "data.mixture=null")
+        overrides = (*overrides, *_data_overrides(original, data))
     config = parse_config(checkpoint.config_yaml, overrides, origin=f"{saved} with overrides")
     _refuse_other_keys(original, config)
     task = task_class(config.data.kind).open_held_out(config.for_task(), checkpoint)
@@ -184,6 +183,14 @@ def _attacked(
         said = {"kind": "word-swap", "rate": attack.rate, "seed": attack.seed}
         said |= {"words": text.words, "replaced": text.replaced}
         yield task.attacked(split, text.stream, text.info), said
+
+
+def _data_overrides(config: RunConfig, data: str) -> list[str]:
+    """What puts the folder of `--data` in the place of the run's."""
+    if not isinstance(config.data, DataConfig | ImageDataConfig):
+        raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")
+    instead = ["data.mixture=null"] if isinstance(config.data, DataConfig) else []
+    return [f"data.path={json.dumps(data)}", *instead]
 
 
 def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:

@@ -36,6 +36,17 @@ class RoutedLayer:
         return int(next(part for part in self.name.split(".") if part.isdigit()))
 
     @property
+    def in_block(self) -> bool:
+        """Whether it is part of a block, and not of the head."""
+        return any(part.isdigit() for part in self.name.split("."))
+
+    @property
+    def title(self) -> str:
+        """The layer for people: block 3, and in a Mixer which of the block's two."""
+        which = self.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
+        return f"block {self.block}, {which}s" if which else f"block {self.block}"
+
+    @property
     def num_experts(self) -> int:
         """The number of experts of all levels."""
         return sum(self.levels)

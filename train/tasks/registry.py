@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling
 from train.tasks.task import Sections, Task
 
 TASKS: dict[str, type[Task[Any]]] = {
     "text": LanguageModelling,
+    "images": ImageClassification,
 }
 
 

@@ -1,5 +1,6 @@
 """`polyad report`: what a run has learned and what its experts do, as one HTML page."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 
 from data.config import DataConfig
+from data.errors import DataError
+from data.images.config import ImageDataConfig
 from data.text.manifest import SplitName
 from model.build import build_model, count_parameters
 from model.mumoe.config import MuMoEConfig
@@ -21,8 +24,10 @@ from train.errors import ConfigError
 from train.experts.probing import RoutedLayer, routed_layers
 from train.experts.report.content import Report, TextPass
 from train.experts.report.history import METRICS_FILE, History, read_history
+from train.experts.report.image_pass import ImageChoice, ImagePass, read_images
 from train.experts.report.page import render
 from train.experts.report.reading import Choice, Text, read_text
+from train.tasks.images import ImageClassification
 from train.tasks.language import language_model
 from train.tasks.registry import task_class
 from train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
@@ -58,8 +63,9 @@ def report(
         split: `validation`, `test` or `train`.
         layers: blocks whose experts are shown, by number; none: first, middle and last.
         experts: experts that are shown in each of these; none: see `choose_experts`.
-        top: tokens of an expert.
-        tokens: about how many are read, evenly over the split; 0 reads no text.
+        top: tokens, or images, of an expert.
+        tokens: about how many are read, evenly over the split, and of images at most 20,000; 0
+            reads nothing.
 
     Returns:
         The result: JSON values, and `output`.
@@ -76,10 +82,15 @@ def report(
     routed = routed_layers(model)
     chosen = _choose_layers(routed, layers)
     _check_experts(chosen, experts)
-    text = None
+    text, images = None, None
+    named = tuple(dict.fromkeys(experts))
     if chosen and tokens and isinstance(config.data, DataConfig):
-        choice = Choice(top=top, experts=tuple(dict.fromkeys(experts)))
+        choice = Choice(top=top, experts=named)
         text = _read(weights, chosen, choice, data=data, split=split, limit=tokens)
+    elif chosen and tokens and isinstance(config.data, ImageDataConfig):
+        limit = min(tokens, ImageChoice.limit)
+        image_choice = ImageChoice(top=top, experts=named, limit=limit)
+        images = _read_images(weights, chosen, image_choice, data=data, split=split)
     held, task = expert_parameters(model), task_class(config.data.kind)
     parameters = count_parameters(model)
     result = Report(
@@ -95,6 +106,7 @@ def report(
         task=task,
         routed=routed,
         text=text,
+        images=images,
     )
     _write(target, render(result))
     return {"output": str(target), **result.to_json()}
@@ -167,13 +179,15 @@ def _choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[Rou
         if len(routed) <= MOST_LAYERS:
             return routed
         return [routed[0], routed[len(routed) // 2], routed[-1]]
-    by_block = {str(layer.block): layer for layer in routed}
+    by_block: dict[str, list[RoutedLayer]] = {}
+    for layer in routed:
+        by_block.setdefault(str(layer.block), []).append(layer)
     for block in blocks:
         if block not in by_block:
             known = f"blocks with experts are {', '.join(by_block)}"
             there = known if by_block else "no block of this run has experts"
             raise ConfigError(f"--layers: {block} is not allowed: {there}")
-    return [layer for block, layer in by_block.items() if block in blocks]
+    return [layer for block, each in by_block.items() if block in blocks for layer in each]
 
 
 def _check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None:
@@ -237,6 +251,37 @@ def _read(
         progress=Progress(f"read {split}", expected),
     )
     return TextPass(data=str(path), split=split, tokens=tokens, of_tokens=total, layers=reports)
+
+
+def _read_images(
+    weights: Checkpoint,
+    layers: Sequence[RoutedLayer],
+    choice: ImageChoice,
+    *,
+    data: str | None,
+    split: SplitName,
+) -> ImagePass:
+    changed = () if data is None else (f"data.path={json.dumps(data)}",)
+    config = parse_config(weights.config_yaml, changed, origin=str(weights.folder / "config.yaml"))
+    try:
+        task = ImageClassification.open_held_out(config.for_task(), weights)
+        task.check_split(split)
+    except (ConfigError, DataError) as error:
+        raise ConfigError(
+            f"{error}; --data names another folder, --tokens 0 reads no images"
+        ) from None
+    assert isinstance(task, ImageClassification)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count = min(task.units_of(split), choice.limit)
+    return read_images(
+        load_model(weights.folder, device),
+        layers,
+        task,
+        split,
+        choice,
+        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+        progress=Progress(f"read {split}", count, "img"),
+    )
 
 
 def _in_words(config: RunConfig) -> str:

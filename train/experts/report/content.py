@@ -5,6 +5,7 @@ from typing import Any
 
 from train.experts.probing import RoutedLayer
 from train.experts.report.history import History, last
+from train.experts.report.image_pass import ImagePass
 from train.experts.report.snippets import Piece, Place
 from train.tasks.task import Task
 
@@ -71,7 +72,9 @@ class Report:
     routed: list[RoutedLayer]
     """The layers with experts, in the order of the model; empty for a dense one."""
     text: TextPass | None
-    """None where it was not asked for, or there are no experts."""
+    """None where it was not asked for, the model does not read text, or it has no experts."""
+    images: ImagePass | None = None
+    """None where they were not asked for, the model does not read images, or it has no experts."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
@@ -98,6 +101,7 @@ class Report:
                 if name.startswith("fluctuation/")
             },
             "text": None if self.text is None else _text(self.text),
+            "images": None if self.images is None else self.images.to_json(),
         }
 
     @property

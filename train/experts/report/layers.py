@@ -19,6 +19,7 @@ from train.experts.report.charts import (
 )
 from train.experts.report.content import ExpertReport, Report, Snippet
 from train.experts.report.history import History, LayerHistory, Series
+from train.experts.report.image_page import image_layer, image_note
 from train.experts.report.snippets import Piece
 from train.experts.report.top_tokens import STRETCH
 
@@ -49,6 +50,11 @@ def maximum_entropy(layer: RoutedLayer) -> float:
     return math.log(max(2, math.prod(layer.levels)))
 
 
+def layers_title(report: Report) -> str:
+    """The heading of the section."""
+    return "Layers and top images" if report.images is not None else "Layers and top tokens"
+
+
 def layers_section(report: Report) -> str:
     """The section, empty for a dense model.
 
@@ -75,9 +81,11 @@ def layers_section(report: Report) -> str:
             f'its own {word} for that expert: <span class="scale">0 <i></i> 1</span></p>'
         )
         parts.append(SWITCH)
+    if report.images is not None:
+        parts.append(image_note(report.images, word))
     for number_, layer in enumerate(report.routed):
         parts.append(_layer(report, layer, is_open=number_ == 0 or len(report.routed) <= 4))
-    return f'<section id="layers"><h2>Layers and top tokens</h2>{"".join(parts)}</section>'
+    return f'<section id="layers"><h2>{layers_title(report)}</h2>{"".join(parts)}</section>'
 
 
 def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
@@ -87,7 +95,9 @@ def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     body += _entropy_figure(report.history.steps, layer, history)
     if experts:
         body += f'<div class="experts">{"".join(_expert(expert) for expert in experts)}</div>'
-    elif report.text is not None:
+    elif report.images is not None and layer.name in report.images.layers:
+        body += image_layer(report.images, layer.name)
+    elif report.text is not None or report.images is not None:
         body += (
             f'<p class="note">No experts of this layer were read; --layers {layer.block} shows '
             f"them.</p>"
@@ -107,8 +117,9 @@ def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     if unused is not None:
         said.append(f"{100 * unused:.0f}% unused")
     facts = "".join(f"<span>{escape(fact)}</span>" for fact in said)
+    title = layer.title.capitalize()
     return (
-        f'<details class="layer"{" open" if is_open else ""}><summary><b>Block {layer.block}</b>'
+        f'<details class="layer"{" open" if is_open else ""}><summary><b>{title}</b>'
         f'{facts}</summary><div class="inside">{body}</div></details>'
     )
 

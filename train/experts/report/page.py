@@ -5,7 +5,8 @@ from html import escape
 from train.experts.report.charts import WIDE, Line, legend, line_chart, number
 from train.experts.report.content import Report
 from train.experts.report.history import Series
-from train.experts.report.layers import figure, layers_section, maximum_entropy
+from train.experts.report.image_page import image_style
+from train.experts.report.layers import figure, layers_section, layers_title, maximum_entropy
 from train.experts.report.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -42,11 +43,12 @@ def render(report: Report) -> str:
         HTML.
     """
     title = f"{report.run}: Polyad report"
+    pictures = "" if report.images is None else image_style(report.images)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body><main>\n"
+        f"<title>{escape(title)}</title><style>{CSS}{pictures}</style></head>\n<body><main>\n"
         f"{_header(report)}\n{_loss(report)}\n{_over_time(report)}\n{layers_section(report)}\n"
         f"<footer>Made by <code>polyad report</code> from {escape(report.checkpoint)} and the "
         f"run's metrics.jsonl.</footer>\n</main></body></html>\n"
@@ -76,7 +78,7 @@ def _header(report: Report) -> str:
     )
     links = [("loss", "Training")]
     if report.routed:
-        links += [("time", "Experts over time"), ("layers", "Layers and top tokens")]
+        links += [("time", "Experts over time"), ("layers", layers_title(report))]
     nav = "".join(f'<a href="#{place}">{text}</a>' for place, text in links)
     return (
         f'<header><p class="kicker">Polyad report</p><h1>{escape(report.run)}</h1>'
@@ -160,7 +162,7 @@ def _over_time(report: Report) -> str:
                 values = _scaled(values, 1 / maximum_entropy(layer))
             lines.append(
                 Line(
-                    label=f"block {layer.block}",
+                    label=layer.title,
                     values=values,
                     colour=_depth(index, len(known)),
                 )
@@ -189,7 +191,7 @@ def fluctuation_figures(report: Report) -> list[str]:
     figures = []
     for measure, heading, caption in FLUCTUATION:
         values = report.history.scalars
-        named = [(f"block {x.block}", f"fluctuation/{x.name}/{measure}") for x in report.routed]
+        named = [(x.title, f"fluctuation/{x.name}/{measure}") for x in report.routed]
         found = [(label, key) for label, key in named if key in values]
         lines = [
             Line(label=label, values=values[key], colour=_depth(i, len(found)), with_points=True)

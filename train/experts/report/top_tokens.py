@@ -39,10 +39,17 @@ class TopTokens:
         num_experts: S.
         top: K.
         device: where coefficients are.
+        stretch: of so many tokens in a row only the highest counts.
     """
 
-    def __init__(self, num_experts: int, top: int, device: torch.device | str = "cpu") -> None:
-        self._top = top
+    def __init__(
+        self,
+        num_experts: int,
+        top: int,
+        device: torch.device | str = "cpu",
+        stretch: int = STRETCH,
+    ) -> None:
+        self._top, self._stretch = top, stretch
         self._key_KS = torch.zeros(top, num_experts, dtype=torch.float64, device=device)
         self._position_KS = torch.full((top, num_experts), -1, device=device)
         self._sums_3S = torch.zeros(3, num_experts, dtype=torch.float64, device=device)
@@ -60,8 +67,8 @@ class TopTokens:
         counts = [(a_BTS > 0).sum((0, 1)), (a_BTS >= DOMINANT).sum((0, 1))]
         self._sums_3S += torch.stack([a_BTS.sum((0, 1)), *counts]).double()
         self._tokens += int(valid_BT.sum())
-        for first in range(0, a_BTS.shape[1], STRETCH):
-            stretch = slice(first, first + STRETCH)
+        for first in range(0, a_BTS.shape[1], self._stretch):
+            stretch = slice(first, first + self._stretch)
             highest_BS, where_BS = a_BTS[:, stretch].max(1)
             at_BS = position_BT[:, stretch].gather(1, where_BS)
             key_BS = highest_BS.double() * (1 + 1e-8 * _drawn(at_BS))

@@ -1,0 +1,1 @@
+"""Images: sources that are read in place, an index of them, decoding and augmentation."""

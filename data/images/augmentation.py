@@ -1,0 +1,170 @@
+"""Crops, flips and boxes of one image, from a generator of its own.
+
+Shapes: C channels, H x W pixels.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from data.images.config import AugmentationConfig, ImageDataConfig
+from data.images.decoding import Pixels
+
+ASPECT = (3 / 4, 4 / 3)
+"""Width over height of a random crop, as in Szegedy et al. 2015."""
+ERASED, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)
+"""Share and width over height of an erased box (Zhong et al. 2020)."""
+TRIES = 10
+
+
+def training_image(
+    pixels: Pixels, size: int, settings: ImageDataConfig, seeds: tuple[int, ...]
+) -> Tensor:
+    """Augments an image.
+
+    Args:
+        pixels: [H, W, 3].
+        size: Side of the result.
+        settings: Of the data.
+        seeds: What its random numbers follow from: the run's seed, the epoch and the image.
+
+    Returns:
+        uint8 [C, size, size].
+    """
+    chosen = settings.augmentation
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seeds)))
+    if chosen.crop_scale is None:
+        image_CHW = evaluation_image(pixels, size, settings.evaluation_resize)
+    else:
+        top, left, height, width = random_crop(pixels.shape[:2], chosen.crop_scale, generator)
+        image_CHW = resized(pixels[top : top + height, left : left + width], size, size)
+    if chosen.flip and generator.random() < 0.5:
+        image_CHW = image_CHW.flip(-1)
+    if chosen.randaugment is not None:
+        from data.images.torchvision_door import randaugment
+
+        image_CHW = randaugment(image_CHW, chosen.randaugment, seeds)
+    return _erased(image_CHW, chosen, settings.mean, generator)
+
+
+def evaluation_image(pixels: Pixels, size: int, resize: float) -> Tensor:
+    """The central crop of a resized image.
+
+    Args:
+        pixels: [H, W, 3].
+        size: Side of the result.
+        resize: Its shorter side before the crop, as a multiple of `size`.
+
+    Returns:
+        uint8 [C, size, size].
+    """
+    height, width = pixels.shape[:2]
+    shorter = max(size, round(size * resize))
+    scale = shorter / min(height, width)
+    tall, wide = max(size, round(height * scale)), max(size, round(width * scale))
+    image_CHW = resized(pixels, tall, wide)
+    top, left = (tall - size) // 2, (wide - size) // 2
+    return image_CHW[:, top : top + size, left : left + size].contiguous()
+
+
+def resized(pixels: Pixels, height: int, width: int) -> Tensor:
+    """An image in another size, bicubic with antialiasing.
+
+    Args:
+        pixels: [H, W, 3].
+        height: Of the result.
+        width: Of the result.
+
+    Returns:
+        uint8 [C, height, width].
+    """
+    image_CHW = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+    if image_CHW.shape[1:] == (height, width):
+        return image_CHW.contiguous()
+    larger = interpolate(
+        image_CHW.unsqueeze(0), size=(height, width), mode="bicubic", antialias=True
+    )
+    return larger.squeeze(0).contiguous()
+
+
+def random_crop(
+    size: tuple[int, int], scale: tuple[float, float], generator: np.random.Generator
+) -> tuple[int, int, int, int]:
+    """Draws a crop of a random share and aspect; after ten that do not fit a central one.
+
+    Args:
+        size: Height and width of the image.
+        scale: Least and largest share of its area.
+        generator: Draws it.
+
+    Returns:
+        Top, left, height and width.
+    """
+    height, width = size
+    for _ in range(TRIES):
+        area = height * width * generator.uniform(*scale)
+        aspect = math.exp(generator.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
+        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < wide <= width and 0 < tall <= height:
+            top = int(generator.integers(height - tall + 1))
+            left = int(generator.integers(width - wide + 1))
+            return top, left, tall, wide
+    wide = min(width, max(1, round(height * ASPECT[1])))
+    tall = min(height, max(1, round(width / ASPECT[0])))
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+def _erased(
+    image_CHW: Tensor,
+    chosen: AugmentationConfig,
+    mean: tuple[float, ...],
+    generator: np.random.Generator,
+) -> Tensor:
+    if not chosen.erasing or generator.random() >= chosen.erasing:
+        return image_CHW
+    _, height, width = image_CHW.shape
+    for _ in range(TRIES):
+        area = height * width * generator.uniform(*ERASED)
+        low, high = (math.log(each) for each in ERASED_ASPECT)
+        aspect = math.exp(generator.uniform(low, high))
+        wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < wide < width and 0 < tall < height:
+            top = int(generator.integers(height - tall + 1))
+            left = int(generator.integers(width - wide + 1))
+            colour = torch.tensor([round(255 * each) for each in mean], dtype=torch.uint8)
+            image_CHW[:, top : top + tall, left : left + wide] = colour.view(-1, 1, 1)
+            return image_CHW
+    return image_CHW
+
+
+def mixing(
+    chosen: AugmentationConfig, size: int, seeds: tuple[int, ...]
+) -> tuple[float, tuple[int, int, int, int]]:
+    """Draws how the two images of a pair are mixed.
+
+    Args:
+        chosen: The keys.
+        size: Side of both.
+        seeds: What the numbers follow from: the run's seed and the pair.
+
+    Returns:
+        Share of an image in what it becomes, and the box that is its neighbour's: top, left, bottom
+        and right; empty for mixup.
+    """
+    nothing = (0, 0, 0, 0)
+    if not chosen.mixup and not chosen.cutmix:
+        return 1.0, nothing
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seeds)))
+    boxes = chosen.cutmix > 0 and (not chosen.mixup or generator.random() < 0.5)
+    alpha = chosen.cutmix if boxes else chosen.mixup
+    share = float(generator.beta(alpha, alpha))
+    if not boxes:
+        return share, nothing
+    side = size * math.sqrt(1 - share)
+    row, column = generator.uniform(0, size, 2)
+    top, bottom = (int(min(max(row + s * side / 2, 0), size)) for s in (-1, 1))
+    left, right = (int(min(max(column + s * side / 2, 0), size)) for s in (-1, 1))
+    return 1 - (bottom - top) * (right - left) / size**2, (top, left, bottom, right)

@@ -1,0 +1,123 @@
+"""ImageNet-1k's classes, and the published layouts of the sets that test robustness.
+
+A class is the rank of its WordNet id among the 1,000, in alphabetical order: the order of the hub's
+label numbers, too.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.errors import DataError
+
+ROBUSTNESS_SETS = ("c", "a", "r", "o", "v2", "sketch", "real")
+"""ImageNet-C, -A, -R, -O, -V2 and -Sketch, and the ReaL labels of the validation split."""
+CLASSES_FILE = Path(__file__).with_name("imagenet_classes.txt")
+SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".webp", ".bmp"})
+
+ALEXNET_ERRORS = {
+    "gaussian_noise": 0.886428,
+    "shot_noise": 0.894468,
+    "impulse_noise": 0.922640,
+    "defocus_blur": 0.819880,
+    "glass_blur": 0.826268,
+    "motion_blur": 0.785948,
+    "zoom_blur": 0.798360,
+    "snow": 0.866816,
+    "frost": 0.826572,
+    "fog": 0.819324,
+    "brightness": 0.564592,
+    "contrast": 0.853204,
+    "elastic_transform": 0.646056,
+    "pixelate": 0.717840,
+    "jpeg_compression": 0.606500,
+}
+"""AlexNet's mean error on each corruption of ImageNet-C (Hendrycks and Dietterich 2019), by the
+name of its folder."""
+SEVERITIES = range(1, 6)
+
+
+@functools.cache
+def imagenet_classes() -> tuple[str, ...]:
+    """The WordNet ids of the 1,000 classes, in the order of their numbers."""
+    return tuple(CLASSES_FILE.read_text(encoding="ascii").split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledFile:
+    """An image file and its class."""
+
+    path: Path
+    label: int
+
+
+def by_wordnet_id(folder: Path) -> list[LabelledFile]:
+    """The images of a folder with a folder for each class, named by its WordNet id.
+
+    Args:
+        folder: Of ImageNet-A, -R, -O or -Sketch, or of one severity of ImageNet-C.
+
+    Raises:
+        DataError: A folder has another name, or there is no image.
+    """
+    numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
+    return _labelled(folder, numbers, "WordNet ids of ImageNet-1k, as n01440764")
+
+
+def by_number(folder: Path) -> list[LabelledFile]:
+    """The images of a folder with a folder for each class, named by its number: ImageNet-V2.
+
+    Raises:
+        DataError: A folder has another name, or there is no image.
+    """
+    numbers = {str(number): number for number in range(len(imagenet_classes()))}
+    return _labelled(folder, numbers, "numbers from 0 to 999")
+
+
+def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
+    """The images of ImageNet-C: CORRUPTION/SEVERITY/WORDNET_ID/FILE.
+
+    Args:
+        folder: With all 15 corruptions; the four extra ones are not read.
+
+    Yields:
+        Corruption, severity from 1 to 5, and the images.
+
+    Raises:
+        DataError: A corruption or severity is missing.
+    """
+    for name in ALEXNET_ERRORS:
+        for severity in SEVERITIES:
+            place = folder / name / str(severity)
+            if not place.is_dir():
+                raise DataError(
+                    f"{place}: there is no such folder; ImageNet-C has 15 corruptions with "
+                    f"severities 1 to 5 each: {', '.join(ALEXNET_ERRORS)}"
+                )
+    for name in ALEXNET_ERRORS:
+        for severity in SEVERITIES:
+            yield name, severity, by_wordnet_id(folder / name / str(severity))
+
+
+def _labelled(folder: Path, numbers: dict[str, int], allowed: str) -> list[LabelledFile]:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder")
+    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    for entry in classes:
+        if entry.name not in numbers:
+            raise DataError(f"{entry}: is not a folder of a class; {allowed} are")
+    found = [
+        LabelledFile(path=path, label=numbers[entry.name])
+        for entry in classes
+        for path in sorted(entry.iterdir())
+        if path.suffix.lower() in SUFFIXES
+    ]
+    if not found:
+        raise DataError(f"{folder}: has no image in folders of classes; {allowed} are")
+    return found
+
+
+def classes_of(files: Sequence[LabelledFile]) -> list[int]:
+    """The classes that files have, in order."""
+    return sorted({file.label for file in files})

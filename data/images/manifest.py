@@ -1,0 +1,107 @@
+"""`manifest.json` of a folder of prepared images, and the files of its index.
+
+manifest.json       classes, splits, shards, digests
+SPLIT.npy           rows (shard, offset, size, label), see `data.images.shards`
+SPLIT.names         the names of the images, UTF-8, each ended by a line feed
+SPLIT.ends.npy      where each name ends in that file
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from data.config import Config
+from data.errors import DataError
+from data.images.shards import Shard
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+SPLITS = ("train", "validation", "test")
+Count = Annotated[int, Field(ge=0)]
+
+
+class ImageSplitInfo(Config):
+    """One split."""
+
+    images: Count
+    per_class: list[Count]
+    """Images of each class."""
+    grouped: bool = False
+    """Whether it is read by whole row groups, and shuffled by them."""
+
+
+class FileRecord(Config):
+    """A file of the folder."""
+
+    bytes: Count
+    sha256: str
+
+
+class ImageManifest(Config):
+    """The whole content of `manifest.json`."""
+
+    kind: Literal["images"] = "images"
+    version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
+    source: str
+    """What the user wrote."""
+    class_names: list[str]
+    splits: dict[str, ImageSplitInfo]
+    shards: list[Shard]
+    held_out: str | None = None
+    """What was held out of what; None: the splits are the data set's own."""
+    request: str
+    """A digest of what was asked for."""
+    fingerprint: str
+    """A digest of the training images' names, sizes and labels, and of the classes."""
+    files: dict[str, FileRecord]
+    """Of the index, by name."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "ImageManifest":
+        """Reads the manifest of a folder.
+
+        Raises:
+            DataError: There is none, or it is damaged, or of other data.
+        """
+        path = folder / MANIFEST_FILE
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except OSError:
+            raise DataError(
+                f"data.path: {folder}: is not a folder of prepared images: it has no "
+                f"{MANIFEST_FILE}; `polyad prepare --images SOURCE --output {folder}` makes one"
+            ) from None
+        except ValueError:
+            raise DataError(f"{path}: is damaged: it is not JSON") from None
+        if not is_of_images(tree):
+            raise DataError(
+                f"data.path: {folder}: holds prepared text, and data.kind: images needs a folder "
+                f"of `polyad prepare --images`"
+            )
+        if isinstance(tree.get("version"), int) and tree["version"] > FORMAT_VERSION:
+            raise DataError(f"{path}: is of version {tree['version']}, newer than this program")
+        try:
+            return cls.model_validate_json(json.dumps(tree))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"{path}: is damaged: {where}: {first['msg']}") from None
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def is_of_images(tree: object) -> bool:
+    """Whether the JSON of a manifest is of prepared images."""
+    return isinstance(tree, dict) and tree.get("kind") == "images"
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and digest of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(bytes=path.stat().st_size, sha256=digest)

@@ -1,0 +1,309 @@
+"""`polyad prepare --images`: an index of images that stay where they are."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from data.errors import DataError, check_path, user_path
+from data.images.manifest import (
+    MANIFEST_FILE,
+    SPLITS,
+    ImageManifest,
+    ImageSplitInfo,
+    record_of,
+)
+from data.images.shards import ROW, Entry, Rows, Shard
+from data.images.sources.found import Found
+from data.images.sources.opening import open_images
+from data.progress import Progress, Report
+
+HELD_OUT = 0.01
+"""Share of the training images that are held out where the data set has no validation split that
+is not its test: big_vision's train[99%:]."""
+_SEED = 0
+"""Of the choice of held-out images: the same for everybody."""
+
+
+class Listed(NamedTuple):
+    """The images of a split."""
+
+    rows: Rows
+    names: list[str]
+
+    def take(self, numbers: npt.NDArray[np.integer]) -> "Listed":
+        """Some of them."""
+        return Listed(self.rows[numbers], [self.names[number] for number in numbers])
+
+
+def prepare_images(
+    source: str,
+    output: str | Path,
+    *,
+    held_out: float | None = None,
+    overwrite: bool = False,
+    report: Report | None = None,
+) -> ImageManifest:
+    """Makes an index of images, which stay where they are.
+
+    The folder appears complete or not at all. If it was made from the same request, it is kept.
+
+    Args:
+        source: `digits`, `hub:OWNER/NAME`, or a file or folder; see `open_images`.
+        output: The folder to make.
+        held_out: Share of the training images that become the validation split; None: 0.01 where
+            the data set has no validation split of its own beside a test.
+        overwrite: Whether prepared data in `output` may be replaced.
+        report: Receives each line of progress; None writes them to standard error.
+
+    Returns:
+        The manifest of the folder.
+
+    Raises:
+        DataError: An argument, an image's label or the output folder will not do.
+    """
+    check_path(str(output))
+    if held_out is not None and not 0 < held_out < 1:
+        raise DataError(f"--held-out: {held_out} is not allowed: above 0 and below 1")
+    output = user_path(output).resolve()
+    request = hashlib.sha256(json.dumps([source, held_out]).encode()).hexdigest()
+    _check_output(output, request, overwrite)
+    progress = Progress(report)
+    found = open_images(source, output)
+    kept = _kept(output, request, found.shards)
+    if kept is not None:
+        progress.say(f"{output}: was prepared from the same images; it is kept")
+        return kept
+    try:
+        listed = _listed(found, progress)
+    finally:
+        progress.close()
+    names = _class_names(source, found, listed)
+    listed = _labelled(source, listed, len(names))
+    splits, said = _split(listed, held_out)
+    return _written(output, source, request, found, names, splits, said)
+
+
+def _check_output(output: Path, request: str, overwrite: bool) -> None:
+    manifest = output / MANIFEST_FILE
+    if not manifest.exists():
+        others = [e.name for e in output.iterdir()] if output.is_dir() else []
+        foreign = [name for name in others if not _ours(name)]
+        if output.exists() and (not output.is_dir() or foreign):
+            what = f"holds {foreign[0]}" if foreign else "is a file"
+            raise DataError(f"--output: {output}: {what}, and is not a folder of prepared images")
+        return
+    try:
+        same = ImageManifest.read(output).request == request
+    except DataError:
+        same = False
+    if not same and not overwrite:
+        raise DataError(f"--output: {output}: holds other prepared data; --overwrite replaces it")
+
+
+def _ours(name: str) -> bool:
+    ends = (".npy", ".names", ".partial", "-ubyte")
+    return name in (MANIFEST_FILE, "files") or name.endswith(ends)
+
+
+def _kept(output: Path, request: str, shards: Sequence[Shard]) -> ImageManifest | None:
+    """The manifest of a folder that was made from the same request and files."""
+    try:
+        manifest = ImageManifest.read(output)
+    except DataError:
+        return None
+    if manifest.request != request or manifest.shards != list(shards):
+        return None
+    if any(shard.kind == "folder" for shard in shards):
+        return None  # files may have come or gone: listing them is quick
+    complete = all((output / name).is_file() for name in manifest.files)
+    return manifest if complete else None
+
+
+def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
+    listed = {}
+    for split in (name for name in SPLITS if name in found.splits):
+        progress.start(f"index {split}", found.total_bytes)
+        rows: list[tuple[int, int, int, int]] = []
+        names: list[str] = []
+        done = 0
+        for entry in found.splits[split]():
+            _check_name(entry)
+            rows.append(entry[:4])
+            names.append(entry.name)
+            done += entry.size
+            progress.update(done)
+        progress.say(f"index {split}: {len(rows):,} images")
+        listed[split] = Listed(np.array(rows, dtype=ROW), names)
+    if not listed.get("train") or not len(listed["train"].rows):
+        raise DataError(f"--images: has no training images; it has {', '.join(found.splits)}")
+    return listed
+
+
+def _check_name(entry: Entry) -> None:
+    if "\n" in entry.name:
+        raise DataError(f"{entry.name!r}: a name of an image holds no line feed")
+
+
+def _class_names(source: str, found: Found, listed: dict[str, Listed]) -> list[str]:
+    if found.class_names is not None:
+        repeated = [name for name, count in Counter(found.class_names).items() if count > 1]
+        if not repeated:
+            return list(found.class_names)
+        # ImageNet's names have two cranes: the number tells them apart.
+        return [
+            f"{name} ({number})" if name in repeated else name
+            for number, name in enumerate(found.class_names)
+        ]
+    highest = max(int(each.rows["label"].max()) for each in listed.values() if len(each.rows))
+    if highest < 0:
+        raise DataError(f"--images: {source}: no image has a class")
+    return [str(number) for number in range(highest + 1)]
+
+
+def _labelled(source: str, listed: dict[str, Listed], classes: int) -> dict[str, Listed]:
+    """The splits, without a test split of which nobody knows the labels."""
+    kept = {}
+    for split, each in listed.items():
+        labels = each.rows["label"]
+        if split == "test" and len(labels) and bool((labels == -1).all()):
+            continue
+        wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+        if len(wrong):
+            first = int(wrong[0])
+            raise DataError(
+                f"--images: {source}: {each.names[first]} of {split} has the label "
+                f"{int(labels[first])}, and classes are 0 to {classes - 1}"
+                f"{f' ({len(wrong):,} images like it)' if len(wrong) > 1 else ''}"
+            )
+        if len(labels):
+            kept[split] = each
+    return kept
+
+
+def _split(
+    listed: dict[str, Listed], held_out: float | None
+) -> tuple[dict[str, Listed], str | None]:
+    """The splits of the folder: what is validated with is never the data set's test."""
+    if held_out is None and {"validation", "test"} <= listed.keys():
+        return listed, None
+    share = HELD_OUT if held_out is None else held_out
+    train = listed["train"]
+    count = max(1, round(share * len(train.rows)))
+    if count >= len(train.rows):
+        raise DataError(
+            f"--held-out: {share} of {len(train.rows):,} images leaves none to train on"
+        )
+    order = np.random.Generator(np.random.PCG64(_SEED)).permutation(len(train.rows))
+    said = (
+        f"validation: {count:,} of the {len(train.rows):,} training images, drawn with the seed "
+        f"{_SEED}"
+    )
+    splits = {"train": train.take(np.sort(order[count:])),
+              "validation": train.take(np.sort(order[:count]))}  # fmt: skip
+    if "test" in listed:
+        splits["test"] = listed["test"]
+        if "validation" in listed:
+            said += "; the data set's own validation split is left out"
+    elif "validation" in listed:
+        splits["test"] = listed["validation"]
+        said += "; test: the data set's validation split"
+    return splits, said
+
+
+def _written(
+    output: Path,
+    source: str,
+    request: str,
+    found: Found,
+    names: list[str],
+    splits: dict[str, Listed],
+    said: str | None,
+) -> ImageManifest:
+    output.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    for split, each in splits.items():
+        encoded = [name.encode("utf-8", "replace") for name in each.names]
+        ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
+        files += [
+            _save(output / f"{split}.npy", each.rows),
+            _save(output / f"{split}.ends.npy", ends),
+            _replace(output / f"{split}.names", b"".join(name + b"\n" for name in encoded)),
+        ]
+    manifest = ImageManifest(
+        source=source,
+        class_names=names,
+        splits={
+            split: ImageSplitInfo(
+                images=len(each.rows),
+                per_class=np.bincount(each.rows["label"], minlength=len(names)).tolist(),
+                grouped=split in found.grouped or (said is not None and bool(found.grouped)),
+            )
+            for split, each in splits.items()
+        },
+        shards=list(found.shards),
+        held_out=said,
+        request=request,
+        fingerprint=_fingerprint(splits["train"], names),
+        files={path.name: record_of(path) for path in files},
+    )
+    _replace(output / MANIFEST_FILE, manifest.to_json().encode())
+    return manifest
+
+
+def _fingerprint(train: Listed, names: list[str]) -> str:
+    digest = hashlib.sha256(json.dumps(names).encode())
+    digest.update(np.ascontiguousarray(train.rows["size"]).tobytes())
+    digest.update(np.ascontiguousarray(train.rows["label"]).tobytes())
+    for name in train.names:
+        digest.update(name.encode("utf-8", "replace") + b"\n")
+    return digest.hexdigest()
+
+
+def _save(path: Path, array: npt.NDArray[np.generic] | Rows) -> Path:
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+    return _moved(partial, path)
+
+
+def _replace(path: Path, content: bytes) -> Path:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    return _moved(partial, path)
+
+
+def _moved(partial: Path, path: Path) -> Path:
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return path
+
+
+def prepared_rows(
+    manifest: ImageManifest, output: Path, seconds: float
+) -> Iterator[tuple[str, str]]:
+    """What was prepared, for a person: names and values.
+
+    Args:
+        manifest: Of the folder.
+        output: The folder.
+        seconds: That it took.
+    """
+    for split, about in manifest.splits.items():
+        fewest, most = min(about.per_class), max(about.per_class)
+        each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        yield split, f"{about.images:,} images, {each} of each class"
+    names = manifest.class_names
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    yield "classes", f"{len(names):,}: {shown}"
+    if manifest.held_out:
+        yield "held out", manifest.held_out
+    yield "folder", str(output)
+    yield "time", f"{seconds:.1f} s"

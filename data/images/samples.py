@@ -1,0 +1,170 @@
+"""Training samples by their global number, and held-out ones in their order.
+
+Sample g of a run is image `order(epoch)[g % n]` of epoch g // n. Its random numbers follow from the
+run's seed, the epoch and the image, and those of mixing from the seed and the pair g // 2: the same
+on any number of processes and workers, and after a resume.
+
+Shapes: B images of a batch, C channels, H x W pixels.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.errors import DataError
+from data.images.augmentation import evaluation_image, mixing, training_image
+from data.images.config import ImageDataConfig
+from data.images.decoding import Pixels
+
+_ORDER, _IMAGE, _PAIR = 1, 2, 3
+"""Streams of random numbers, the last part of a seed."""
+_NAMED = 3
+"""Damaged images that an error names."""
+
+
+class Images(Protocol):
+    """Images with labels, by their number."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.integer]:
+        """The class of each image."""
+
+    def __len__(self) -> int:
+        """Counts the images."""
+
+    def decode(self, number: int) -> Pixels:
+        """The pixels of an image [H, W, 3]."""
+
+    def name_of(self, number: int) -> str:
+        """An image's file or place, for people."""
+
+    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
+        """All numbers in the random order of an epoch."""
+
+
+class ImageBatch(NamedTuple):
+    """A micro-batch of images. A single sample has the same fields without B."""
+
+    images_BCHW: Tensor
+    """Pixels, uint8."""
+    labels_B: Tensor
+    """Classes, int64."""
+    mix_B: Tensor
+    """Share of each image in what it becomes when it is mixed with its neighbour in the batch,
+    number b xor 1; fp32, 1 where it stays."""
+    box_B4: Tensor
+    """Top, left, bottom and right of the box that is the neighbour's, int16; empty: all pixels are
+    weighted means."""
+
+
+class ImageSamples(Dataset[ImageBatch]):
+    """Training images after augmentation, without end.
+
+    Args:
+        images: The training split.
+        settings: Of the data.
+        size: Side of an image, in pixels.
+        seed: The run's seed.
+    """
+
+    def __init__(self, images: Images, settings: ImageDataConfig, size: int, seed: int) -> None:
+        self._images, self._settings, self._size, self._seed = images, settings, size, seed
+        self._orders: dict[int, npt.NDArray[np.integer]] = {}
+        self._damaged: dict[int, str] = {}
+
+    def number_of(self, sample: int) -> int:
+        """The image of a sample, by its number in the split."""
+        epoch, place = divmod(sample, len(self._images))
+        if epoch not in self._orders:
+            if len(self._orders) > 1:  # a batch may reach over the end of an epoch
+                self._orders.pop(min(self._orders))
+            generator = np.random.Generator(np.random.PCG64((self._seed, epoch, _ORDER)))
+            self._orders[epoch] = self._images.order(generator)
+        return int(self._orders[epoch][place])
+
+    def __getitem__(self, sample: int) -> ImageBatch:
+        """Reads, decodes and augments.
+
+        Raises:
+            DataError: More images are damaged than `data.max_damaged` allows.
+        """
+        epoch, number = sample // len(self._images), self.number_of(sample)
+        number, pixels = self._readable(number)
+        seeds = (self._seed, epoch, number, _IMAGE)
+        share, box = mixing(
+            self._settings.augmentation, self._size, (self._seed, sample // 2, _PAIR)
+        )
+        return ImageBatch(
+            training_image(pixels, self._size, self._settings, seeds),
+            torch.tensor(int(self._images.labels[number])),
+            torch.tensor(share),
+            torch.tensor(box, dtype=torch.int16),
+        )
+
+    def _readable(self, number: int) -> tuple[int, Pixels]:
+        """The image, or the next one that can be decoded."""
+        for _ in range(len(self._images)):
+            if number not in self._damaged:
+                try:
+                    return number, self._images.decode(number)
+                except DataError as error:
+                    self._damaged[number] = str(error)
+                    self._check_damaged()
+            number = (number + 1) % len(self._images)
+        raise DataError("no image of the split can be decoded")
+
+    def _check_damaged(self) -> None:
+        count, most = len(self._damaged), self._settings.max_damaged
+        if count > most:
+            first = "; ".join(list(self._damaged.values())[:_NAMED])
+            more = f"; and {count - _NAMED} more" if count > _NAMED else ""
+            raise DataError(
+                f"data.max_damaged: {most} is less than the {count} damaged images found: "
+                f"{first}{more}"
+            )
+
+
+class EvaluationImages(Dataset[ImageBatch]):
+    """Images of a split in their order: resized, and cropped in the middle.
+
+    Args:
+        images: The split.
+        settings: Of the data.
+        size: Side of an image, in pixels.
+        numbers: Of the images that are read; None: all.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        settings: ImageDataConfig,
+        size: int,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._images, self._settings, self._size = images, settings, size
+        self._numbers = range(len(images)) if numbers is None else numbers
+
+    def __len__(self) -> int:
+        """Counts the images."""
+        return len(self._numbers)
+
+    def subset(self, numbers: Sequence[int]) -> "EvaluationImages":
+        """Some of them, in the order of their numbers here."""
+        chosen = [self._numbers[number] for number in numbers]
+        return EvaluationImages(self._images, self._settings, self._size, chosen)
+
+    def __getitem__(self, place: int) -> ImageBatch:
+        """Reads and decodes; a damaged image is an error: no score leaves images out."""
+        number = self._numbers[place]
+        pixels = self._images.decode(number)
+        return ImageBatch(
+            evaluation_image(pixels, self._size, self._settings.evaluation_resize),
+            torch.tensor(int(self._images.labels[number])),
+            torch.tensor(1.0),
+            torch.zeros(4, dtype=torch.int16),
+        )

@@ -1,0 +1,154 @@
+"""Where the bytes of images are: files of a folder, or places in larger files.
+
+An image is a row (shard, offset, size, label). What offset and size mean depends on the shard's
+kind:
+
+    folder    a file of that name below the folder; its size
+    range     bytes of a tar, a parquet file, an Arrow file or a zip, as they stand there
+    zip       the size of a compressed member of that name
+    parquet   row group and row: the column is compressed, and a whole group is read at once
+    raw       pixels without a format, of the shard's shape
+"""
+
+import functools
+import io
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from data.config import Config
+from data.errors import DataError
+from data.images.decoding import Pixels, decode
+
+Kind = Literal["folder", "range", "zip", "parquet", "raw"]
+ROW = np.dtype([("shard", "<i4"), ("offset", "<i8"), ("size", "<i8"), ("label", "<i4")])
+Rows = npt.NDArray[np.void]
+GROUPS_HELD = 20
+"""Row groups of compressed parquet that are kept in memory: a window of them, and some of the next
+one."""
+
+
+class Shard(Config):
+    """A folder or file that images are read from."""
+
+    path: str
+    """Absolute."""
+    kind: Kind
+    size: Annotated[int, Field(ge=0)] = 0
+    """Bytes of the file; 0 for a folder."""
+    shape: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
+    """Of raw pixels: channels, height and width."""
+    column: str | None = None
+    """Of compressed parquet: the column of images."""
+
+
+class Entry(NamedTuple):
+    """An image that a source found."""
+
+    shard: int
+    offset: int
+    size: int
+    label: int
+    name: str
+
+
+class Reader:
+    """Reads images by their rows; open files stay with the process that opened them.
+
+    Args:
+        shards: By their number.
+    """
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        self._shards = shards
+        self._files: dict[int, int] = {}
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A loader process opens its own files."""
+        return {"_shards": self._shards, "_files": {}, "_process": 0}
+
+    def pixels(self, row: Any, name: str) -> Pixels:
+        """Reads and decodes an image.
+
+        Args:
+            row: Of the index.
+            name: Of the image, below its shard.
+
+        Raises:
+            DataError: It cannot be read, or not be decoded.
+        """
+        shard = self._shards[int(row["shard"])]
+        try:
+            content = self._content(shard, row, name)
+        except OSError as error:
+            raise DataError(f"{self.place(row, name)}: {error.strerror or error}") from None
+        if shard.kind == "raw":
+            assert shard.shape is not None
+            channels, height, width = shard.shape
+            image = np.frombuffer(content, np.uint8).reshape(channels, height, width)
+            image = image.transpose(1, 2, 0)
+            return np.ascontiguousarray(np.broadcast_to(image, (height, width, 3)))
+        return decode(content, self.place(row, name))
+
+    def place(self, row: Any, name: str) -> str:
+        """Where an image is, for people."""
+        shard = self._shards[int(row["shard"])]
+        return str(Path(shard.path) / name) if shard.kind == "folder" else f"{shard.path}: {name}"
+
+    def _content(self, shard: Shard, row: Any, name: str) -> bytes:
+        if shard.kind == "folder":
+            return (Path(shard.path) / name).read_bytes()
+        if shard.kind == "zip":
+            content: bytes = _zip(shard.path).read(name)
+            return content
+        if shard.kind == "parquet":
+            group = _group(shard.path, int(row["offset"]), shard.column or "image")
+            return group[int(row["size"])]
+        content = os.pread(self._file(int(row["shard"])), int(row["size"]), int(row["offset"]))
+        if len(content) < int(row["size"]):
+            raise DataError(f"{self.place(row, name)}: the file ends before the image does")
+        return content
+
+    def _file(self, number: int) -> int:
+        if self._process != os.getpid():  # a forked process does not share the parent's files
+            self._files, self._process = {}, os.getpid()
+        if number not in self._files:
+            self._files[number] = os.open(self._shards[number].path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[number]
+
+
+@functools.lru_cache(maxsize=8)
+def _zip(path: str) -> Any:
+    import zipfile
+
+    try:
+        return zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise DataError(f"{path}: is not a zip file: {error}") from None
+
+
+@functools.lru_cache(maxsize=GROUPS_HELD)
+def _group(path: str, group: int, image: str) -> list[bytes]:
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path).read_row_group(group, columns=[image])
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: row group {group} cannot be read: {str(error)[:120]}") from None
+    column = table[image].combine_chunks()
+    found: list[bytes] = column.field("bytes").to_pylist()
+    return found
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """An image as a PNG file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

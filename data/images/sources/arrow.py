@@ -1,0 +1,89 @@
+"""A folder of Arrow files as `datasets` keeps and saves them: images are read inside of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.errors import DataError
+from data.images.shards import Entry, Shard
+from data.images.sources.found import SPLIT_NAMES, Found
+from data.images.sources.parquet import IMAGES, LABELS
+
+
+def open_arrow(root: Path) -> Found:
+    """Opens a folder of `save_to_disk`, or of the cache of `datasets`.
+
+    Raises:
+        DataError: It has no images with labels.
+    """
+    files = sorted(root.rglob("*.arrow"))
+    shards = [
+        Shard(path=str(file.resolve()), kind="range", size=file.stat().st_size) for file in files
+    ]
+    by_split: dict[str, list[int]] = {}
+    for number, file in enumerate(files):
+        by_split.setdefault(_split_of(file, root), []).append(number)
+
+    def entries(numbers: list[int]) -> Iterator[Entry]:
+        for number in numbers:
+            yield from _rows(files[number], number)
+
+    return Found(
+        shards=shards,
+        splits={
+            split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
+            for split, numbers in by_split.items()
+        },
+        class_names=_class_names(root),
+        total_bytes=sum(shard.size for shard in shards),
+    )
+
+
+def _split_of(file: Path, root: Path) -> str:
+    for part in reversed(file.relative_to(root).parts):
+        for word in part.lower().replace("_", "-").replace(".", "-").split("-"):
+            if word in SPLIT_NAMES:
+                return SPLIT_NAMES[word]
+    return "train"
+
+
+def _class_names(root: Path) -> list[str] | None:
+    for about in sorted(root.rglob("dataset_info.json")):
+        features = json.loads(about.read_text(encoding="utf-8")).get("features") or {}
+        for label in LABELS:
+            if names := features.get(label, {}).get("names"):
+                return [str(name) for name in names]
+    return None
+
+
+def _rows(file: Path, shard: int) -> Iterator[Entry]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(file)) as mapped:
+        whole = mapped.read_buffer()
+        try:
+            batches = iter(pa.ipc.open_stream(whole))
+        except pa.ArrowInvalid:
+            opened = pa.ipc.open_file(whole)
+            batches = (opened.get_batch(n) for n in range(opened.num_record_batches))
+        row = 0
+        for batch in batches:
+            names = batch.schema.names
+            image = next((name for name in IMAGES if name in names), None)
+            label = next((name for name in LABELS if name in names), None)
+            if image is None or label is None:
+                raise DataError(f"{file}: has no columns of images and labels; it has {names}")
+            content = batch[image].field("bytes")
+            paths = batch[image].field("path").to_pylist()
+            labels = batch[label].to_pylist()
+            ends = content.buffers()[1]
+            wide = pa.types.is_large_binary(content.type)
+            offsets = memoryview(ends).cast("q" if wide else "i")
+            base = content.buffers()[2].address - whole.address
+            for place, (number, path) in enumerate(zip(labels, paths, strict=True)):
+                begin = offsets[content.offset + place]
+                size = offsets[content.offset + place + 1] - begin
+                known = -1 if number is None else int(number)
+                name = Path(path).name if path else f"row {row}"
+                yield Entry(shard, base + begin, size, known, name)
+                row += 1

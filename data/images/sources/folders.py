@@ -1,0 +1,146 @@
+"""A folder for each class, below a folder for each split or alone: of files, or in a zip."""
+
+import os
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from data.errors import DataError, listed
+from data.images.shards import Entry, Shard
+from data.images.sources.found import IMAGE_SUFFIXES, SPLIT_NAMES, Found
+
+
+def open_folder(root: Path) -> Found:
+    """Opens folders of classes.
+
+    Args:
+        root: With `train`, `val` or `validation`, and `test`, or with the classes themselves.
+
+    Raises:
+        DataError: There are no folders of classes, or splits have other classes.
+    """
+    root = root.resolve()
+    below = {entry.name: entry for entry in root.iterdir() if entry.is_dir()}
+    splits = _splits(below)
+    places = {split: below[name] for split, name in splits.items()} or {"train": root}
+    classes = {
+        split: sorted(entry.name for entry in place.iterdir() if entry.is_dir())
+        for split, place in places.items()
+    }
+    names = _same_classes(str(root), classes)
+    number = {name: label for label, name in enumerate(names)}
+    shards = [Shard(path=str(place), kind="folder") for place in places.values()]
+
+    def entries(shard: int, place: Path) -> Iterator[Entry]:
+        for name in names:
+            with os.scandir(place / name) as scanned:
+                files = sorted((f.name, f.stat().st_size) for f in scanned if _is_image(f.name))
+            for file, size in files:
+                yield Entry(shard, 0, size, number[name], f"{name}/{file}")
+
+    return Found(
+        shards=shards,
+        splits={
+            split: lambda shard=shard, place=place: entries(shard, place)  # type: ignore[misc]
+            for shard, (split, place) in enumerate(places.items())
+        },
+        class_names=names,
+    )
+
+
+def open_zip(path: Path) -> Found:
+    """Opens folders of classes in a zip file, stored or compressed.
+
+    Raises:
+        DataError: It is no zip, or has no folders of classes.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [m for m in archive.infolist() if _is_image(m.filename)]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{path}: cannot be read as a zip file: {error}") from None
+    parts = {member.filename: PurePosixPath(member.filename).parts for member in members}
+    depth = min((len(part) for part in parts.values()), default=0)
+    if depth < 2:
+        raise DataError(f"{path}: has no images in folders of classes")
+    tops = {part[0] for part in parts.values()}
+    if depth > 2 and len(tops) == 1 and not _splits(tops):
+        parts = {name: part[1:] for name, part in parts.items()}  # one folder around everything
+        tops = {part[0] for part in parts.values()}
+    splits: Mapping[str, str | None] = _splits(tops) or {"train": None}
+    chosen = {
+        split: {
+            name: part[0 if top is None else 1]
+            for name, part in parts.items()
+            if top is None or part[0] == top
+        }
+        for split, top in splits.items()
+    }
+    names = _same_classes(
+        str(path), {split: sorted(set(each.values())) for split, each in chosen.items()}
+    )
+    number = {name: label for label, name in enumerate(names)}
+    size = path.stat().st_size
+    shards = [
+        Shard(path=str(path.resolve()), kind="range", size=size),
+        Shard(path=str(path.resolve()), kind="zip", size=size),
+    ]
+
+    def entries(split: str) -> Iterator[Entry]:
+        with path.open("rb") as file:
+            for member in sorted(members, key=lambda m: m.filename):
+                if member.filename not in chosen[split]:
+                    continue
+                label = number[chosen[split][member.filename]]
+                if member.compress_type == zipfile.ZIP_STORED:
+                    offset = _stored_at(file, member, path)
+                    yield Entry(0, offset, member.file_size, label, member.filename)
+                else:
+                    yield Entry(1, 0, member.file_size, label, member.filename)
+
+    return Found(
+        shards=shards,
+        splits={split: lambda split=split: entries(split) for split in splits},  # type: ignore[misc]
+        class_names=names,
+        total_bytes=sum(member.file_size for member in members),
+    )
+
+
+def _stored_at(file: object, member: zipfile.ZipInfo, path: Path) -> int:
+    """Where the bytes of a stored member begin: after its local header."""
+    file.seek(member.header_offset)  # type: ignore[attr-defined]
+    header = file.read(30)  # type: ignore[attr-defined]
+    if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
+        raise DataError(f"{path}: {member.filename}: its header is damaged")
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    return member.header_offset + 30 + int(name_length) + int(extra_length)
+
+
+def _is_image(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES and "__MACOSX" not in name
+
+
+def _splits(below: Iterable[str]) -> dict[str, str]:
+    """The folder of each split, if any folder is called like one."""
+    found: dict[str, str] = {}
+    for name in sorted(below):
+        split = SPLIT_NAMES.get(name.lower())
+        if split is not None and split not in found:
+            found[split] = name
+    return found if "train" in found else {}
+
+
+def _same_classes(place: str, classes: dict[str, list[str]]) -> list[str]:
+    """The classes, which have to be those of every split."""
+    names = classes["train"]
+    if not names:
+        raise DataError(f"{place}: has no folders of classes with images")
+    for split, others in classes.items():
+        missing, more = sorted(set(names) - set(others)), sorted(set(others) - set(names))
+        if more or missing:
+            which = f"has {listed(more, 3)} more" if more else f"lacks {listed(missing, 3)}"
+            raise DataError(
+                f"{place}: its {split} split {which}: the classes of all splits have to be the same"
+            )
+    return names

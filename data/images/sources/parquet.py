@@ -1,0 +1,261 @@
+"""Parquet files of Hugging Face's: a column of images {bytes, path}, and one of labels.
+
+Where image bytes are stored uncompressed and one after the other (as `datasets` 5 writes them),
+their places in the file follow from the headers of pages and the lengths before them, and each
+image is read alone. Otherwise a whole row group has to be read at once.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError, listed
+from data.images.shards import Entry, Kind, Shard
+from data.images.sources.found import SPLIT_NAMES, Found
+
+LABELS = ("label", "fine_label", "labels", "class")
+"""Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""
+IMAGES = ("image", "img")
+HEADER_BYTES = 8192
+"""Bytes that the header of a page is looked for in; statistics of images may make it long."""
+
+
+def open_parquet(path: Path) -> Found:
+    """Opens a file, or a folder of files whose names begin with those of splits.
+
+    Raises:
+        DataError: There is none, or columns are missing.
+    """
+    import pyarrow.parquet
+
+    files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+    try:
+        schema = pyarrow.parquet.read_schema(files[0])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{files[0]}: cannot be read as parquet: {str(error)[:120]}") from None
+    image, label = _columns(schema.names, files[0])
+    names = _class_names(schema.metadata or {}, label)
+    kinds = {number: _kind(file, f"{image}.bytes") for number, file in enumerate(files)}
+    shards = [
+        Shard(path=str(file.resolve()), kind=kinds[n], size=file.stat().st_size, column=image)
+        for n, file in enumerate(files)
+    ]
+    by_split: dict[str, list[int]] = {}
+    for number, file in enumerate(files):
+        word = file.name.lower().replace("_", "-").replace(".", "-").split("-")[0]
+        by_split.setdefault(SPLIT_NAMES.get(word, "train"), []).append(number)
+
+    def entries(numbers: list[int]) -> Iterator[Entry]:
+        for number in numbers:
+            grouped = kinds[number] == "parquet"
+            yield from (_grouped if grouped else _ranges)(files[number], number, image, label)
+
+    return Found(
+        shards=shards,
+        splits={
+            split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
+            for split, numbers in by_split.items()
+        },
+        class_names=names,
+        grouped=frozenset(
+            split
+            for split, numbers in by_split.items()
+            if any(kinds[number] == "parquet" for number in numbers)
+        ),
+        total_bytes=sum(shard.size for shard in shards),
+    )
+
+
+def _columns(names: list[str], file: Path) -> tuple[str, str]:
+    found = []
+    for wanted, what in ((IMAGES, "images"), (LABELS, "labels")):
+        column = next((name for name in wanted if name in names), None)
+        if column is None:
+            raise DataError(
+                f"{file}: has no column of {what}, {' or '.join(wanted)}; it has {listed(names)}"
+            )
+        found.append(column)
+    return found[0], found[1]
+
+
+def _class_names(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
+    """Names that `datasets` writes beside the schema."""
+    try:
+        about = json.loads(metadata.get(b"huggingface", b"{}"))
+        names = about["info"]["features"][label]["names"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return [str(name) for name in names]
+
+
+def _kind(file: Path, column: str) -> Kind:
+    """range, if every image stands in the file as it is; else parquet."""
+    import pyarrow.parquet
+
+    about = pyarrow.parquet.read_metadata(file)
+    for group in range(about.num_row_groups):
+        chunk = _chunk(about.row_group(group), column)
+        if chunk.compression != "UNCOMPRESSED" or chunk.has_dictionary_page:
+            return "parquet"
+        if chunk.statistics is not None and chunk.statistics.null_count:
+            return "parquet"
+    return "range"
+
+
+def _chunk(group: Any, column: str) -> Any:
+    for number in range(group.num_columns):
+        if group.column(number).path_in_schema == column:
+            return group.column(number)
+    raise DataError(f"parquet: has no column {column}")
+
+
+def _labels(file: Path, image: str, label: str) -> Iterator[tuple[int, list[int], list[Any]]]:
+    """Of each row group its number, its labels, and the names of its images."""
+    import pyarrow.parquet
+
+    opened = pyarrow.parquet.ParquetFile(file)
+    has_path = any(
+        opened.metadata.row_group(0).column(n).path_in_schema == f"{image}.path"
+        for n in range(opened.metadata.row_group(0).num_columns)
+    ) if opened.num_row_groups else False  # fmt: skip
+    columns = [label, *([f"{image}.path"] if has_path else [])]
+    for group in range(opened.num_row_groups):
+        table = opened.read_row_group(group, columns=columns)
+        labels = [-1 if value is None else int(value) for value in table[label].to_pylist()]
+        paths = [None] * len(labels)
+        if has_path:
+            paths = table[image].combine_chunks().field("path").to_pylist()
+        yield group, labels, paths
+
+
+def _grouped(file: Path, shard: int, image: str, label: str) -> Iterator[Entry]:
+    row = 0
+    for group, labels, paths in _labels(file, image, label):
+        for place, (number, path) in enumerate(zip(labels, paths, strict=True)):
+            yield Entry(shard, group, place, number, path or f"row {row}")
+            row += 1
+
+
+def _ranges(file: Path, shard: int, image: str, label: str) -> Iterator[Entry]:
+    places = byte_ranges(file, f"{image}.bytes")
+    row = 0
+    for _, labels, paths in _labels(file, image, label):
+        for number, path in zip(labels, paths, strict=True):
+            offset, size = next(places)
+            yield Entry(shard, offset, size, number, path or f"row {row}")
+            row += 1
+
+
+def byte_ranges(file: Path, column: str) -> Iterator[tuple[int, int]]:
+    """Where the values of an uncompressed column of bytes stand in a parquet file.
+
+    A page has a header in Thrift's compact protocol, definition levels, and then the values: each
+    its length in 4 bytes, and its bytes (Parquet's encoding PLAIN). Only lengths are read.
+
+    Args:
+        file: The file.
+        column: Its path in the schema; without nulls, dictionary and compression.
+
+    Yields:
+        Offset and size of each value.
+
+    Raises:
+        DataError: A page is of another kind, or its values do not fill it.
+    """
+    import pyarrow.parquet
+
+    about = pyarrow.parquet.read_metadata(file)
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for group in range(about.num_row_groups):
+            chunk = _chunk(about.row_group(group), column)
+            at, left = chunk.data_page_offset, chunk.num_values
+            while left:
+                page, header_size = _Compact(os.pread(descriptor, HEADER_BYTES, at)).read_struct()
+                begin = at + header_size
+                end = begin + page[3]  # the compressed size, which is the real one
+                count, value = _page(page, descriptor, begin, file)
+                for _ in range(count):
+                    (size,) = struct.unpack("<I", os.pread(descriptor, 4, value))
+                    yield value + 4, size
+                    value += 4 + size
+                if value != end:
+                    raise DataError(f"{file}: the page at byte {at:,} holds other than its values")
+                at, left = end, left - count
+    finally:
+        os.close(descriptor)
+
+
+def _page(page: dict[int, Any], descriptor: int, begin: int, file: Path) -> tuple[int, int]:
+    """The number of values of a page, and where they begin."""
+    if page.get(1) == 0 and page[5][2] == 0:  # a data page of version 1, PLAIN
+        (levels,) = struct.unpack("<I", os.pread(descriptor, 4, begin))
+        return page[5][1], begin + 4 + levels
+    if page.get(1) == 3 and page[8][4] == 0:  # of version 2: lengths of levels are in the header
+        return page[8][1], begin + page[8][5] + page[8][6]
+    raise DataError(f"{file}: has a page of an unknown kind before byte {begin:,}")
+
+
+class _Compact:
+    """Reads Thrift's compact protocol, as far as headers of pages need it.
+
+    Args:
+        data: Begins with a struct.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def read_struct(self) -> tuple[dict[int, Any], int]:
+        """The fields of the struct by their numbers, and how many bytes it has."""
+        return self._struct(), self._at
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _varint(self) -> int:
+        result, shift = 0, 0
+        while True:
+            byte = self._byte()
+            result |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return result
+            shift += 7
+
+    def _integer(self) -> int:
+        number = self._varint()
+        return (number >> 1) ^ -(number & 1)
+
+    def _struct(self) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
+        number = 0
+        while (head := self._byte()) != 0:
+            number = number + (head >> 4) if head >> 4 else self._integer()
+            fields[number] = self._value(head & 0x0F)
+        return fields
+
+    def _value(self, kind: int) -> Any:
+        if kind in (1, 2):  # true, false
+            return kind == 1
+        if kind == 3:
+            return self._byte()
+        if kind in (4, 5, 6):
+            return self._integer()
+        if kind == 7:  # a double
+            self._at += 8
+            return None
+        if kind == 8:
+            size = self._varint()
+            self._at += size
+            return self._data[self._at - size : self._at]
+        if kind in (9, 10):  # list, set
+            head = self._byte()
+            count = head >> 4 if head >> 4 < 15 else self._varint()
+            return [self._value(head & 0x0F) for _ in range(count)]
+        if kind == 12:
+            return self._struct()
+        raise DataError(f"parquet: unknown type {kind} in the header of a page")

@@ -1,0 +1,136 @@
+"""Pixels without a format: MNIST's and FashionMNIST's idx files, and CIFAR's binary version."""
+
+import gzip
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from data.errors import DataError
+from data.images.shards import Entry, Shard
+from data.images.sources.found import Found
+
+MNIST = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+CIFAR_10 = {"train": [f"data_batch_{n}.bin" for n in range(1, 6)], "test": ["test_batch.bin"]}
+CIFAR_100 = {"train": ["train.bin"], "test": ["test.bin"]}
+CIFAR_PIXELS = 3 * 32 * 32
+
+
+def is_raw(root: Path) -> bool:
+    """Whether a folder holds such files."""
+    return _mnist_file(root, MNIST["train"][0]) is not None or any(
+        all((root / name).is_file() for name in names["train"]) for names in (CIFAR_10, CIFAR_100)
+    )
+
+
+def open_raw(root: Path, output: Path) -> Found:
+    """Opens a folder of such files.
+
+    Args:
+        root: The folder.
+        output: Where `.gz` files are unpacked to: they cannot be read in the middle.
+
+    Raises:
+        DataError: A file is damaged.
+    """
+    if _mnist_file(root, MNIST["train"][0]) is not None:
+        return _open_mnist(root, output)
+    cifar_10 = (root / CIFAR_10["train"][0]).is_file()
+    return _open_cifar(root, CIFAR_10 if cifar_10 else CIFAR_100, labels=1 if cifar_10 else 2)
+
+
+def _mnist_file(root: Path, name: str) -> Path | None:
+    for candidate in (name, name.replace("-idx", ".idx"), f"{name}.gz"):
+        if (root / candidate).is_file():
+            return root / candidate
+    return None
+
+
+def _open_mnist(root: Path, output: Path) -> Found:
+    shards: list[Shard] = []
+    splits: dict[str, Callable[[], Iterator[Entry]]] = {}
+    for split, names in MNIST.items():
+        files = [_mnist_file(root, name) for name in names]
+        if files[0] is None or files[1] is None:
+            continue
+        images, labels = (_unpacked(file, output) for file in files if file is not None)
+        count, height, width = _header(images, 3)
+        (known,) = _header(labels, 1)
+        if known != count:
+            raise DataError(f"{labels}: has {known:,} labels, {images} has {count:,} images")
+        size = images.stat().st_size
+        shards.append(Shard(path=str(images), kind="raw", size=size, shape=(1, height, width)))
+        shard, numbers = len(shards) - 1, labels.read_bytes()[8 : 8 + count]
+
+        def entries(
+            shard: int = shard, numbers: bytes = numbers, pixels: int = height * width
+        ) -> Iterator[Entry]:
+            for row, number in enumerate(numbers):
+                yield Entry(shard, 16 + row * pixels, pixels, number, f"row {row}")
+
+        splits[split] = entries
+    return Found(shards=shards, splits=splits, class_names=None)
+
+
+def _unpacked(file: Path, output: Path) -> Path:
+    if file.suffix != ".gz":
+        return file.resolve()
+    target = output / file.stem
+    if not target.is_file():
+        try:
+            content = gzip.decompress(file.read_bytes())
+        except (OSError, EOFError) as error:
+            raise DataError(f"{file}: cannot be unpacked: {error}") from None
+        output.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    return target.resolve()
+
+
+def _header(file: Path, dimensions: int) -> tuple[int, ...]:
+    size = 4 + 4 * dimensions
+    with file.open("rb") as opened:
+        head = opened.read(size)
+    if len(head) < size or head[:4] != bytes([0, 0, 8, dimensions]):
+        raise DataError(f"{file}: is not an idx file of {dimensions} dimensions of bytes")
+    sizes = struct.unpack(f">{dimensions}I", head[4:])
+    product = 1
+    for each in sizes:
+        product *= each
+    if file.stat().st_size != size + product:
+        raise DataError(f"{file}: has {file.stat().st_size:,} bytes, {size + product:,} are needed")
+    return sizes
+
+
+def _open_cifar(root: Path, names: dict[str, list[str]], labels: int) -> Found:
+    length = labels + CIFAR_PIXELS
+    files = {split: [root / name for name in each] for split, each in names.items()}
+    shards: list[Shard] = []
+    numbers: dict[str, list[int]] = {}
+    for split, each in files.items():
+        for file in each:
+            if not file.is_file() and split == "test":
+                continue
+            size = file.stat().st_size
+            if size % length:
+                raise DataError(f"{file}: has {size:,} bytes, no multiple of {length}")
+            numbers.setdefault(split, []).append(len(shards))
+            path = str(file.resolve())
+            shards.append(Shard(path=path, kind="raw", size=size, shape=(3, 32, 32)))
+
+    def entries(split: str) -> Iterator[Entry]:
+        for shard in numbers[split]:
+            content = Path(shards[shard].path).read_bytes()
+            for row, at in enumerate(range(0, len(content), length)):
+                label = content[at + labels - 1]  # the fine one of two
+                yield Entry(shard, at + labels, CIFAR_PIXELS, label, f"row {row}")
+
+    meta = next((root / n for n in ("batches.meta.txt", "fine_label_names.txt")
+                 if (root / n).is_file()), None)  # fmt: skip
+    named = meta.read_text(encoding="utf-8").split() if meta else None
+    return Found(
+        shards=shards,
+        splits={split: lambda split=split: entries(split) for split in numbers},  # type: ignore[misc]
+        class_names=named,
+    )

@@ -1,0 +1,261 @@
+"""Decoding, augmentation, and which images a step sees."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.errors import DataError
+from data.evaluation import evaluation_batches
+from data.images import decoding
+from data.images.augmentation import evaluation_image, mixing, random_crop, training_image
+from data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
+from data.images.dataset import ImageData
+from data.images.decoding import decode
+from data.images.prepare import prepare_images
+from data.images.samples import EvaluationImages, ImageSamples
+from data.images.torchvision_door import available
+from data.sampler import micro_batches
+from tests.helpers import images as made
+
+MODES = ("L", "LA", "P", "RGBA", "CMYK", "1", "RGB", "YCbCr")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_any_mode_is_what_pillow_makes_of_it(mode, kind):
+    image = made.picture(1, 2, (17, 13)).convert(mode)
+    try:
+        content = made.encoded(image, kind)
+    except (OSError, KeyError):
+        return  # the format has no such mode
+    expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    assert np.array_equal(decode(content, "a"), expected)
+
+
+def test_simplejpeg_and_pillow_agree(monkeypatch, shared):
+    import zipfile
+
+    with zipfile.ZipFile(shared / "cifar10" / "cifar10_subset_6k.zip") as archive:
+        files = [archive.read(name) for name in archive.namelist()[:40]]
+    assert decoding.simplejpeg is not None
+    fast = [decode(content, "a") for content in files]
+    monkeypatch.setattr(decoding, "simplejpeg", None)
+    assert all(np.array_equal(a, decode(c, "a")) for a, c in zip(fast, files, strict=True))
+
+
+def test_grey_of_16_bits_keeps_its_high_bits():
+    values = (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    assert np.array_equal(decode(file.getvalue(), "a")[..., 1], values >> 8)
+
+
+def bomb():
+    """A PNG of a few bytes that says it has 60,000 x 60,000 pixels."""
+
+    def chunk(kind, data):
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+JPEG = made.encoded(made.picture(0, 0, (64, 48)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a: is empty"),
+        (JPEG[: len(JPEG) // 2], "a: cannot be decoded"),
+        (b"hello, world", "a: cannot be decoded: no image format"),
+        (bomb(), "a: has more pixels than the 178,956,970"),
+        (b"\xff\xd8\xff" + bytes(30), "a: cannot be decoded"),
+    ],
+    ids=["empty", "truncated", "text", "bomb", "zeros"],
+)
+def test_what_is_no_image_is_one_line(content, message):
+    with pytest.raises(DataError, match=message) as caught:
+        decode(content, "a")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_of_one_pixel_is_enlarged():
+    pixel = np.array([[[9, 99, 199]]], dtype=np.uint8)
+    settings = ImageDataConfig(path="x")
+    for image in (
+        training_image(pixel, 8, settings, (0, 0, 0)),
+        evaluation_image(pixel, 8, 256 / 224),
+    ):
+        assert image.shape == (3, 8, 8)
+        assert image[:, 3, 4].tolist() == [9, 99, 199]
+
+
+def test_the_central_crop_by_hand():
+    # 8 x 4 pixels, to 4 x 2 with the shorter side 2: columns 1 and 2 of 4 are the middle.
+    row = np.repeat(np.array([0, 50, 100, 150], dtype=np.uint8), 2)
+    pixels = np.broadcast_to(row[None, :, None], (4, 8, 3))
+    out = evaluation_image(np.ascontiguousarray(pixels), 2, 1.0)
+    assert out.shape == (3, 2, 2)
+    assert abs(int(out[0, 0, 0]) - 50) < 12
+    assert abs(int(out[0, 0, 1]) - 100) < 12
+
+
+def test_crops_have_the_share_and_aspect_that_were_asked_for():
+    generator = np.random.default_rng(0)
+    crops = [random_crop((300, 400), (0.2, 0.5), generator) for _ in range(500)]
+    shares = np.array([h * w / 120_000 for _, _, h, w in crops])
+    assert shares.min() > 0.19
+    assert shares.max() < 0.51
+    assert all(0 <= t <= 300 - h and 0 <= left <= 400 - w for t, left, h, w in crops)
+    aspects = np.array([w / h for *_, h, w in crops])
+    assert aspects.min() > 0.73
+    assert aspects.max() < 1.36
+
+
+def test_mixing_draws_a_pairs_share_and_box():
+    both = AugmentationConfig(mixup=0.8, cutmix=1.0)
+    drawn = [mixing(both, 32, (0, pair)) for pair in range(400)]
+    boxes = [box for _, box in drawn if any(box)]
+    assert 120 < len(boxes) < 280  # half of the pairs, but for boxes of no pixel
+    for share, (top, left, bottom, right) in drawn:
+        assert 0 <= share <= 1
+        if bottom > top and right > left:
+            assert share == pytest.approx(1 - (bottom - top) * (right - left) / 32**2)
+    assert drawn[7] == mixing(both, 32, (0, 7))
+    assert mixing(AugmentationConfig(), 32, (0, 7)) == (1.0, (0, 0, 0, 0))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    prepare_images(
+        str(made.class_folders(root / "all")), root / "out", held_out=0.3, report=lambda line: None
+    )
+    return ImageData.open(root / "out")
+
+
+def samples(data, **changes):
+    chosen = AugmentationConfig(mixup=0.2, erasing=0.3)
+    settings = ImageDataConfig(path=str(data.path), augmentation=chosen, **changes)
+    return ImageSamples(data.split("train"), settings, 8, seed=5)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_an_epoch_has_every_image_once_in_another_order(data):
+    images = samples(data)
+    count = len(data.split("train"))
+    epochs = [[images.number_of(e * count + n) for n in range(count)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_sample_is_the_same_whenever_it_is_read_and_other_in_the_next_epoch(data):
+    forwards = [samples(data)[g] for g in range(40)]
+    again = samples(data)
+    backwards = {g: again[g] for g in reversed(range(40))}
+    assert all(same(forwards[g], backwards[g]) for g in range(40))
+    count = len(data.split("train"))
+    first = {samples(data).number_of(g): g for g in range(count)}
+    later = {samples(data).number_of(g): g for g in range(count, 2 * count)}
+    changed = [not torch.equal(again[first[n]][0], again[later[n]][0]) for n in range(count)]
+    assert sum(changed) > count * 0.8
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_global_batches_depend_on_neither_processes_nor_workers(data, workers):
+    whole = list(
+        micro_batches(
+            samples(data), start_step=0, num_steps=3, global_batch_size=8, micro_batch_size=8
+        )
+    )
+    for ranks in (1, 2):
+        parts = [
+            list(
+                micro_batches(
+                    samples(data), start_step=1, num_steps=2, global_batch_size=8,
+                    micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=ranks,
+                    num_workers=workers,
+                )
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        for step in (1, 2):
+            each = 4 // ranks
+            begin = (step - 1) * each
+            rows = [parts[j % ranks][begin + j // ranks] for j in range(4)]
+            joined = [torch.cat(field) for field in zip(*rows, strict=True)]
+            assert same(joined, whole[step])
+
+
+def test_damaged_images_are_replaced_until_there_are_too_many(tmp_path):
+    root = made.class_folders(tmp_path / "all")
+    for name in ("ant/000.jpg", "bee/001.jpg"):
+        (root / name).write_bytes((root / name).read_bytes()[:100])
+    prepare_images(str(root), tmp_path / "out", held_out=0.05, report=lambda line: None)
+    broken = ImageData.open(tmp_path / "out")
+    read = samples(broken, max_damaged=2)
+    count = len(broken.split("train"))
+    assert len([read[g] for g in range(count)]) == count
+    few = samples(broken, max_damaged=1)
+    with pytest.raises(DataError, match=r"data\.max_damaged: 1 is less than the 2 damaged") as one:
+        _ = [few[g] for g in range(count)]
+    assert "ant/000.jpg" in str(one.value)
+    assert "bee/001.jpg" in str(one.value)
+
+
+def test_compressed_groups_are_shuffled_and_read_about_once(tmp_path):
+    path = made.parquet(tmp_path / "train-0.parquet", 40, group=3, compression="snappy")
+    prepare_images(str(path), tmp_path / "out", held_out=0.05, report=lambda line: None)
+    split = ImageData.open(tmp_path / "out").split("train")
+    order = split.order(np.random.default_rng(0))
+    assert sorted(order) == list(range(len(split)))
+    groups = split._rows["offset"][order]
+    spans = [np.ptp(np.flatnonzero(groups == group)) for group in np.unique(groups)]
+    assert max(spans) < 16 * 3  # the images of a group stand in one window of 16
+    assert not np.array_equal(order, np.sort(order))
+
+
+def test_held_out_images_come_in_order_and_once_on_any_number_of_ranks(data):
+    images = EvaluationImages(data.split("validation"), ImageDataConfig(path="x"), 8)
+    whole = [images[n] for n in range(len(images))]
+    for ranks in (1, 2, 3):
+        seen = []
+        parts = [
+            list(evaluation_batches(images, len(images), 2, rank=rank, ranks=ranks))
+            for rank in range(ranks)
+        ]
+        assert len({len(part) for part in parts}) == 1
+        for row in zip(*parts, strict=True):
+            for batch, counts in row:
+                seen += [batch.images_BCHW[n] for n in counts.nonzero().flatten().tolist()]
+        assert len(seen) == len(whole)
+        assert all(torch.equal(a, b.images_BCHW) for a, b in zip(seen, whole, strict=True))
+    assert torch.equal(images.subset([2, 0])[1].images_BCHW, whole[0].images_BCHW)
+
+
+def test_randaugment_depends_on_its_seeds_alone_or_says_what_is_missing():
+    chosen = AugmentationConfig(randaugment=RandAugmentConfig())
+    settings = ImageDataConfig(path="x", augmentation=chosen)
+    pixels = np.asarray(made.picture(0, 1, (40, 30)))
+    if not available():
+        with pytest.raises(DataError, match=r"data\.augmentation\.randaugment: needs torchvision"):
+            training_image(pixels, 16, settings, (0, 0, 0))
+        return
+    torch.manual_seed(0)
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    first = training_image(pixels, 16, settings, (0, 0, 0))
+    assert torch.rand(1) == drawn  # the global generator was left as it was
+    assert torch.equal(first, training_image(pixels, 16, settings, (0, 0, 0)))
+    others = [training_image(pixels, 16, settings, (0, 0, n)) for n in range(1, 6)]
+    assert sum(not torch.equal(first, other) for other in others) >= 4

@@ -1,0 +1,256 @@
+"""Every source of images is indexed in place, and read as an independent reader reads it."""
+
+import gzip
+import io
+import json
+import struct
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.errors import DataError
+from data.images.dataset import ImageData
+from data.images.prepare import prepare_images
+from tests.helpers import images as made
+from tests.helpers.images import CLASSES
+
+
+def prepared(source, output, **options):
+    prepare_images(str(source), output, report=lambda line: None, **options)
+    return ImageData.open(output)
+
+
+def contents(data):
+    """All pictures with their classes, of the splits together."""
+    found = []
+    for name in data.manifest.splits:
+        split = data.split(name)
+        pairs = ((split.decode(n).tobytes(), int(split.labels[n])) for n in range(len(split)))
+        found += pairs
+    return sorted(found)
+
+
+SOURCES = {
+    "folder": lambda path: made.class_folders(path / "all"),
+    "zip": lambda path: made.zipped(path / "all.zip"),
+    "deflated": lambda path: made.zipped(path / "all.zip", deflated=True),
+    "tar": lambda path: made.webdataset(path / "all.tar"),
+    "tar-json": lambda path: made.webdataset(path / "all.tar", as_json=True),
+    "parquet": lambda path: made.parquet(path / "train-0.parquet"),
+    "snappy": lambda path: made.parquet(path / "train-0.parquet", compression="snappy"),
+    "arrow": lambda path: made.arrow(path / "saved"),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_source_holds_what_pillow_reads(tmp_path, kind):
+    data = prepared(SOURCES[kind](tmp_path), tmp_path / "out", held_out=0.25)
+    expected = sorted(
+        (np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).tobytes(), label)
+        for _, label, content in made.listed(8)
+    )
+    assert contents(data) == expected
+    assert data.manifest.class_names == list(CLASSES)
+    assert {name: about.images for name, about in data.manifest.splits.items()} == {
+        "train": 18, "validation": 6,
+    }  # fmt: skip
+    assert data.manifest.held_out.startswith("validation: 6 of the 24 training images")
+    # Nothing was copied: the index is small, but for what the images are read from.
+    kinds = {shard.kind for shard in data.manifest.shards}
+    one = {"folder": {"folder"}, "snappy": {"parquet"}, "zip": {"range", "zip"}}
+    assert kinds == one.get(kind, {"range", "zip"} if kind == "deflated" else {"range"})
+
+
+def test_a_set_whose_validation_is_its_test_gets_another_one(tmp_path):
+    root = tmp_path / "imagenet"
+    made.class_folders(root / "train")
+    made.class_folders(root / "val", 2)
+    data = prepared(root, tmp_path / "out")
+    sizes = {name: about.images for name, about in data.manifest.splits.items()}
+    assert sizes == {"train": 23, "validation": 1, "test": 6}
+    assert data.manifest.held_out.endswith("test: the data set's validation split")
+    held, train = data.split("validation"), data.split("train")
+    names = {train.name_of(n) for n in range(len(train))}
+    assert held.name_of(0) not in names
+
+
+def test_a_set_with_all_three_splits_keeps_them(tmp_path):
+    for name in ("train", "validation", "test"):
+        made.class_folders(tmp_path / "all" / name, 3)
+    data = prepared(tmp_path / "all", tmp_path / "out")
+    assert data.manifest.held_out is None
+    assert [about.images for about in data.manifest.splits.values()] == [9, 9, 9]
+
+
+def test_raw_files_of_mnist_and_cifar_are_read_where_they_are(tmp_path):
+    generator = np.random.default_rng(0)
+    mnist = tmp_path / "mnist"
+    mnist.mkdir()
+    pixels = generator.integers(0, 256, (10, 28, 28), dtype=np.uint8)
+    labels = np.arange(10, dtype=np.uint8)
+    head = struct.pack(">4B3I", 0, 0, 8, 3, 10, 28, 28)
+    (mnist / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + pixels.tobytes()))
+    (mnist / "train-labels-idx1-ubyte").write_bytes(
+        struct.pack(">4BI", 0, 0, 8, 1, 10) + labels.tobytes()
+    )
+    data = prepared(mnist, tmp_path / "m", held_out=0.1)
+    train = data.split("train")
+    for number in range(len(train)):
+        label = int(train.labels[number])
+        expected = np.repeat(pixels[label][..., None], 3, -1)
+        assert np.array_equal(train.decode(number), expected)
+    cifar = tmp_path / "cifar"
+    cifar.mkdir()
+    rows = generator.integers(0, 256, (5, 4, 3072), dtype=np.uint8)
+    for batch in range(5):
+        content = b"".join(bytes([batch]) + row.tobytes() for row in rows[batch])
+        (cifar / f"data_batch_{batch + 1}.bin").write_bytes(content)
+    data = prepared(cifar, tmp_path / "c", held_out=0.1)
+    whole = {row.reshape(3, 32, 32).transpose(1, 2, 0).tobytes() for row in rows.reshape(-1, 3072)}
+    assert {content for content, _ in contents(data)} == whole
+
+
+def test_digits_need_no_network(tmp_path):
+    datasets = pytest.importorskip("sklearn.datasets")
+    data = prepared("digits", tmp_path / "out", held_out=0.2)
+    expected = datasets.load_digits()
+    assert sum(about.images for about in data.manifest.splits.values()) == len(expected.target)
+    train = data.split("train")
+    number = int(train.name_of(0).rsplit("/", 1)[1].removesuffix(".png"))
+    grey = (expected.images[number] * 255 / 16).round().astype(np.uint8)
+    assert np.array_equal(train.decode(0)[..., 0], grey)
+    assert int(train.labels[0]) == expected.target[number]
+
+
+def test_it_is_kept_and_not_replaced_by_another(tmp_path):
+    source = made.zipped(tmp_path / "all.zip")
+    prepared(source, tmp_path / "out")
+    before = (tmp_path / "out" / "train.npy").stat().st_mtime_ns
+    prepared(source, tmp_path / "out")
+    assert (tmp_path / "out" / "train.npy").stat().st_mtime_ns == before
+    with pytest.raises(DataError, match=r"--output: .*holds other prepared data; --overwrite"):
+        prepared(source, tmp_path / "out", held_out=0.5)
+    prepared(source, tmp_path / "out", held_out=0.5, overwrite=True)
+    assert (tmp_path / "out" / "train.npy").stat().st_mtime_ns != before
+
+
+def test_a_moved_or_changed_file_is_noticed(tmp_path):
+    source = made.zipped(tmp_path / "all.zip")
+    data = prepared(source, tmp_path / "out")
+    assert list(data.faults(lambda count: None)) == []
+    (tmp_path / "out" / "train.names").write_bytes(b"other\n")
+    assert [name for name, _ in data.faults(lambda count: None)] == ["train.names"]
+    with source.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match="bytes, it had"):
+        ImageData.open(tmp_path / "out")
+    source.unlink()
+    with pytest.raises(DataError, match="is not there any more"):
+        ImageData.open(tmp_path / "out")
+
+
+def test_what_datasets_writes_is_read_by_byte_offsets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    saved = made.arrow(tmp_path / "saved")
+    file = tmp_path / "train.parquet"
+    datasets.load_from_disk(str(saved))["train"].to_parquet(str(file))
+    data = prepared(file, tmp_path / "out", held_out=0.25)
+    assert data.manifest.class_names == list(CLASSES)
+    assert len(contents(data)) == 24
+
+
+def spoil_tar_header(path):
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p / "nothing", "there is no such file or folder"),
+        (lambda p: made.webdataset(p / "a.tar").rename(p / "a.tar.gz"), "is a compressed tar"),
+        (lambda p: (p / "a.rar").touch() or p / "a.rar", "is of no known kind"),
+        (lambda p: (p / "a.zip").touch() or p / "a.zip", "cannot be read as a zip"),
+        (lambda p: (p / "a.parquet").touch() or p / "a.parquet", "cannot be read as parquet"),
+        (lambda p: (p / "empty").mkdir() or p / "empty", "has no folders of classes"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path, make, message):
+    source = make(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        prepared(source, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_damaged_header_of_a_tar_is_named(tmp_path):
+    path = made.webdataset(tmp_path / "a.tar")
+    spoil_tar_header(path)
+    with pytest.raises(DataError, match=r"a\.tar: the header at byte 0 is damaged"):
+        prepared(path, tmp_path / "out")
+
+
+def test_a_truncated_tar_is_named(tmp_path):
+    path = made.webdataset(tmp_path / "a.tar")
+    path.write_bytes(path.read_bytes()[:1700])
+    with pytest.raises(DataError, match="the file ends before this member does"):
+        prepared(path, tmp_path / "out")
+
+
+def test_images_without_a_class_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        content = made.encoded(made.picture(0, 0))
+        info = tarfile.TarInfo("0.jpg")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+    with pytest.raises(DataError, match=r"0\.jpg: has no class"):
+        prepared(tmp_path / "a.tar", tmp_path / "out")
+
+
+def test_labels_out_of_range_are_refused(tmp_path):
+    path = made.webdataset(tmp_path / "a.tar")
+    (tmp_path / "classes.txt").write_text("ant\nbee")
+    with pytest.raises(DataError, match="has the label 2, and classes are 0 to 1"):
+        prepared(path, tmp_path / "out")
+
+
+def test_labels_of_minus_one_are_refused_in_train_and_left_out_in_test(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(made.parquet(tmp_path / "train-0.parquet"))
+    unknown = pa.array([-1] * len(table), pa.int64())
+    pq.write_table(table.set_column(1, "label", unknown), tmp_path / "test-0.parquet")
+    data = prepared(tmp_path, tmp_path / "out")
+    assert set(data.manifest.splits) == {"train", "validation"}
+    pq.write_table(table.set_column(1, "label", unknown), tmp_path / "train-0.parquet")
+    with pytest.raises(DataError, match="has the label -1, and classes are 0 to 2"):
+        prepared(tmp_path, tmp_path / "other")
+
+
+def test_class_folders_that_differ_between_splits_are_refused(tmp_path):
+    made.class_folders(tmp_path / "all" / "train")
+    made.class_folders(tmp_path / "all" / "val")
+    (tmp_path / "all" / "val" / "dog").mkdir()
+    with pytest.raises(DataError, match=r"its validation split has 'dog' more"):
+        prepared(tmp_path / "all", tmp_path / "out")
+
+
+def test_a_folder_of_text_is_said_to_be_one(prepared_path):
+    with pytest.raises(DataError, match="holds prepared text"):
+        ImageData.open(prepared_path)
+
+
+def test_a_damaged_manifest_is_one_line(tmp_path):
+    prepared(made.zipped(tmp_path / "all.zip"), tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps(tree | {"class_names": 3}))
+    with pytest.raises(DataError, match="is damaged: class_names"):
+        ImageData.open(tmp_path / "out")
+    path.write_text("{")
+    with pytest.raises(DataError, match="is not JSON"):
+        ImageData.open(tmp_path / "out")

@@ -1,0 +1,112 @@
+"""Small real image files, in every form that `polyad prepare --images` reads."""
+
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def picture(label: int, number: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
+    """A picture of a class: its colour, with noise."""
+    generator = np.random.default_rng((label, number))
+    pixels = generator.integers(0, 80, (size[1], size[0], 3))
+    pixels[..., label % 3] += 150
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG") -> bytes:
+    """A file of it."""
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def listed(each: int) -> Iterator[tuple[str, int, bytes]]:
+    """Names, classes and contents of so many pictures of each class, in the order of a folder."""
+    for label, name in enumerate(CLASSES):
+        for number in range(each):
+            yield f"{name}/{number:03}.jpg", label, encoded(picture(label, number))
+
+
+def class_folders(root: Path, each: int = 8) -> Path:
+    """A folder for each class."""
+    for name, _, content in listed(each):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+def zipped(path: Path, each: int = 8, *, deflated: bool = False) -> Path:
+    """The same in a zip, in a folder of its split."""
+    kind = zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for name, _, content in listed(each):
+            archive.writestr(f"train/{name}", content)
+    return path
+
+
+def webdataset(path: Path, each: int = 8, *, as_json: bool = False) -> Path:
+    """The same as a WebDataset tar."""
+    with tarfile.open(path, "w") as archive:
+        for number, (_, label, content) in enumerate(listed(each)):
+            said = json.dumps({"label": label}) if as_json else str(label)
+            ending = "json" if as_json else "cls"
+            for name, data in (
+                (f"{number:06}.{ending}", said.encode()),
+                (f"{number:06}.jpg", content),
+            ):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    (path.parent / "classes.txt").write_text("\n".join(CLASSES))
+    return path
+
+
+def parquet(path: Path, each: int = 8, *, group: int = 5, compression: str = "none") -> Path:
+    """The same as `datasets` writes it to the hub."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = list(listed(each))
+    image = pa.StructArray.from_arrays(
+        [pa.array([c for _, _, c in rows], pa.binary()), pa.array([n for n, _, _ in rows])],
+        ["bytes", "path"],
+    )
+    names = {"info": {"features": {"label": {"names": list(CLASSES)}}}}
+    table = pa.table({"image": image, "label": pa.array([x for _, x, _ in rows], pa.int64())})
+    table = table.replace_schema_metadata({"huggingface": json.dumps(names)})
+    pq.write_table(
+        table,
+        path,
+        row_group_size=group,
+        compression=compression,
+        use_dictionary=False if compression == "none" else ["image.path"],
+        data_page_size=2000,
+    )
+    return path
+
+
+def arrow(root: Path, each: int = 8) -> Path:
+    """The same as `datasets` saves it to a disk."""
+    import datasets
+
+    rows = list(listed(each))
+    data = datasets.Dataset.from_dict(
+        {
+            "image": [{"bytes": c, "path": n} for n, _, c in rows],
+            "label": [label for _, label, _ in rows],
+        },
+        features=datasets.Features(
+            {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(CLASSES))}
+        ),
+    )
+    datasets.DatasetDict({"train": data}).save_to_disk(str(root))
+    return root

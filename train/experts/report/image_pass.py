@@ -1,0 +1,269 @@
+"""The pass over held-out images: which images and patches every expert gets most of, and which
+patch of a few images goes to which expert.
+
+Shapes: B images, T tokens of an image, S experts of all levels side by side.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from data.evaluation import evaluation_batches
+from model.vision import ImageModelSettings
+from train.errors import ConfigError
+from train.experts.probing import RoutedLayer, deciding
+from train.experts.report.top_tokens import TopTokens, choose_experts
+from train.tasks.images import ImageClassification
+
+MAPPED = 6
+"""Images of which the page shows where their patches go."""
+WHOLE_IMAGE = 1 << 20
+"""More tokens than an image has: of each image only the highest counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopImage:
+    """An image of which an expert gets much."""
+
+    coefficient: float
+    """The highest of its tokens."""
+    number: int
+    """In its split."""
+    label: str
+    patch: int | None
+    """The patch with that coefficient, by rows; None for the class token, and where tokens are no
+    patches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageExpert:
+    """One expert's coefficients over the images that were read."""
+
+    name: str
+    load: float
+    """Its mean coefficient, divided by that of its level."""
+    active: float
+    """Share of the tokens with a coefficient above 0."""
+    dominant: float
+    """Share of the tokens with a coefficient of at least 0.5."""
+    top: list[TopImage]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingMap:
+    """Where the patches of one image go in one layer."""
+
+    number: int
+    label: str
+    first: list[int]
+    """The expert with the highest coefficient of each patch, by rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePass:
+    """Top-activating images."""
+
+    data: str
+    split: str
+    images: int
+    """Images that were read."""
+    of_images: int
+    """Images of the whole split."""
+    grid: int
+    """Patches in a row."""
+    layers: dict[str, list[ImageExpert]]
+    """By the layer's name."""
+    maps: dict[str, list[RoutingMap]]
+    """By the layer's name; none where tokens are no patches."""
+    pixels: dict[int, np.ndarray[Any, Any]]
+    """The images that are shown, [H, W, 3] uint8, by their number."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without pixels."""
+        return {
+            "data": self.data,
+            "split": self.split,
+            "images": self.images,
+            "layers": {
+                name: [
+                    {
+                        "expert": expert.name,
+                        "load": expert.load,
+                        "active": expert.active,
+                        "dominant": expert.dominant,
+                        "top": [vars(image) for image in expert.top],
+                    }
+                    for expert in experts
+                ]
+                for name, experts in self.layers.items()
+            },
+            "maps": {name: [vars(each) for each in maps] for name, maps in self.maps.items()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageChoice:
+    """Which experts and how many images are shown."""
+
+    top: int = 8
+    """Images of an expert."""
+    per_layer: int = 6
+    """Experts that are picked in a layer, unless they are named."""
+    experts: tuple[str, ...] = ()
+    """By name, in every layer; see `RoutedLayer.expert_name`."""
+    limit: int = 20_000
+    """About how many images are read."""
+
+
+def read_images(
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    task: ImageClassification,
+    split: str,
+    choice: ImageChoice,
+    *,
+    batch_size: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> ImagePass:
+    """Reads images evenly over a split.
+
+    Args:
+        model: in evaluation mode, on one device.
+        layers: those that are read.
+        task: of the model.
+        split: `train`, `validation` or `test`.
+        choice: what is kept.
+        batch_size: images in a forward pass.
+        progress: is told the share done after each batch.
+
+    Raises:
+        ConfigError: coefficients are not finite.
+    """
+    device = next(model.parameters()).device
+    held_out, total = task.held_out(split), task.units_of(split)
+    count = min(total, choice.limit)
+    numbers = [number * total // count for number in range(count)]
+    tops = {x.name: TopTokens(x.num_experts, choice.top, device, WHOLE_IMAGE) for x in layers}
+    tokens: dict[str, int] = {}
+    done = 0
+    for batch, counts_B in evaluation_batches(Subset(held_out, numbers), count, batch_size):
+        size = len(counts_B)
+        number_B = torch.tensor([*numbers[done : done + size], *[-1] * size][:size])
+        for name, a_BTS in _coefficients(model, layers, task, batch.images_BCHW.to(device)).items():
+            tokens[name] = length = a_BTS.shape[1]
+            position_BT = number_B.unsqueeze(-1) * length + torch.arange(length)
+            position_BT = position_BT.where(number_B.unsqueeze(-1) >= 0, -1)
+            tops[name].add(a_BTS, position_BT.to(device))
+        done += size
+        progress(min(1.0, done / count))
+    grid = _grid(task.model)
+    reports = {
+        layer.name: _experts(layer, tops[layer.name], tokens[layer.name], grid, task, split, choice)
+        for layer in layers
+    }
+    mapped = [number * total // MAPPED for number in range(min(MAPPED, total))]
+    maps = _maps(model, layers, task, split, mapped, grid)
+    shown = {image.number for each in reports.values() for e in each for image in e.top}
+    shown |= {each.number for of_layer in maps.values() for each in of_layer}
+    return ImagePass(
+        data=task.name,
+        split=split,
+        images=count,
+        of_images=total,
+        grid=grid,
+        layers=reports,
+        maps=maps,
+        pixels={n: held_out[n].images_BCHW.permute(1, 2, 0).numpy() for n in sorted(shown)},
+    )
+
+
+def _coefficients(
+    model: nn.Module, layers: Sequence[RoutedLayer], task: ImageClassification, images_BCHW: Tensor
+) -> dict[str, Tensor]:
+    """Coefficients [B, T, S] of each layer, by name."""
+    with deciding(model, layers) as decisions, torch.inference_mode():
+        model(task.inputs(images_BCHW))
+        flat = {layer.name: decisions[layer.name].coefficients() for layer in layers}
+    size = len(images_BCHW)
+    return {name: a_MS.view(size, -1, a_MS.shape[-1]) for name, a_MS in flat.items()}
+
+
+def _grid(model: ImageModelSettings) -> int:
+    return model.image_size // model.patch_size
+
+
+def _patch(token: int, tokens: int, grid: int) -> int | None:
+    """The patch that a token is; tokens are patches, after a class token if there is one."""
+    before = tokens - grid * grid
+    return token - before if before in (0, 1) and token >= before else None
+
+
+def _experts(
+    layer: RoutedLayer,
+    top: TopTokens,
+    tokens: int,
+    grid: int,
+    task: ImageClassification,
+    split: str,
+    choice: ImageChoice,
+) -> list[ImageExpert]:
+    totals = top.totals()
+    if not totals.load_S.isfinite().all():
+        raise ConfigError(
+            f"the coefficients of {layer.name} are not finite: its weights hold NaN or inf, or are "
+            f"too large"
+        )
+    names = {layer.expert_name(column): column for column in range(layer.num_experts)}
+    columns = [names[expert] for expert in choice.experts]
+    columns = columns or choose_experts(totals, layer.levels, choice.per_layer)
+    scale = [size for size in layer.levels for _ in range(size)]
+    labels, classes = task.data.split(split).labels, task.data.manifest.class_names
+    patches = not layer.name.endswith("token_feed_forward")
+    return [
+        ImageExpert(
+            name=layer.expert_name(column),
+            load=float(totals.load_S[column]) * scale[column],
+            active=float(totals.active_S[column]),
+            dominant=float(totals.dominant_S[column]),
+            top=[
+                TopImage(
+                    coefficient=coefficient,
+                    number=position // tokens,
+                    label=classes[int(labels[position // tokens])],
+                    patch=_patch(position % tokens, tokens, grid) if patches else None,
+                )
+                for coefficient, position in top.highest(column)
+            ],
+        )
+        for column in columns
+    ]
+
+
+def _maps(
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    task: ImageClassification,
+    split: str,
+    numbers: Sequence[int],
+    grid: int,
+) -> dict[str, list[RoutingMap]]:
+    device = next(model.parameters()).device
+    held_out = task.held_out(split)
+    images = torch.stack([held_out[number].images_BCHW for number in numbers]).to(device)
+    labels, classes = task.data.split(split).labels, task.data.manifest.class_names
+    found = {}
+    for name, a_BTS in _coefficients(model, layers, task, images).items():
+        before = a_BTS.shape[1] - grid * grid
+        if name.endswith("token_feed_forward") or before not in (0, 1):
+            continue
+        first_BT = a_BTS[:, before:].argmax(-1).tolist()
+        found[name] = [
+            RoutingMap(number=number, label=classes[int(labels[number])], first=first_T)
+            for number, first_T in zip(numbers, first_BT, strict=True)
+        ]
+    return found

@@ -1,0 +1,139 @@
+"""Class polysemanticity: for how many classes each expert matters, by leaving it out.
+
+    d_c = (accuracy_c - accuracy_c without the expert) / accuracy_c      p = |d - onehot(argmax d)|
+
+An expert that one class alone needs has p = 0. Source: Oldfield et al. 2024, section 4.1.2.
+
+An expert with a coefficient of exactly 0 on every token of an image changes nothing of it: only the
+others are computed again, from the expert's layer on. With entmax those are a small part of all
+pairs of images and experts.
+
+Shapes: B images, T tokens of an image, D width, P pairs of an image and an expert, S experts of all
+levels side by side, K classes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from train.experts.leaving_out import leaving_out
+from train.experts.probing import RoutedLayer, deciding
+
+BINS = 20
+"""Bins of the histogram of polysemanticity."""
+
+
+class ImageModel(Protocol):
+    """A model of images that can be entered at a block."""
+
+    def embed(self, images_BCHW: Tensor) -> Tensor:
+        """What the first block gets [B, T, D]."""
+
+    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
+        """Logits [B, K] from what a block gets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polysemanticity:
+    """How much each expert of a layer matters to one class alone."""
+
+    expert_S: Tensor
+    """p of each expert; NaN where leaving it out changes no accuracy."""
+    class_S: Tensor
+    """The class that needs each expert most; -1 where none does."""
+
+    @property
+    def mean(self) -> float | None:
+        """Over the experts that matter to any class; None if none does."""
+        known = self.expert_S[self.expert_S.isfinite()]
+        return float(known.mean()) if len(known) else None
+
+    def histogram(self) -> dict[str, list[float]]:
+        """How many experts have which p: the edges of bins, and counts."""
+        known = self.expert_S[self.expert_S.isfinite()]
+        top = max(2.0, float(known.max())) if len(known) else 2.0
+        counts = torch.histc(known, BINS, min=0.0, max=top)
+        edges = torch.linspace(0, top, BINS + 1)
+        return {"edges": edges.tolist(), "experts": counts.tolist()}
+
+
+def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
+    """Computes the measure from counts.
+
+    Args:
+        right_K: Images of each class that the whole model has right.
+        lost_SK: How many of them fewer without each expert.
+
+    Returns:
+        The measure; a class that the model has never right counts as unchanged.
+    """
+    d_SK = torch.where(right_K > 0, lost_SK / right_K.clamp_min(1), 0).double()
+    highest_S = d_SK.argmax(-1)
+    onehot_SK = torch.zeros_like(d_SK).scatter_(1, highest_S.unsqueeze(-1), 1.0)
+    p_S = (d_SK - onehot_SK).norm(dim=-1)
+    matters_S = (d_SK != 0).any(-1)
+    return Polysemanticity(
+        expert_S=p_S.where(matters_S, torch.nan), class_S=highest_S.where(matters_S, -1)
+    )
+
+
+class LeaveOneOut:
+    """Counts what a model gets right without each expert of a layer, one expert at a time.
+
+    A capacity of experts depends on what else is in the batch, and is ignored here: pairs are
+    batched anew.
+
+    Args:
+        model: in evaluation mode, on one device.
+        layer: a feed-forward of a block.
+        classes: K.
+        rows: pairs in a forward pass.
+    """
+
+    def __init__(self, model: nn.Module, layer: RoutedLayer, classes: int, rows: int) -> None:
+        self._model, self.layer, self._rows = model, layer, rows
+        device = next(model.parameters()).device
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=torch.float64, device=device)
+
+        self.right_K, self.images_K = zeros(classes), zeros(classes)
+        self.lost_SK = zeros(layer.num_experts, classes)
+        self.pairs = zeros(1)
+
+    @torch.inference_mode()
+    def add(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
+        """Counts a batch.
+
+        Args:
+            images_BCHW: Normalized.
+            labels_B: Their classes.
+        """
+        model: Any = self._model
+        x_BTD = model.embed(images_BCHW)
+        for block in model.blocks[: self.layer.block]:
+            x_BTD, _ = block(x_BTD)
+        with deciding(self._model, [self.layer]) as decisions:
+            logits_BK = model.tail(x_BTD, self.layer.block)
+        a_MS = decisions[self.layer.name].coefficients()
+        a_BTS = a_MS.view(len(labels_B), -1, a_MS.shape[-1])
+        right_B = logits_BK.argmax(-1) == labels_B
+        self.right_K.index_add_(0, labels_B, right_B.double())
+        self.images_K.index_add_(0, labels_B, torch.ones_like(right_B, dtype=torch.float64))
+        image_P, expert_P = (a_BTS != 0).any(1).nonzero().unbind(-1)
+        self.pairs += len(image_P)
+        with leaving_out(self._model, self.layer) as leave:
+            for image_R, expert_R in _in_rows(image_P, expert_P, self._rows):
+                leave(expert_R)
+                changed_RK = model.tail(x_BTD[image_R], self.layer.block)
+                still_R = changed_RK.argmax(-1) == labels_B[image_R]
+                lost_R = right_B[image_R].double() - still_R.double()
+                self.lost_SK.index_put_((expert_R, labels_B[image_R]), lost_R, accumulate=True)
+
+
+def _in_rows(image_P: Tensor, expert_P: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for first in range(0, len(image_P), rows):
+        yield image_P[first : first + rows], expert_P[first : first + rows]

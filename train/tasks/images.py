@@ -1,0 +1,395 @@
+"""Image classification: one of the classes of a folder of images.
+
+Shapes: B images of a micro-batch, C channels, H x W pixels, K classes, S bins of confidence.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from data.evaluation import evaluation_batches
+from data.images.config import ImageDataConfig
+from data.images.dataset import ImageData
+from data.images.samples import EvaluationImages, ImageBatch, ImageSamples
+from model.output import RoutingStats
+from model.vision import ImageModelSettings
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import Weights
+from train.errors import ConfigError
+from train.tasks.mixing import mix_images, normalize, soft_targets
+from train.tasks.task import (
+    Kept,
+    Predictor,
+    Score,
+    Sections,
+    Share,
+    StoredData,
+    Task,
+    Unit,
+)
+
+CLASSES_FILE = "classes.json"
+"""The file of a checkpoint with the names of its classes, in their order."""
+BINS = 15
+"""Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
+
+
+class ImageProbe:
+    """Held-out images that several checkpoints read.
+
+    Args:
+        task: Of the images.
+        split: That they are of.
+        numbers: Of the images, in the split.
+    """
+
+    def __init__(self, task: "ImageClassification", split: str, numbers: Sequence[int]) -> None:
+        self._task, self._split, self._numbers = task, split, numbers
+
+    def __len__(self) -> int:
+        """Counts the images."""
+        return len(self._numbers)
+
+    def about(self) -> dict[str, int]:
+        """The size of the images, in pixels."""
+        return {"image_size": self._task.model.image_size}
+
+    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalized images [B, C, H, W], and which of them count [B]."""
+        images = torch.utils.data.Subset(self._task.held_out(self._split), self._numbers)
+        for batch, counts_B in evaluation_batches(
+            images,
+            len(self._numbers),
+            batch_size,
+            rank=world.data_parallel_rank,
+            ranks=world.data_parallel_size,
+        ):
+            yield self._task.inputs(batch.images_BCHW.to(world.device)), counts_B.to(world.device)
+
+
+class ImageClassification(Task[ImageBatch]):
+    """The class of each image of a prepared folder.
+
+    Args:
+        data: The prepared images.
+        sections: Sections of the configuration.
+    """
+
+    data_settings = ImageDataConfig
+    unit = Unit("image", "img")
+    scores = (
+        Score("top1", "top-1", 4),
+        Score("top5", "top-5", 4),
+        Score("loss", "loss", 4, "nats an image"),
+        Score("calibration_error", "calibration error", 4),
+    )
+    loss_unit = "nats an image"
+    validation_score: ClassVar[str] = "validation_top1"
+    model: ImageModelSettings
+
+    def __init__(self, data: ImageData, sections: Sections) -> None:
+        settings, model = sections.data, sections.model
+        assert isinstance(settings, ImageDataConfig)
+        if not isinstance(model, ImageModelSettings):
+            raise ConfigError(
+                f"data.kind: images is not allowed with model.kind: {model.kind}, which does not "
+                f"read images; mixer and vit do"
+            )
+        self.data, self.settings = data, settings
+        self._seed, self._max_images = sections.seed, sections.evaluation.max_windows
+        self.model = with_classes(model, data, self.place)
+
+    @classmethod
+    def open(cls, sections: Sections) -> "ImageClassification":
+        """Opens the prepared images."""
+        assert isinstance(sections.data, ImageDataConfig)
+        return cls(ImageData.open(sections.data.path), sections)
+
+    @property
+    def place(self) -> str:
+        """`data.path` with the folder."""
+        return f"data.path: {self.settings.path}"
+
+    @property
+    def name(self) -> str:
+        """The folder as the configuration has it."""
+        return str(self.settings.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the training images and of the names of the classes."""
+        return self.data.fingerprint
+
+    @functools.cached_property
+    def samples(self) -> ImageSamples:
+        """Images after augmentation, by their global number."""
+        return ImageSamples(
+            self.data.split("train"), self.settings, self.model.image_size, self._seed
+        )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of training images."""
+        return len(self.data.split("train"))
+
+    def inputs(self, images_BCHW: Tensor) -> Tensor:
+        """The input of a model, fp32.
+
+        Args:
+            images_BCHW: Pixels from 0 to 255, uint8 or fp32.
+        """
+        return normalize(images_BCHW, self.settings.mean, self.settings.std)
+
+    def losses(
+        self, model: Predictor, batch: ImageBatch
+    ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """The loss of each image [B], against the mixed labels if images are mixed."""
+        images_BCHW, mixes = batch.images_BCHW, self.settings.mixes
+        if mixes:
+            images_BCHW = mix_images(images_BCHW, batch.mix_B, batch.box_B4)
+        logits_BK, routing = model(self.inputs(images_BCHW))
+        targets_BK = soft_targets(
+            batch.labels_B,
+            batch.mix_B if mixes else None,
+            logits_BK.shape[-1],
+            self.settings.label_smoothing,
+        )
+        return self._loss(logits_BK.float(), targets_BK), routing
+
+    def _loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
+        if self.settings.loss == "sigmoid":
+            each_BK = binary_cross_entropy_with_logits(logits_BK, targets_BK, reduction="none")
+            return each_BK.sum(-1)
+        return -(targets_BK * logits_BK.log_softmax(-1)).sum(-1)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return "validation" in self.data.manifest.splits
+
+    def validate(
+        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
+    ) -> dict[str, float]:
+        """Accuracies and loss of the validation split, or of its first images."""
+        found = self.score(
+            model,
+            "validation",
+            batch_size=batch_size,
+            world=world,
+            report=report,
+            most=self._max_images,
+        )
+        return {f"validation_{name}": found[name] for name in ("top1", "top5", "loss")}
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: Predictor,
+        split: str,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share | None = None,
+        most: int | None = None,
+    ) -> dict[str, Any]:
+        """Accuracy of a split, as a whole and of each class; see `Task.score`.
+
+        Args:
+            model: In evaluation mode.
+            split: `train`, `validation` or `test`.
+            batch_size: Images in a forward pass.
+            world: This process.
+            report: Is told the share done.
+            most: Images that are scored, evenly over the split; None: all of them.
+
+        Returns:
+            Also `calibration_error`, the expected calibration error over 15 bins of confidence
+            (Guo et al. 2017), and of each class `accuracy` and `images`.
+        """
+        images = self.held_out(split)
+        total = len(images) if most is None else min(len(images), most)
+        spread = torch.utils.data.Subset(images, [n * len(images) // total for n in range(total)])
+        counted = Counted(len(self.data.manifest.class_names), world.device)
+        done = 0
+        for batch, counts_B in evaluation_batches(
+            spread,
+            total,
+            batch_size,
+            rank=world.data_parallel_rank,
+            ranks=world.data_parallel_size,
+            num_workers=self.settings.num_workers,
+        ):
+            pixels_BCHW, labels_B = (
+                each.to(world.device) for each in (batch.images_BCHW, batch.labels_B)
+            )
+            counts_B = counts_B.to(world.device)
+            logits_BK = model(self.inputs(pixels_BCHW)).logits.float()[counts_B]
+            labels_B = labels_B[counts_B]
+            targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
+            counted.add(logits_BK, labels_B, self._loss(logits_BK, targets_BK))
+            done += len(counts_B) * world.data_parallel_size
+            if report is not None:
+                report(min(1.0, done / total))
+        return {
+            **counted.result(world, self.data.manifest.class_names),
+            "images_in_split": len(images),
+            "image_size": self.model.image_size,
+            "held_out": self.data.manifest.held_out,
+        }
+
+    def units_of(self, split: str) -> int:
+        """The number of images of a split."""
+        return len(self.data.split(split))
+
+    def check_split(self, split: str) -> None:
+        """Checks that there is such a split."""
+        self.data.split(split)
+
+    def held_out(self, split: str) -> EvaluationImages:
+        """The images of a split without augmentation, in their order."""
+        return EvaluationImages(self.data.split(split), self.settings, self.model.image_size)
+
+    @classmethod
+    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Scores, the worst classes, and what was held out of what."""
+        rows = super().score_rows(result)
+        worst = sorted(
+            (each["accuracy"], name)
+            for name, each in result["per_class"].items()
+            if each["accuracy"] is not None
+        )
+        named = ", ".join(f"{name} {accuracy:.3f}" for accuracy, name in worst[:3])
+        rows.append(("worst classes", named))
+        if result["held_out"]:
+            rows.append(("held out", result["held_out"]))
+        return rows
+
+    def kept(self) -> Kept:
+        """The names of the classes, and the fingerprint of the data."""
+        names = json.dumps(list(self.data.manifest.class_names), ensure_ascii=False, indent=0)
+        return Kept(
+            state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: names.encode()}
+        )
+
+    def check_weights(self, weights: Weights, owner: str) -> None:
+        """Checks that the weights were trained with these classes in this order."""
+        if not isinstance(weights, Checkpoint):
+            return
+        names = class_names_of(weights)
+        ours = list(self.data.manifest.class_names)
+        if names is not None and names != ours:
+            raise ConfigError(f"{self.place} has {_differing(ours, names, owner)}")
+
+    def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
+        """Numbers of the images in the training split."""
+        return {self.name: sorted({self.samples.number_of(sample) for sample in samples})}
+
+    def stored(self) -> Sequence[StoredData]:
+        """The prepared folder, unless `data.verify` is false."""
+        return [self.data] if self.settings.verify else []
+
+    def probe(self, units: int, split: str | None = None) -> ImageProbe:
+        """Images evenly over a split, or over the validation split."""
+        split = split or "validation"
+        total = self.units_of(split)
+        count = min(total, units)
+        return ImageProbe(self, split, [number * total // count for number in range(count)])
+
+
+class Counted:
+    """Sums over images that all scores follow from.
+
+    Args:
+        classes: K.
+        device: Of the logits.
+    """
+
+    def __init__(self, classes: int, device: torch.device) -> None:
+        self._totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
+        self._bins_S3 = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+        self._classes_K2 = torch.zeros(classes, 2, dtype=torch.float64, device=device)
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
+        """Counts images; none may be filling."""
+        highest_B5 = logits_BK.topk(min(5, logits_BK.shape[-1]), dim=-1).indices
+        hits_B5 = highest_B5 == labels_B.unsqueeze(-1)
+        right_B = hits_B5[:, 0].double()
+        ones_B = torch.ones_like(right_B)
+        sums = (losses_B.double(), right_B, hits_B5.any(-1).double(), ones_B)
+        self._totals_4 += torch.stack([each_B.sum() for each_B in sums])
+        confidence_B = logits_BK.softmax(-1).amax(-1).double()
+        bin_B = (confidence_B * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
+        self._bins_S3.index_add_(0, bin_B, torch.stack([confidence_B, right_B, ones_B], dim=-1))
+        self._classes_K2.index_add_(0, labels_B, torch.stack([right_B, ones_B], dim=-1))
+
+    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
+        """The scores over all processes.
+
+        Args:
+            world: This process.
+            names: Of the classes.
+        """
+        parts = [self._totals_4, self._bins_S3.flatten(), self._classes_K2.flatten()]
+        summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
+        totals_4, bins, classes = torch.split(summed, [len(part) for part in parts])
+        loss, right, among_five, count = totals_4.tolist()
+        bins_S3 = bins.view(BINS, 3)
+        gap_S = (bins_S3[:, 0] - bins_S3[:, 1]).abs()
+        per_class = {
+            name: {"accuracy": hits / images if images else None, "images": int(images)}
+            for name, (hits, images) in zip(names, classes.view(-1, 2).tolist(), strict=True)
+        }
+        return {
+            "top1": right / count,
+            "top5": among_five / count,
+            "loss": loss / count,
+            "calibration_error": float(gap_S.sum()) / count,
+            "images_scored": int(count),
+            "per_class": per_class,
+        }
+
+
+def with_classes(model: ImageModelSettings, data: ImageData, place: str) -> ImageModelSettings:
+    """Completes a model's configuration with the number of classes.
+
+    Args:
+        model: Its `num_classes` may be None.
+        data: The images.
+        place: Names the data in the error.
+
+    Raises:
+        ConfigError: The model has another number of classes, or other channels.
+    """
+    classes = len(data.manifest.class_names)
+    if model.num_classes is not None and model.num_classes != classes:
+        raise ConfigError(
+            f"model.num_classes: {model.num_classes} is not the number of classes of {place}, "
+            f"which is {classes}; null takes it from the data"
+        )
+    if model.channels != 3:
+        raise ConfigError(
+            f"model.channels: {model.channels} is not 3, red, green and blue of {place}"
+        )
+    return model.model_copy(update={"num_classes": classes}).filled()
+
+
+def class_names_of(checkpoint: Checkpoint) -> list[str] | None:
+    """The names of the classes that a checkpoint was trained with; None if it has none."""
+    file = checkpoint.folder / CLASSES_FILE
+    return json.loads(file.read_bytes()) if file.is_file() else None
+
+
+def _differing(ours: list[str], theirs: list[str], owner: str) -> str:
+    if len(ours) != len(theirs):
+        return f"{len(ours)} classes, the {owner} was trained with {len(theirs)}"
+    first = next(n for n, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+    return (
+        f"other classes than the {owner} was trained with: class {first} is {ours[first]!r}, "
+        f"not {theirs[first]!r}"
+    )
