@@ -29,6 +29,9 @@ _NAMES = {
     "moe_num_experts",
     "model.feed_forward.top_k": "k topk moe_top_k moe_router_topk num_experts_per_tok "
     "num_experts_per_token",
+    "model.feed_forward.router_noise": "noise_std gate_noise router_jitter_noise",
+    "model.feed_forward.capacity_order": "batch_priority batch_prioritized_routing",
+    "model.feed_forward.evaluation_capacity_factor": "eval_capacity_factor",
     "model.feed_forward.expert_hidden_size": "moe_intermediate_size expert_size expert_dim",
     "data.path": "dataset dataset_path data_path data_dir train_data train_file dataset_name",
     "data.num_workers": "workers dataloader_num_workers",
@@ -55,6 +58,8 @@ _NAMES = {
     "loss.load_balance": "aux_loss aux_loss_coef router_aux_loss_coef moe_aux_loss_coeff "
     "load_balance_coef load_balancing_loss balance_loss",
     "loss.router_z": "z_loss router_z_loss router_z_loss_coef moe_z_loss_coeff",
+    "loss.importance": "importance_loss importance_loss_weight importance_loss_coef",
+    "loss.load": "load_loss load_loss_weight load_loss_coef",
     "parallel.tensor_parallel_size": "tp tp_size tensor_parallel tensor_model_parallel_size "
     "model_parallel_size",
     "parallel.expert_parallel_size": "ep ep_size expert_parallel expert_model_parallel_size",

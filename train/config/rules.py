@@ -43,6 +43,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
+    check_load_loss(config)
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -140,6 +141,20 @@ def check_fluctuation(config: RunConfig) -> None:
         raise ConfigError(
             "log.fluctuation: true is not allowed with checkpoint.every: 0: the one checkpoint at "
             "the end has none before it to be compared with; take 1 or more"
+        )
+
+
+def check_load_loss(config: RunConfig) -> None:
+    """Checks that the load loss has a router with noise.
+
+    Raises:
+        ConfigError: there is none, and the loss would be left out in silence.
+    """
+    blocks = config.model.block_feed_forwards()
+    if config.loss.load and not any(getattr(block, "router_noise", 0) for block in blocks):
+        raise ConfigError(
+            f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs "
+            f"model.feed_forward.kind: smoe with router_noise above 0, or has to be 0"
         )
 
 
