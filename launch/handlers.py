@@ -84,7 +84,13 @@ def evaluate(options: Namespace) -> None:
             table = comparison_table(result)
         else:
             attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
-            result = evaluate(options.path, attack=attack, leak=options.leak, **chosen)
+            result = evaluate(
+                options.path,
+                attack=attack,
+                leak=options.leak,
+                weights=options.weights,
+                **chosen,
+            )
             table = result_table(result)
         if is_main():
             show(result, table, options.json, stdout)
@@ -102,6 +108,8 @@ def _check_evaluation(options: Namespace) -> None:
         raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
     if options.attack is not None and options.compare is not None:
         raise UsageError(f"--attack: {options.attack} is not allowed with --compare")
+    if options.weights != "trained" and options.compare is not None:
+        raise UsageError(f"--weights: {options.weights} is not allowed with --compare")
     if options.leak is not None and options.compare is not None:
         raise UsageError(f"--leak: {options.leak} is not allowed with --compare")
 
@@ -163,7 +171,9 @@ def convert(options: Namespace) -> None:
     check_json_path(options.json)
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
     with only_results_on_stdout() as stdout:
-        result = convert(options.source, options.destination, options.to, upcycling)
+        result = convert(
+            options.source, options.destination, options.to, upcycling, options.weights
+        )
         show(result, conversion_table(result), options.json, stdout)
 
 

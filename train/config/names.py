@@ -44,6 +44,7 @@ _NAMES = {
     "per_device_train_batch_size train_micro_batch_size_per_gpu",
     "train.precision": "bf16 fp16 fp32 float16 bfloat16 dtype torch_dtype amp mixed_precision",
     "train.tf32": "allow_tf32",
+    "train.ema": "ema_decay use_ema model_ema model_ema_decay polyak_decay moving_average",
     "optimizer.kind": "optim optimizer_type",
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.weight_decay": "wd",

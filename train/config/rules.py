@@ -13,9 +13,9 @@ from train.errors import ConfigError
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "train.steps",
-    "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
-    "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
-    "model.compile",
+    "train.micro_batch_size", "train.max_skipped_steps", "train.ema",
+    "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
+    "model.recompute", "model.compile",
     # Initial weights, which matter to new runs alone.
     "model.feed_forward.scale_residual_init",
 )  # fmt: skip
