@@ -217,7 +217,7 @@ def schedule_line(config: RunConfig) -> str:
     if schedule.kind == "constant":
         return f"{start}, then constant" if start else f"constant {peak:g}"
     end = schedule.decay_steps or config.train.steps
-    fall = f"cosine from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
+    fall = f"{schedule.kind} from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
     return f"{start}, {fall}" if start else fall
 
 

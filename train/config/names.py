@@ -48,6 +48,7 @@ _NAMES = {
     "optimizer.kind": "optim optimizer_type",
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.weight_decay": "wd",
+    "optimizer.decay": "decay_mask weight_decay_mask no_decay",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 adam_betas",
     "optimizer.epsilon": "eps adam_eps adam_epsilon",
     "optimizer.clip_grad_norm": "clip clip_grad grad_clip grad_norm_clip max_norm max_grad_norm "
