@@ -232,12 +232,14 @@ class SparseMoEConfig(Config):
 
     def saved_numbers_per_token(self, width: int) -> int:
         """Numbers that a token saves for the backward pass: for each of its experts the input, the
-        inner units before and after the activation, and the output.
+        inner units before and after the activation, and the output; both again once they are
+        dropped.
 
         Args:
             width: D.
         """
-        return self.top_k * 2 * (self.inner_size(width) + width)
+        times = 3 if self.expert_dropout else 2
+        return self.top_k * times * (self.inner_size(width) + width)
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts the weights that multiply one token: top_k experts, and the score.
