@@ -153,8 +153,8 @@ def check_load_loss(config: RunConfig) -> None:
     blocks = config.model.block_feed_forwards()
     if config.loss.load and not any(getattr(block, "router_noise", 0) for block in blocks):
         raise ConfigError(
-            f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs "
-            f"model.feed_forward.kind: smoe with router_noise above 0, or has to be 0"
+            f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
+            f"feed-forward of kind: smoe with router_noise above 0; without one 0 is allowed"
         )
 
 
