@@ -150,8 +150,9 @@ def check_load_loss(config: RunConfig) -> None:
     Raises:
         ConfigError: there is none, and the loss would be left out in silence.
     """
-    blocks = config.model.block_feed_forwards()
-    if config.loss.load and not any(getattr(block, "router_noise", 0) for block in blocks):
+    feed_forward = config.model.known_feed_forward()
+    noise = feed_forward.router_noise if isinstance(feed_forward, SparseMoEConfig) else 0
+    if config.loss.load and not noise:
         raise ConfigError(
             f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
             f"feed-forward of kind: smoe with router_noise above 0; without one 0 is allowed"
