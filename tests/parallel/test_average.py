@@ -25,7 +25,16 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("processes", "case"), CASES.values(), ids=CASES)
+SLOW = {"tensor parallel, experts, stage 1"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "case"),
+    [
+        pytest.param(*about, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, about in CASES.items()
+    ],
+)
 def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, processes, case):
     for result in workers(processes).run(averaged, case):
         assert result["started"]  # as the weights
