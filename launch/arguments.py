@@ -165,6 +165,7 @@ def evaluate_arguments(parser: Parser) -> None:
         action="store_true",
         help="of a model of images: for how many classes each expert matters, by leaving it out",
     )
+    _weights_argument(parser)
     override_arguments(parser)
 
 
@@ -232,6 +233,16 @@ def study_arguments(parser: Parser) -> None:
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
+def _weights_argument(parser: Parser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="of a checkpoint: those that were trained, or their moving average, which a run with "
+        "train.ema keeps; default trained",
+    )
+
+
 def convert_arguments(parser: Parser) -> None:
     """Those of `polyad convert`."""
     add = parser.add_argument
@@ -251,6 +262,7 @@ def convert_arguments(parser: Parser) -> None:
         "takes keys of model.feed_forward, for example placement=[1,3], noise=X (the standard "
         "deviation of what is added to each expert's weights, as a share of theirs) and seed=N",
     )
+    _weights_argument(parser)
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 

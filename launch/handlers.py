@@ -124,7 +124,7 @@ def evaluate(options: Namespace) -> None:
         elif options.specialization:
             from train.evaluation.specialization import specialization, specialization_table
 
-            result = specialization(options.path, **chosen)
+            result = specialization(options.path, weights=options.weights, **chosen)
             table = specialization_table(result)
         elif options.robustness is not None:
             from data.errors import user_path
@@ -132,11 +132,19 @@ def evaluate(options: Namespace) -> None:
 
             name, place = options.robustness
             del chosen["split"]
-            result = robustness(options.path, name, user_path(place), **chosen)
+            result = robustness(
+                options.path, name, user_path(place), weights=options.weights, **chosen
+            )
             table = robustness_table(result)
         else:
             attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
-            result = evaluate(options.path, attack=attack, leak=options.leak, **chosen)
+            result = evaluate(
+                options.path,
+                attack=attack,
+                leak=options.leak,
+                weights=options.weights,
+                **chosen,
+            )
             table = result_table(result)
         if is_main():
             show(result, table, options.json, stdout)
@@ -166,6 +174,8 @@ def _check_evaluation(options: Namespace) -> None:
     for option, value in (("--attack", options.attack), ("--leak", options.leak)):
         if value is not None and in_place:
             raise UsageError(f"{option}: {value} is not allowed with {in_place[0]}")
+    if options.weights != "trained" and options.compare is not None:
+        raise UsageError(f"--weights: {options.weights} is not allowed with --compare")
     if len(in_place) > 1:
         raise UsageError(f"{in_place[1]}: is not allowed with {in_place[0]}")
     if options.robustness is not None and options.robustness[0] not in ROBUSTNESS_SETS:
@@ -232,7 +242,9 @@ def convert(options: Namespace) -> None:
     check_json_path(options.json)
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
     with only_results_on_stdout() as stdout:
-        result = convert(options.source, options.destination, options.to, upcycling)
+        result = convert(
+            options.source, options.destination, options.to, upcycling, options.weights
+        )
         show(result, conversion_table(result), options.json, stdout)
 
 

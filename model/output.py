@@ -30,6 +30,11 @@ class RoutingStats(NamedTuple):
     """E sum_e f_e P_e, with its gradient: 1 at even load."""
     z_loss: Tensor | None = None
     """Mean of the squared logsumexp of the router's logits, with its gradient."""
+    importance_loss: Tensor | None = None
+    """Squared coefficient of variation of the scores' sum over tokens, of each token's own scores
+    without noise and before a graph, with its gradient: 0 if it is even."""
+    load_loss: Tensor | None = None
+    """The same of the load to be expected under the router's noise; None without noise."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
     effective_neighbours: Tensor | None = None

@@ -26,7 +26,7 @@ from model.smoe.layer import SparseMoE
 from model.smoe.selection import Selected
 from parallel import comm
 from parallel.placement import split_experts
-from parallel.tensor import tensor_parallel_library
+from parallel.tensor import own_random_numbers, tensor_parallel_library
 from parallel.zero import import_deepspeed
 
 
@@ -46,6 +46,8 @@ def parallelize_experts(layer: SparseMoE, world: comm.World) -> None:
         layer.dispatcher = _expert_parallel_dispatcher()(experts.config.num_experts, world)
     elif world.tensor_parallel_size > 1:
         layer.dispatcher = TensorParallelDispatcher()
+    if world.tensor_parallel_size > 1:
+        experts.dropout = OwnDropout(experts.dropout.p, world)
     graph = layer.router.graph
     if world.tensor_parallel_size > 1 and isinstance(graph, AttentionGraph):
         layer.router.graph = TensorParallelAttentionGraph(graph, world)
@@ -121,6 +123,24 @@ def connect_without_engine(layers: Iterable[SparseMoE]) -> None:
     groups.mpu = None
     for layer in layers:
         layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
+
+
+class OwnDropout(nn.Dropout):
+    """Dropout of units that are cut: each process drops others.
+
+    Args:
+        probability: of a unit.
+        world: this process.
+    """
+
+    def __init__(self, probability: float, world: comm.World) -> None:
+        super().__init__(probability)
+        self._world = world
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zeros some units, and scales the others up."""
+        with own_random_numbers(self._world):
+            return super().forward(x)
 
 
 class TensorParallelDispatcher(Dispatcher):

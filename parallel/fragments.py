@@ -36,7 +36,8 @@ class Fragment:
     numel: int
 
     def view(self, field: str) -> torch.Tensor:
-        """The fragment's elements of the master weight or of an optimizer state, flat, in place.
+        """The fragment's elements of the master weight, of its moving average or of an optimizer
+        state, flat, in place.
 
         Call `Engine.about_to_change` before writing to it.
         """
@@ -55,7 +56,10 @@ class Source(Protocol):
         offset: tuple[int, ...],
         size: tuple[int, ...],
     ) -> torch.Tensor:
-        """A box of a master weight or an optimizer state, fp32, of shape `size`."""
+        """A box of a master weight, its average or an optimizer state, fp32, of shape `size`.
+
+        A source without averages gives the weights for them.
+        """
         ...
 
     def step(self, name: str) -> float:

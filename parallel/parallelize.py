@@ -17,10 +17,11 @@ from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
 from parallel import comm, expert, tensor
 from parallel.batch_norm import synchronize_norms
+from parallel.checkpoint.index import OF_WEIGHTS
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.factors import parallelize_factors
-from parallel.fragments import MASTER, Source, fill
+from parallel.fragments import Source, fill
 from parallel.tensor import Mpu, parallelize_tensors, placement_of
 from parallel.zero import (
     DTYPES,
@@ -57,7 +58,7 @@ class InitialWeights:
         size: tuple[int, ...],
     ) -> torch.Tensor:
         """A box of a parameter's initial value; zeros for optimizer state."""
-        if field != MASTER:
+        if field not in OF_WEIGHTS:
             return torch.zeros(size)
         box = [slice(a, a + n) for a, n in zip(offset, size, strict=True)]
         experts = None
@@ -93,6 +94,7 @@ def parallelize(
     source: Source,
     cross_entropy: CrossEntropy,
     compiled: bool = False,
+    average_decay: float | None = None,
 ) -> Engine:
     """Spreads a model over the processes of `dims`.
 
@@ -109,6 +111,7 @@ def parallelize(
         source: what weights and optimizer state start from.
         cross_entropy: of whole logits; a layout that cuts them has its own.
         compiled: whether blocks run through torch.compile.
+        average_decay: of the moving average of the weights; None: none is kept.
 
     Returns:
         The engine, ready for its first step.
@@ -155,6 +158,7 @@ def parallelize(
         cross_entropy=cross_entropy,
         copies=[_copies(p, world) for p in parameters],
         mpu=mpu,
+        average_decay=average_decay,
     )
     comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)

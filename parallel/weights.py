@@ -1,13 +1,14 @@
 """Opens a model's weights in any format: a checkpoint, Hugging Face, or plain safetensors."""
 
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from model.build import build_model, initial_value, place
 from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from parallel.checkpoint.manifest import CheckpointError
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from parallel.plain_weights import PlainWeights, is_plain_folder
@@ -15,30 +16,47 @@ from parallel.zero import DTYPES, Precision
 
 Weights: TypeAlias = Checkpoint | HuggingFaceWeights | PlainWeights
 """A model's weights in any format: names, shapes and whole tensors, one at a time."""
+Choice = Literal["trained", "ema"]
+"""Which weights of a checkpoint: those that were trained, or their moving average (`train.ema`)."""
 
 
-def open_weights(path: Path) -> Weights:
+def open_weights(path: Path, choice: Choice = "trained") -> Weights:
     """The weights that a path means: a checkpoint, a run's newest one, a Hugging Face folder of
     GPT-2, or a folder of safetensors under our names.
+
+    Args:
+        path: what to open.
+        choice: which weights; folders of weights have no average.
 
     Raises:
         ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
     """
+    if choice == "ema" and (is_huggingface_folder(path) or is_plain_folder(path)):
+        raise CheckpointError(
+            f"{path}: is a folder of weights, which has no moving average of them; a checkpoint of "
+            f"a run with train.ema has one"
+        )
     if is_huggingface_folder(path):
         return HuggingFaceWeights(path)
     if is_plain_folder(path):
         return PlainWeights(path)
-    return open_checkpoint(path)
+    return open_checkpoint(path, choice)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:
     """A checkpoint, or a run's newest one, whose weights are those of its configuration.
+
+    Args:
+        path: what to open.
+        choice: which weights.
 
     Raises:
         ValueError: with an `exit_status` of 2: there is none, or it cannot be used.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     checkpoint.check_own_model()
+    if choice == "ema":
+        checkpoint.take_average()
     return checkpoint
 
 
@@ -46,6 +64,7 @@ def load_model(
     path: Path | str,
     device: torch.device | str = "cpu",
     precision: Precision = "fp32",
+    choice: Choice = "trained",
 ) -> nn.Module:
     """A model with the weights that a path means, on one device, in evaluation mode.
 
@@ -53,11 +72,12 @@ def load_model(
         path: as in `open_weights`.
         device: where it goes.
         precision: of its parameters.
+        choice: which weights of a checkpoint; its buffers are the same for both.
 
     Returns:
         The model; no process group is needed.
     """
-    stored = open_weights(Path(path))
+    stored = open_weights(Path(path), choice)
     model = build_model(stored.model_config())
     weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
     buffers = [name for name, _ in persistent_buffers(model)]

@@ -17,6 +17,7 @@ from torch import nn
 
 from model.output import ModelOutput
 from parallel import comm
+from parallel.checkpoint.index import EMA
 from parallel.config import ParallelConfig
 from parallel.gradients import Fp32Gradients
 from parallel.step_hooks import StageZeroHook, ZeroHook
@@ -114,6 +115,8 @@ class Engine:
         copies: for each parameter, in the optimizer's order, how many processes hold the same part
             of it.
         mpu: tells DeepSpeed of tensor parallelism; None without it.
+        average_decay: the share of itself that the moving average of the weights keeps in a step;
+            None: there is no average.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class Engine:
         cross_entropy: CrossEntropy,
         copies: list[int],
         mpu: Any = None,
+        average_decay: float | None = None,
     ) -> None:
         deepspeed = import_deepspeed()
         self.world, self.device = world, world.device
@@ -151,7 +155,9 @@ class Engine:
         if config["bf16"]["enabled"]:
             self._average_in_fp32(config["zero_optimization"]["reduce_bucket_size"])
         _restore_dtypes(self.module, dtypes)
-        self.state_fields = _state_fields(self.deepspeed.basic_optimizer)
+        self._average_decay = average_decay
+        averaged = () if average_decay is None else (EMA,)
+        self.state_fields = (*_state_fields(self.deepspeed.basic_optimizer), *averaged)
 
     def _average_in_fp32(self, bucket_size: int) -> None:
         """Averages gradients in fp32 at the stages where DeepSpeed would round them to bf16."""
@@ -235,7 +241,18 @@ class Engine:
         self._hook.refused = False
         self.deepspeed.step()
         applied = self.deepspeed.was_step_applied() and not self._hook.refused
+        if applied and self._average_decay is not None:
+            self._average(1 - self._average_decay)
         return StepResult(applied, self._grad_norm())
+
+    @torch.no_grad()
+    def _average(self, share: float) -> None:
+        """Moves the averages, which lie where the optimizer's state does, towards the masters."""
+        self.about_to_change()
+        state = self.deepspeed.basic_optimizer.state
+        pairs = [(values[EMA], key) for key, values in state.items() if EMA in values]
+        averages, masters = zip(*pairs, strict=True)
+        torch._foreach_lerp_(averages, masters, share)
 
     def _grad_norm(self) -> float:
         norm = self._hook.grad_norm

@@ -1,12 +1,14 @@
 """The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down.
 
 By definition one expert after the other. Faster: on a CPU one operation over all of them
-(`cpu/experts.py`), on a GPU grouped products, which need not wait for the counts.
+(`cpu/experts.py`), on a GPU, and where inner units are dropped, grouped products, which need not
+wait for the counts.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +18,17 @@ from torch.nn.functional import gelu, grouped_mm
 from model.kernels import switch
 from model.kernels.cpu.experts import experts_on_cpu
 
+Drop: TypeAlias = Callable[[Tensor], Tensor]
+"""Changes inner units, as dropout does: of the same shape, and each by itself."""
+
 
 def one_by_one(
-    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+    rows_MD: Tensor,
+    up_EDF: Tensor,
+    bias_EF: Tensor | None,
+    down_EFD: Tensor,
+    counts_E: Tensor,
+    drop: Drop | None = None,
 ) -> Tensor:
     """As `grouped`, by definition; reads the counts from the device."""
     # Not by index: autograd would fill a gradient of all experts for each one.
@@ -29,12 +39,18 @@ def one_by_one(
         inner_mF = rows_mD @ up_DF
         if bias_F is not None:
             inner_mF = inner_mF + bias_F
-        outputs.append(gelu(inner_mF, approximate="tanh") @ down_FD)
+        inner_mF = gelu(inner_mF, approximate="tanh")
+        outputs.append((drop(inner_mF) if drop else inner_mF) @ down_FD)
     return torch.cat(outputs)
 
 
 def grouped(
-    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+    rows_MD: Tensor,
+    up_EDF: Tensor,
+    bias_EF: Tensor | None,
+    down_EFD: Tensor,
+    counts_E: Tensor,
+    drop: Drop | None = None,
 ) -> Tensor:
     """Runs every row through its expert.
 
@@ -44,29 +60,36 @@ def grouped(
         bias_EF: Of the first layers; None: they have none.
         down_EFD: Second layers.
         counts_E: Rows of each expert; 0 is allowed.
+        drop: What happens to the inner units after the activation; None: nothing.
 
     Returns:
         [M, D], in the same order.
     """
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
-        return one_by_one(*tensors)
-    if rows_MD.device.type in {"cpu", "meta"}:
+        return one_by_one(*tensors, drop)
+    if rows_MD.device.type in {"cpu", "meta"} and drop is None:
         return experts_on_cpu(*tensors)
-    return by_grouped_products(*tensors)
+    return by_grouped_products(*tensors, drop)
 
 
 def by_grouped_products(
-    rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
+    rows_MD: Tensor,
+    up_EDF: Tensor,
+    bias_EF: Tensor | None,
+    down_EFD: Tensor,
+    counts_E: Tensor,
+    drop: Drop | None = None,
 ) -> Tensor:
     """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
     if not _takes_grouped(rows_MD.dtype, up_EDF):
-        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)
+        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop)
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     inner_MF = _product(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
         inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
-    return _product(gelu(inner_MF, approximate="tanh"), down_EFD, offsets_E)
+    inner_MF = gelu(inner_MF, approximate="tanh")
+    return _product(drop(inner_MF) if drop else inner_MF, down_EFD, offsets_E)
 
 
 def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:

@@ -9,6 +9,7 @@ from model.dense import DenseFeedForwardConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
 ScoreName = Literal["linear", "cosine", "random"]
 GraphName = Literal["none", "similarity", "attention"]
 
@@ -37,6 +38,11 @@ class SparseMoEConfig(Config):
     score: ScoreName = "linear"
     """How a token scores the experts: `linear` softmax(W u + b); `cosine` in a narrow space, with a
     learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout)."""
+    router_bias: bool = True
+    """Whether the linear score has a bias where the model's layers have one; V-MoE's has none."""
+    router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Standard deviation, times 1 / num_experts, of normal noise that is added to the score's
+    logits in training, for each token and expert anew (V-MoE: 1); 0 adds none."""
     score_width: Count | None = None
     """Width of the cosine score's space, in units; null: half of num_experts, at least 8."""
     final_top_k: Count | None = None
@@ -64,6 +70,16 @@ class SparseMoEConfig(Config):
     capacity_factor: Positive | None = None
     """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
     come after do without it. null: no token is ever dropped."""
+    evaluation_capacity_factor: Positive | None = None
+    """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same.
+    num_experts / top_k and more drop nothing."""
+    capacity_order: Literal["arrival", "priority"] = "arrival"
+    """Which assignments a capacity keeps: `arrival`, those of the first tokens of a micro-batch;
+    `priority`, first choices before second ones, and among them those of the tokens with the
+    highest scores (V-MoE's batch priority routing)."""
+    expert_dropout: Probability = 0.0
+    """Dropout probability inside experts, beside the model's own: of the inner units after the
+    activation, and of each expert's output, before its bias and the routing weight."""
     allow_leak: bool = False
     """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although the
     experts of a token then depend on later ones, with a capacity on what else is in the batch."""
@@ -101,6 +117,16 @@ class SparseMoEConfig(Config):
             raise SectionError("@lower_entropy_only: true needs a graph, there is none")
         if not self.causal_graph and self.graph == "none":
             raise SectionError("@causal_graph: false needs a graph, there is none")
+        if self.capacity_factor is None:
+            for name, unused in (
+                ("evaluation_capacity_factor", None),
+                ("capacity_order", "arrival"),
+            ):
+                if (value := getattr(self, name)) != unused:
+                    raise SectionError(
+                        f"@{name}: {value} needs @capacity_factor, which is null: no token is "
+                        f"dropped"
+                    )
         return self
 
     def routes(self, block: int) -> bool:
@@ -171,6 +197,19 @@ class SparseMoEConfig(Config):
                 "@allow_leak: true allows it"
             )
 
+    def capacity(self, training: bool) -> float | None:
+        """The capacity factor that holds.
+
+        Args:
+            training: whether the layer trains.
+
+        Returns:
+            Most assignments of an expert, as a multiple of its even share; None: no limit.
+        """
+        if training or self.evaluation_capacity_factor is None:
+            return self.capacity_factor
+        return self.evaluation_capacity_factor
+
     def inner_size(self, width: int) -> int:
         """The inner width F of one expert in a model of the given width D."""
         return 4 * width if self.expert_hidden_size is None else self.expert_hidden_size
@@ -193,12 +232,14 @@ class SparseMoEConfig(Config):
 
     def saved_numbers_per_token(self, width: int) -> int:
         """Numbers that a token saves for the backward pass: for each of its experts the input, the
-        inner units before and after the activation, and the output.
+        inner units before and after the activation, and the output; both again once they are
+        dropped.
 
         Args:
             width: D.
         """
-        return self.top_k * 2 * (self.inner_size(width) + width)
+        times = 3 if self.expert_dropout else 2
+        return self.top_k * times * (self.inner_size(width) + width)
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts the weights that multiply one token: top_k experts, and the score.

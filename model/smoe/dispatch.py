@@ -1,7 +1,9 @@
 """Dispatch: sends tokens to their selected experts, and returns the experts' outputs.
 
 No token is dropped unless a capacity is asked for, and no row is added: assignments are sorted by
-expert, and each expert takes the rows that it has.
+expert, and each expert takes the rows that it has. A capacity counts the assignments of one
+micro-batch of one process, wherever the experts are: the same tokens are dropped on any layout that
+cuts a step into the same micro-batches.
 
 Shapes: N tokens, K experts of a token, M rows: assignments that are computed (N K unless some are
 dropped), E experts, D width.
@@ -12,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
 from model.kernels import rows
 from model.smoe.experts import Experts
@@ -22,7 +25,7 @@ class Plan(NamedTuple):
     """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
     assignment_M: Tensor
-    """The assignment of each row; rows are sorted by expert, then by assignment."""
+    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority."""
     row_A: Tensor
     """The row of each assignment; M for one that is dropped."""
     counts_E: Tensor
@@ -30,21 +33,34 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    expert_ids_NK: Tensor, num_experts: int, capacity_factor: float | None = None
+    expert_ids_NK: Tensor,
+    num_experts: int,
+    capacity_factor: float | None = None,
+    priority_N: Tensor | None = None,
 ) -> Plan:
     """Sorts assignments by expert.
+
+    With a priority the capacity is filled by batch priority routing (Riquelme et al. 2021, section
+    4.1, with the maximum as the score of a token).
 
     Args:
         expert_ids_NK: The experts of each token.
         num_experts: E.
         capacity_factor: Rows that an expert takes, times N K / E; None: all.
+        priority_N: An expert takes all first choices before any second one, and equal choices from
+            the token with the highest number down; None: as tokens come.
 
     Returns:
         The plan.
     """
     expert_A = expert_ids_NK.reshape(-1)
     total = expert_A.numel()
-    sorted_A, assignment_A = expert_A.sort(stable=True)
+    if priority_N is None:
+        sorted_A, assignment_A = expert_A.sort(stable=True)
+    else:
+        order_A = _by_priority(priority_N, expert_ids_NK.shape[1])
+        sorted_A, place_A = expert_A[order_A].sort(stable=True)
+        assignment_A = order_A[place_A]
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_A.device)
     counts_E = counts_E.scatter_add(0, expert_A, torch.ones_like(expert_A))
     rank_A = torch.arange(total, device=expert_A.device)
@@ -60,6 +76,13 @@ def make_plan(
     row_A = torch.full_like(rank_A, assignment_M.numel())
     row_A = row_A.scatter(0, assignment_M, rank_A[: assignment_M.numel()])
     return Plan(assignment_M, row_A, counts_E.clamp_max(capacity))
+
+
+def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
+    """All assignments: choice by choice, and of each choice the tokens from the highest down."""
+    token_N = priority_N.argsort(descending=True, stable=True)
+    choice_K1 = torch.arange(top_k, device=token_N.device).unsqueeze(1)
+    return (token_N * top_k + choice_K1).reshape(-1)
 
 
 class Dispatcher(nn.Module):
@@ -83,9 +106,14 @@ class Dispatcher(nn.Module):
         Returns:
             y [N, D], and where the assignments went.
         """
-        plan = make_plan(selected.expert_ids_NK, experts.config.num_experts, capacity_factor)
+        config = experts.config
+        plan = make_plan(
+            selected.expert_ids_NK, config.num_experts, capacity_factor, selected.priority_N
+        )
         rows_MD = take_rows(tokens_ND, plan)
         rows_MD = self.compute(rows_MD, plan.counts_E, experts)
+        if config.expert_dropout:
+            rows_MD = dropout(rows_MD, config.expert_dropout, experts.training)
         return combine(rows_MD, selected.weights_NK.to(rows_MD.dtype), plan), plan
 
     def compute(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:

@@ -13,7 +13,7 @@ from model.smoe.config import SparseMoEConfig
 
 
 class Experts(nn.Module):
-    """E experts: up, GELU (approximated by tanh, as in the dense feed-forward), down.
+    """E experts: up, GELU (approximated by tanh, as in the dense feed-forward), dropout, down.
 
     The second bias is not here: `SparseMoE.output_bias` adds it to the sum over experts, which
     needs no pass over all rows.
@@ -31,6 +31,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, width, inner))
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))
+        self.dropout = nn.Dropout(config.expert_dropout)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
@@ -51,4 +52,5 @@ class Experts(nn.Module):
             [M, D], in the same order.
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
-        return compute(rows_MD, self.up, self.up_bias, self.down, counts_E)
+        drop = self.dropout if self.training and self.config.expert_dropout else None
+        return compute(rows_MD, self.up, self.up_bias, self.down, counts_E, drop)

@@ -57,11 +57,12 @@ class SparseMoE(FeedForward):
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
         selected, stats = self.router(normalized_BTD, attention, cache)
+        capacity_factor = self.config.capacity(self.training)
         y_ND, plan = self.dispatcher(
-            normalized_BTD.flatten(0, 1), selected, self.experts, self.config.capacity_factor
+            normalized_BTD.flatten(0, 1), selected, self.experts, capacity_factor
         )
         weights_NK = selected.weights_NK
-        if self.config.capacity_factor is not None:
+        if capacity_factor is not None:
             kept_A = plan.row_A < plan.assignment_M.shape[0]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
             stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())

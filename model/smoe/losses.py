@@ -3,6 +3,8 @@
 Shapes: N tokens, E experts, K experts of a token.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,47 @@ def router_z_loss(logits_NE: Tensor) -> Tensor:
         No dimensions.
     """
     return logits_NE.logsumexp(-1).square().mean()
+
+
+def importance_loss(scores_NE: Tensor) -> Tensor:
+    """The squared coefficient of variation, over experts, of the scores' sum over tokens.
+
+    0 where all experts have the same. Source: Riquelme et al. 2021, appendix A.2.
+
+    Args:
+        scores_NE: Of the base score, without noise; each row sums to 1.
+
+    Returns:
+        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+    """
+    return _squared_variation(scores_NE.mean(0))
+
+
+def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int) -> Tensor:
+    """The squared coefficient of variation, over experts, of the load to be expected under noise.
+
+    The load of an expert is the mean over tokens of the probability that its logit, with noise
+    drawn anew, is above the last one that the token chose. Source: Shazeer et al. 2017, appendix A;
+    Riquelme et al. 2021, appendix A.2, whose code compares with the K-th highest of all experts.
+
+    Args:
+        logits_NE: Of the base score.
+        noisy_NE: The same with noise.
+        noise_std: Standard deviation of the noise, above 0.
+        top_k: K.
+
+    Returns:
+        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+    """
+    last_N1 = noisy_NE.topk(top_k, dim=-1).values[:, -1:]
+    deviations_NE = (last_N1 - logits_NE) / noise_std
+    chance_NE = 0.5 * torch.special.erfc(deviations_NE / math.sqrt(2))
+    return _squared_variation(chance_NE.mean(0))
+
+
+def _squared_variation(values_E: Tensor) -> Tensor:
+    """Variance over squared mean; 0 where all are equal."""
+    return values_E.var(correction=0) / values_E.mean().square()
 
 
 def mean_entropy(scores_NE: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K e
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from model.attention import AttentionTrace
@@ -13,7 +14,14 @@ from model.interface import FeedForwardContext
 from model.output import RoutingStats
 from model.smoe.config import SparseMoEConfig
 from model.smoe.graph import GRAPHS
-from model.smoe.losses import load, load_balance_loss, mean_entropy, router_z_loss
+from model.smoe.losses import (
+    importance_loss,
+    load,
+    load_balance_loss,
+    load_loss,
+    mean_entropy,
+    router_z_loss,
+)
 from model.smoe.scores import SCORES
 from model.smoe.selection import Selected, TopK
 
@@ -39,6 +47,7 @@ class Router(nn.Module):
         self.score = SCORES[config.score](config, context)
         self.graph = GRAPHS[config.graph](config, context)
         self.selection = TopK(config)
+        self.noise_std = config.router_noise / config.num_experts
 
     def forward(
         self,
@@ -57,7 +66,15 @@ class Router(nn.Module):
             Experts and weights of the N = B T tokens, and the statistics.
         """
         logits_NE = self.score(u_BTD.flatten(0, 1))
-        scores_BTE = logits_NE.softmax(-1).unflatten(0, u_BTD.shape[:2])
+        clean_NE = scores_NE = logits_NE.softmax(-1)
+        load_term = None
+        if self.training and self.noise_std:
+            # Of the default generator: every tensor-parallel process draws the same, and
+            # recomputation draws it again.
+            noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
+            scores_NE = noisy_NE.softmax(-1)
+            load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k)
+        scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
         mixed = self.graph(scores_BTE, u_BTD, attention, cache)
         mixed_NE = mixed.scores_BTE.flatten(0, 1)
         selected = self.selection(mixed_NE)
@@ -68,6 +85,8 @@ class Router(nn.Module):
             entropy=mean_entropy(mixed_NE.detach()),
             balance_loss=load_balance_loss(mixed_NE, load_E),
             z_loss=router_z_loss(logits_NE),
+            importance_loss=importance_loss(clean_NE),
+            load_loss=load_term,
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,

@@ -58,12 +58,13 @@ class Score(nn.Module, ABC):
 
 
 class LinearScore(Score):
-    """Logits W u + b (Shazeer et al. 2017, without noise)."""
+    """Logits W u + b (Shazeer et al. 2017)."""
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context)
         self.weight = nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
-        self.bias = nn.Parameter(torch.empty(config.num_experts)) if context.bias else None
+        has_bias = context.bias and config.router_bias
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal weight, zero bias."""

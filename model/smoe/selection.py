@@ -19,6 +19,8 @@ class Selected(NamedTuple):
     """Weights of the experts' outputs."""
     expert_ids_NK: Tensor
     """Indices of the experts, int64."""
+    priority_N: Tensor | None = None
+    """Where a capacity asks for it: which tokens go first, the highest number before all others."""
 
 
 class TopK(nn.Module):
@@ -93,4 +95,6 @@ class TopK(nn.Module):
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
             # The bias may select experts whose scores all underflow to 0.
             weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
-        return Selected(weights_NK, expert_ids_NK)
+        by_priority = self.config.capacity_order == "priority"
+        priority_N = scores_NE.detach().amax(-1) if by_priority else None
+        return Selected(weights_NK, expert_ids_NK, priority_N)

@@ -19,7 +19,7 @@ from model.settings import ModelSettings
 from parallel import comm
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.contents import chunk_differs, read_contents
-from parallel.checkpoint.index import BUFFER, RANDOM, Chunk, Tensor
+from parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
 from parallel.checkpoint.manifest import MANIFEST_FILE, CheckpointError, damaged, digest
 from parallel.checkpoint.tensor_file import DTYPE_NAMES
 from parallel.checkpoint.tensor_folder import differing_shapes
@@ -53,6 +53,9 @@ class Checkpoint:
         self.training_step = self.manifest.step
         self.tensors = contents.index.tensors
         self._verified: set[Chunk] = set()
+        self._chosen = MASTER
+        self.has_average = all(EMA in self.tensors[name] for name in self.shapes())
+        """Whether a moving average of every weight is there."""
 
     def model_config(self) -> ModelSettings:
         """The configuration of its model, complete.
@@ -105,10 +108,14 @@ class Checkpoint:
     ) -> torch.Tensor:
         """A box of a tensor; only the chunks that it touches are read, each verified once.
 
+        In a checkpoint without averages these are the weights.
+
         Raises:
             CheckpointError: the checkpoint lacks the tensor, has it in another shape, or a chunk
                 is damaged.
         """
+        if field == EMA and not self.has_average:
+            field = MASTER
         about = self.tensors.get(name, {}).get(field)
         if about is None:
             raise CheckpointError(f"{self.folder}: has no {field} of {name}")
@@ -136,10 +143,24 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
         return box
 
-    def whole(self, name: str, field: str = MASTER) -> torch.Tensor:
-        """A whole tensor in its global shape."""
+    def whole(self, name: str, field: str | None = None) -> torch.Tensor:
+        """A whole tensor in its global shape; without a field the weight, or what stands for it."""
+        field = field or self._chosen
         shape = self.tensors[name][field].shape
         return self.read(name, field, shape, (0,) * len(shape), shape)
+
+    def take_average(self) -> None:
+        """Lets the moving average stand for the weights, wherever a whole weight is asked for.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not self.has_average:
+            raise CheckpointError(
+                f"{self.folder}: has no moving average of its weights, which a run with train.ema "
+                f"keeps; the trained weights are there"
+            )
+        self._chosen = EMA
 
     def check_model(self, module: nn.Module) -> None:
         """Compares names and shapes of weights and buffers with a model's.
@@ -198,6 +219,8 @@ class Checkpoint:
             for field in state_fields:
                 if field not in self.tensors[name]:
                     raise damaged(self.folder / "index.json", f"it has no {field} of {name}")
+            if EMA not in self.tensors[name] and any(EMA in f for f in self.tensors.values()):
+                raise damaged(self.folder / "index.json", f"it has no {EMA} of {name}")
         size = torch.get_rng_state().numel()
         for name, fields in self.tensors.items():
             if name.endswith(".torch") and RANDOM in fields and fields[RANDOM].shape != (size,):
@@ -257,9 +280,9 @@ class WeightsOnly:
         size: tuple[int, ...],
     ) -> torch.Tensor:
         """A box of a weight, as `Checkpoint.read` returns it; zeros for optimizer state."""
-        if field != MASTER:
+        if field not in OF_WEIGHTS:
             return torch.zeros(size)
-        return self._checkpoint.read(name, field, global_shape, offset, size)
+        return self._checkpoint.read(name, MASTER, global_shape, offset, size)
 
     def step(self, name: str) -> float:
         """0: the new run has done no steps."""

@@ -14,8 +14,11 @@ from pydantic import Field, model_validator
 
 from parallel.checkpoint.records import ITEM_BYTES, Count, FormError, PlainName, Record, parsed
 
-MASTER, BUFFER, RANDOM = "master", "buffer", "random"
-"""Fields: a weight in fp32, a buffer, a random generator's state. Others are the optimizer's."""
+MASTER, EMA, BUFFER, RANDOM = "master", "ema", "buffer", "random"
+"""Fields: a weight in fp32, its moving average, a buffer, a random generator's state. Others are
+the optimizer's."""
+OF_WEIGHTS = (MASTER, EMA)
+"""Fields that begin as the weights: a source without averages gives the weights for them."""
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors itself refuses more."""
 _MOST_COMPARISONS = 10**8

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from parallel.checkpoint.index import MASTER
+from parallel.checkpoint.index import MASTER, OF_WEIGHTS
 from parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -157,7 +157,7 @@ class FolderWeights:
         size: tuple[int, ...],
     ) -> torch.Tensor:
         """A box of a weight in our orientation, fp32; zeros for optimizer state."""
-        if field != MASTER:
+        if field not in OF_WEIGHTS:
             return torch.zeros(size)
         if self._shapes.get(name) != tuple(global_shape):
             raise self._error(

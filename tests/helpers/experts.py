@@ -17,6 +17,7 @@ from parallel import comm, expert
 from parallel.fragments import MASTER
 from parallel.parallelize import InitialWeights
 from parallel.tensor import placement_of
+from tests.helpers.training import Case, build_engine
 
 
 def expert_parallel_model(
@@ -110,6 +111,14 @@ def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens:
         {"sent": mode.tokens_sent, "numbers": mode.numbers, "others": sorted(mode.others)}
         for mode in (forward, backward)
     ]
+
+
+def drops_of_experts(case: Case) -> dict[str, list[float]]:
+    """What dropout inside experts leaves of ones, and the random numbers that follow."""
+    engine, world = build_engine(case)
+    comm.seed_random(5, 0, world)
+    inner = engine.module.blocks[0].feed_forward.experts.dropout(torch.ones(1000))
+    return {"inner": inner.tolist(), "after": torch.rand(3).tolist()}
 
 
 PATTERNS = ("random", "all to the first expert", "none to the last process", "one token", "uneven")

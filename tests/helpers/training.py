@@ -75,6 +75,8 @@ class Case:
     """Leave the poisoned batch out instead, as the reference."""
     dropout: float = 0.0
     model: GPT2Config = MODEL
+    average: float | None = None
+    """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
 
     def but(self, **changes: Any) -> "Case":
@@ -113,6 +115,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         source=source or InitialWeights(build_model(config), 7),
         cross_entropy=cross_entropy,
         compiled=config.compile,
+        average_decay=case.average,
     )
     engine.train()
     return engine, world

@@ -8,6 +8,7 @@ import torch
 from tests.helpers.experts import (
     PATTERNS,
     dispatch_against_one_process,
+    drops_of_experts,
     exchange_of_one_layer,
     logits_and_ids,
 )
@@ -120,6 +121,8 @@ def test_every_pair_of_settings_is_in_the_normal_suite():
         {"graph": "similarity", "similarity": "dot", "tau": 6.0},
         {"graph": "attention", "sigma": 0.3, "score": "cosine", "score_width": 3},
         {"capacity_factor": 1.0, "allow_leak": True},
+        {"capacity_factor": 1.0, "allow_leak": True, "capacity_order": "priority"},
+        {"router_bias": False},
         {"placement": 2},
         {"top_k": 1},
         {"top_k": 4},
@@ -130,7 +133,7 @@ def test_every_pair_of_settings_is_in_the_normal_suite():
     ids=str,
 )
 def test_every_option_gives_equal_results(workers, references, section):
-    losses = LossConfig(load_balance=0.01, router_z=0.001)
+    losses = LossConfig(load_balance=0.01, router_z=0.001, importance=0.05)
     case = Case(
         optimizer="sgd", learning_rate=0.1, clip=0.5, model=moe_model(**section), losses=losses,
         total_steps=4,
@@ -245,3 +248,48 @@ def test_one_process_and_two_choose_the_same_experts(workers):
     two, two_ids = workers(2).run(logits_and_ids, config, 2, ids_BT)[0]
     torch.testing.assert_close(two, one, atol=1e-10, rtol=0)
     assert all(torch.equal(a, b) for a, b in zip(one_ids, two_ids, strict=True))
+
+
+# Noise and dropout
+
+
+def test_tensor_parallel_processes_draw_the_noise_of_one_process(workers, references):
+    losses = LossConfig(importance=0.05, load=0.05)
+    section = {"router_noise": 2.0, "capacity_factor": 1.05, "capacity_order": "priority"}
+    case = Case(
+        optimizer="sgd", learning_rate=0.1, losses=losses,
+        model=moe_model(**section, allow_leak=True),
+    )  # fmt: skip
+    expected, _ = references(case)
+    result = workers(2).run(train, case.but(stage=1, tensor=2))[0]
+    assert close(result["losses"], expected["losses"])
+    assert close(result["norms"], expected["norms"])
+    pairs = zip(result["routing"], expected["routing"], strict=True)
+    assert all(same_routing(*pair) for pair in pairs)
+    assert all(record["routing/load_loss"] > 0 for record in result["routing"])
+
+
+def test_tensor_parallel_processes_drop_other_inner_units_and_go_on_alike(workers):
+    case = Case(tensor=2, model=moe_model(expert_dropout=0.5))
+    first, second = workers(2).run(drops_of_experts, case)
+    assert first["inner"] != second["inner"]
+    assert 0.4 < first["inner"].count(0.0) / 1000 < 0.6
+    assert first["after"] == second["after"]
+    noisy = moe_model(expert_dropout=0.5, router_noise=1.0)
+    recomputing = noisy.model_copy(update={"recompute": "block"})
+    plain, again = (
+        workers(2).run(train, case.but(model=model, stage=1, last_step=2))
+        for model in (noisy, recomputing)
+    )
+    for results in (plain, again):
+        assert results[0] == results[1]
+    assert close(again[0]["losses"], plain[0]["losses"])
+    assert close(again[0]["norms"], plain[0]["norms"])
+
+
+def test_spread_experts_drop_units_in_bf16_too(workers):
+    model = moe_model(expert_dropout=0.5, router_noise=1.0)
+    case = Case(expert=2, stage=2, precision="bf16", last_step=2, model=model)
+    results = workers(2).run(train, case)
+    assert results[0] == results[1]
+    assert results[0]["applied"] == [True, True]

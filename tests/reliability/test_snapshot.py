@@ -60,7 +60,10 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     workers, tmp_path, kind, processes, tensor, expert, stage, precision
 ):
     # Though the next step begins at once, and nothing is copied before it has to wait.
-    case = Case(model=MODELS[kind], tensor=tensor, expert=expert, stage=stage, precision=precision)
+    case = Case(
+        model=MODELS[kind], tensor=tensor, expert=expert, stage=stage, precision=precision,
+        average=0.9,
+    )  # fmt: skip
     assert workers(processes).run(save_both_ways, case, str(tmp_path)) == [True] * processes
     assert_same(tmp_path, processes + 6)
 
@@ -69,7 +72,8 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32")]
 )
 def test_the_engine_tells_once_before_anything_changes(workers, stage, precision):
-    assert workers(1).run(changes_told, Case(stage=stage, precision=precision)) == [[True]]
+    case = Case(stage=stage, precision=precision, average=0.9)
+    assert workers(1).run(changes_told, case) == [[True]]
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,18 @@ def first_line(plan: Plan, state: TrainState) -> str:
         line = f"goes on after step {state.step:,}, the last, with its validation, from {place}"
     start = plan.config.checkpoint.init_from
     unused = f"; checkpoint.init_from: {start} is for a new run, and not used" if start else ""
-    return line + unused
+    return line + _average(plan) + unused
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
+
+
+def _average(plan: Plan) -> str:
+    if plan.config.train.ema is None or plan.resume is None or plan.resume.has_average:
+        return ""
+    return "; the moving average of the weights (train.ema) begins there with the weights"
 
 
 def _weights(plan: Plan) -> str:

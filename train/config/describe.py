@@ -16,7 +16,6 @@ from train.config.plan import plan_run
 from train.config.rules import validate
 from train.config.run import RunConfig, load_config
 from train.errors import ConfigError
-from train.loop.optimizer import num_state_tensors
 from train.tasks.registry import task_class
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
@@ -77,7 +76,6 @@ def describe(
     units_per_step = train.global_batch_size * config.model.units_per_sample()
     samples = train.steps * train.global_batch_size
     flops = config.model.flops_per_unit()
-    state_tensors = num_state_tensors(config.optimizer)
     experts = expert_parameters(model)
     active = active_expert_parameters(model)
     return {
@@ -115,7 +113,7 @@ def describe(
             ),
         },
         "memory_bytes_per_process": memory_per_process(config, dims, parameters, experts),
-        "checkpoint_bytes": 4 * parameters * (1 + state_tensors),
+        "checkpoint_bytes": 4 * parameters * (1 + config.tensors_per_weight()),
     }
 
 
@@ -161,8 +159,9 @@ def memory_per_process(
 
         weights       s P          / D from stage 3
         gradients     4 P          / D from stage 2    (bf16: accumulated in fp32)
-        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments; fp32 at
-                                                        stage 0 steps its weights themselves: m 0)
+        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments and a
+                                                        moving average; fp32 at stage 0 steps its
+                                                        weights themselves: m 0)
         buffers       2 s min(bucket_size, P)          (reduction and gathering)
         activations   see `activation_bytes`
         snapshot      4 (1 + n) P  / all processes     (asynchronous checkpoints; always in the
@@ -188,7 +187,7 @@ def memory_per_process(
     ranks = dims.data_parallel_size
     expert_ranks = ranks // dims.expert_parallel_size
     masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
-    moments = num_state_tensors(config.optimizer)
+    moments = config.tensors_per_weight()
     bucket = min(config.parallel.bucket_size, shared + own_experts)
 
     def held(is_sharded: bool) -> int:
@@ -214,7 +213,7 @@ def schedule_line(config: RunConfig) -> str:
     if schedule.kind == "constant":
         return f"{start}, then constant" if start else f"constant {peak:g}"
     end = schedule.decay_steps or config.train.steps
-    fall = f"cosine from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
+    fall = f"{schedule.kind} from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
     return f"{start}, {fall}" if start else fall
 
 

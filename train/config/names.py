@@ -29,6 +29,9 @@ _NAMES = {
     "moe_num_experts",
     "model.feed_forward.top_k": "k topk moe_top_k moe_router_topk num_experts_per_tok "
     "num_experts_per_token",
+    "model.feed_forward.router_noise": "noise_std gate_noise router_jitter_noise",
+    "model.feed_forward.capacity_order": "batch_priority batch_prioritized_routing",
+    "model.feed_forward.evaluation_capacity_factor": "eval_capacity_factor",
     "model.feed_forward.expert_hidden_size": "moe_intermediate_size expert_size expert_dim",
     "data.path": "dataset dataset_path data_path data_dir train_data train_file dataset_name",
     "data.num_workers": "workers dataloader_num_workers",
@@ -41,9 +44,11 @@ _NAMES = {
     "per_device_train_batch_size train_micro_batch_size_per_gpu",
     "train.precision": "bf16 fp16 fp32 float16 bfloat16 dtype torch_dtype amp mixed_precision",
     "train.tf32": "allow_tf32",
+    "train.ema": "ema_decay use_ema model_ema model_ema_decay polyak_decay moving_average",
     "optimizer.kind": "optim optimizer_type",
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.weight_decay": "wd",
+    "optimizer.decay": "decay_mask weight_decay_mask no_decay",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 adam_betas",
     "optimizer.epsilon": "eps adam_eps adam_epsilon",
     "optimizer.clip_grad_norm": "clip clip_grad grad_clip grad_norm_clip max_norm max_grad_norm "
@@ -55,6 +60,8 @@ _NAMES = {
     "loss.load_balance": "aux_loss aux_loss_coef router_aux_loss_coef moe_aux_loss_coeff "
     "load_balance_coef load_balancing_loss balance_loss",
     "loss.router_z": "z_loss router_z_loss router_z_loss_coef moe_z_loss_coeff",
+    "loss.importance": "importance_loss importance_loss_weight importance_loss_coef",
+    "loss.load": "load_loss load_loss_weight load_loss_coef",
     "parallel.tensor_parallel_size": "tp tp_size tensor_parallel tensor_model_parallel_size "
     "model_parallel_size",
     "parallel.expert_parallel_size": "ep ep_size expert_parallel expert_model_parallel_size",

@@ -84,6 +84,7 @@ def build_engine(plan: Plan, world: comm.World) -> Engine:
         source=source,
         cross_entropy=cross_entropy,
         compiled=config.model.compile,
+        average_decay=config.train.ema,
     )
 
 

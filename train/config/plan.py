@@ -19,7 +19,7 @@ from train.config.run import RunConfig, load_config, parse_config
 from train.errors import ConfigError
 from train.guard.room import check_room
 from train.guard.run_folder import LOCK_FILE, check_place
-from train.loop.optimizer import num_state_tensors, state_tensors
+from train.loop.optimizer import state_tensors
 from train.state import TrainState
 from train.tasks.registry import open_task
 from train.tasks.task import Kept, Task
@@ -136,8 +136,8 @@ def plan_of(inputs: Inputs) -> Plan:
 
 
 def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
-    """The size of a checkpoint: weights and what the optimizer keeps of them, in fp32."""
-    return 4 * count_parameters(model) * (1 + num_state_tensors(config.optimizer))
+    """The size of a checkpoint: weights and what training keeps of them, in fp32."""
+    return 4 * count_parameters(model) * (1 + config.tensors_per_weight())
 
 
 def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:

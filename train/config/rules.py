@@ -13,9 +13,9 @@ from train.errors import ConfigError
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "train.steps",
-    "train.micro_batch_size", "train.max_skipped_steps", "optimizer.learning_rate", "schedule",
-    "parallel", "checkpoint", "evaluation", "monitor", "log", "model.recompute",
-    "model.compile",
+    "train.micro_batch_size", "train.max_skipped_steps", "train.ema",
+    "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
+    "model.recompute", "model.compile",
     # Initial weights, which matter to new runs alone.
     "model.feed_forward.scale_residual_init",
 )  # fmt: skip
@@ -43,6 +43,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
+    check_load_loss(config)
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -150,6 +151,21 @@ def check_fluctuation(config: RunConfig) -> None:
         raise ConfigError(
             "log.fluctuation: true is not allowed with checkpoint.every: 0: the one checkpoint at "
             "the end has none before it to be compared with; take 1 or more"
+        )
+
+
+def check_load_loss(config: RunConfig) -> None:
+    """Checks that the load loss has a router with noise.
+
+    Raises:
+        ConfigError: there is none, and the loss would be left out in silence.
+    """
+    feed_forward = config.model.known_feed_forward()
+    noise = feed_forward.router_noise if isinstance(feed_forward, SparseMoEConfig) else 0
+    if config.loss.load and not noise:
+        raise ConfigError(
+            f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
+            f"feed-forward of kind: smoe with router_noise above 0; without one 0 is allowed"
         )
 
 

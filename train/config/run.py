@@ -30,7 +30,7 @@ from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
 from train.loop.losses import LossConfig
 from train.loop.metrics import LogConfig
-from train.loop.optimizer import OptimizerConfig
+from train.loop.optimizer import OptimizerConfig, num_state_tensors
 from train.loop.schedule import ScheduleConfig
 from train.tasks.registry import TASKS
 from train.tasks.task import EvaluationConfig, Sections
@@ -79,6 +79,10 @@ class RunConfig(Config):
         return Sections(
             data=self.data, model=self.model, evaluation=self.evaluation, seed=self.seed
         )
+
+    def tensors_per_weight(self) -> int:
+        """Tensors that training keeps of each weight beside it: moments, and an average."""
+        return num_state_tensors(self.optimizer) + (self.train.ema is not None)
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""

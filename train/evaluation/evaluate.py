@@ -15,7 +15,7 @@ from data.text.attack import WordSwap, write_attacked
 from data.text.manifest import SplitName
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model, open_checkpoint
+from parallel.weights import Choice, load_model, open_checkpoint
 from train.config.run import RunConfig, parse_config
 from train.config.smaller import to_evaluate
 from train.config.text import flatten
@@ -59,18 +59,21 @@ class Evaluated(NamedTuple):
         return self.task
 
 
-def open_evaluated(path: Path, data: str | None, overrides: tuple[str, ...]) -> Evaluated:
+def open_evaluated(
+    path: Path, data: str | None, overrides: tuple[str, ...], weights: Choice = "trained"
+) -> Evaluated:
     """Opens a checkpoint, and data that fits its weights.
 
     Args:
         path: a checkpoint, or a run whose newest one is taken.
         data: prepared data; None takes the run's.
         overrides: `key=value` for keys that evaluation reads.
+        weights: which of the checkpoint's.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, weights)
     saved = checkpoint.folder / "config.yaml"
     original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
     if data is not None:
@@ -89,6 +92,7 @@ def evaluate(
     overrides: tuple[str, ...] = (),
     attack: WordSwap | None = None,
     leak: int | None = None,
+    weights: Choice = "trained",
 ) -> dict[str, Any]:
     """Evaluates a checkpoint, in one process or under torchrun.
 
@@ -100,11 +104,12 @@ def evaluate(
         attack: what happens to the text before it is read.
         leak: of a model whose graphs have no mask: about how many tokens are scored again, each
             from what is before it alone; None: none.
+        weights: which of the checkpoint's.
 
     Returns:
         The result: scores, counts, and how they were made. The same on every process.
     """
-    opened = open_evaluated(path, data, overrides)
+    opened = open_evaluated(path, data, overrides, weights)
     checkpoint, config, task = opened
     if leak is not None:
         opened.text("--leak")
@@ -119,7 +124,7 @@ def evaluate(
     ):
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, unit.short) if world.is_main else None
-        model = load_model(checkpoint.folder, device=world.device, precision=config.train.precision)
+        model = load_model(checkpoint.folder, world.device, config.train.precision, weights)
         started = time.monotonic()
         scores = task.score(
             OneDevice(model, cross_entropy),
@@ -143,6 +148,7 @@ def evaluate(
     return {
         "checkpoint": str(checkpoint.folder),
         "step": checkpoint.training_step,
+        "weights": weights,
         "data_kind": config.data.kind,
         "data": task.name,
         "split": split,
@@ -211,6 +217,11 @@ def _attack_row(attack: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("attack", f"{counts} (rate {attack['rate']:g}, seed {attack['seed']})")]
 
 
+def _weights_row(result: dict[str, Any]) -> list[tuple[str, str]]:
+    average = result["weights"] == "ema"
+    return [("weights", "their moving average (train.ema)")] if average else []
+
+
 def _leak_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     leak = result["leak"]
     if leak is None:
@@ -237,6 +248,7 @@ def result_table(result: dict[str, Any]) -> str:
     units = f"{task.unit.name}s"
     rows = [
         ("checkpoint", result["checkpoint"]),
+        *_weights_row(result),
         ("split", f"{result['split']} of {result['data']}"),
         *task.score_rows(result),
         *_attack_row(result["attack"]),

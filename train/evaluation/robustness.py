@@ -26,7 +26,7 @@ from data.images.imagenet import (
 )
 from data.images.samples import EvaluationImages
 from parallel import comm
-from parallel.weights import load_model
+from parallel.weights import Choice, load_model
 from train.config.smaller import to_evaluate
 from train.console import Progress
 from train.errors import ConfigError
@@ -86,6 +86,7 @@ def robustness(
     *,
     data: str | None = None,
     overrides: tuple[str, ...] = (),
+    weights: Choice = "trained",
 ) -> dict[str, Any]:
     """Scores a checkpoint on one of the sets, in one process or under torchrun.
 
@@ -95,6 +96,7 @@ def robustness(
         folder: that it was unpacked into; of ReaL the file `real.json`.
         data: prepared ImageNet; None takes the run's.
         overrides: `key=value` for keys that evaluation reads.
+        weights: which of the checkpoint's.
 
     Returns:
         JSON values, the same on each process.
@@ -102,7 +104,7 @@ def robustness(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides)
+    opened = open_evaluated(path, data, overrides, weights)
     task = opened.task
     if not isinstance(task, ImageClassification):
         raise ConfigError(
@@ -120,9 +122,7 @@ def robustness(
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
     with explain_out_of_memory(lambda: "evaluating", world, to_evaluate(config)):
-        model = load_model(
-            opened.checkpoint.folder, device=world.device, precision=config.train.precision
-        )
+        model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
         found = score(Scorer(opened, task, model, world), folder)
     return {
         "checkpoint": str(opened.checkpoint.folder),
@@ -131,6 +131,7 @@ def robustness(
         "folder": str(folder),
         **found,
         "image_size": task.model.image_size,
+        "weights": weights,
         "precision": config.train.precision,
         "processes": world.size,
         "seconds": time.monotonic() - started,

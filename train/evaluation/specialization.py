@@ -9,7 +9,7 @@ import torch
 from data.evaluation import evaluation_batches
 from data.text.manifest import SplitName
 from parallel import comm
-from parallel.weights import load_model
+from parallel.weights import Choice, load_model
 from train.config.smaller import to_evaluate
 from train.console import Progress
 from train.errors import ConfigError
@@ -27,6 +27,7 @@ def specialization(
     data: str | None = None,
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
+    weights: Choice = "trained",
 ) -> dict[str, Any]:
     """Measures class polysemanticity of all experts, in one process or under torchrun.
 
@@ -35,6 +36,7 @@ def specialization(
         data: prepared images; None takes the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
+        weights: which of the checkpoint's.
 
     Returns:
         JSON values, the same on each process.
@@ -42,7 +44,7 @@ def specialization(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides)
+    opened = open_evaluated(path, data, overrides, weights)
     task, config = opened.task, opened.config
     if not isinstance(task, ImageClassification):
         raise ConfigError(
@@ -54,9 +56,7 @@ def specialization(
     started = time.monotonic()
     names = task.data.manifest.class_names
     with explain_out_of_memory(lambda: "leaving out experts", world, to_evaluate(config)):
-        model = load_model(
-            opened.checkpoint.folder, device=world.device, precision=config.train.precision
-        )
+        model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
         layers = [layer for layer in routed_layers(model) if layer.in_block]
         if not layers:
             raise ConfigError(f"--specialization: {path}: its model has no experts in any block")
@@ -86,6 +86,7 @@ def specialization(
         "split": split,
         "images_scored": total,
         "layers": {count.layer.name: _layer(count, names, total, world) for count in counts},
+        "weights": weights,
         "precision": config.train.precision,
         "processes": world.size,
         "seconds": time.monotonic() - started,

@@ -34,7 +34,7 @@ from parallel.fragments import persistent_buffers
 from parallel.huggingface import is_huggingface_folder
 from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from parallel.plain_weights import is_plain_folder
-from parallel.weights import Weights, open_weights
+from parallel.weights import Choice, Weights, open_weights
 from train.config.run import RunConfig
 from train.errors import ConfigError
 from train.exchange.upcycle import Upcycled, Upcycling
@@ -55,7 +55,11 @@ BATCH_SIZE = 8
 
 
 def convert(
-    source: Path, destination: Path, to: Format, upcycling: Upcycling | None = None
+    source: Path,
+    destination: Path,
+    to: Format,
+    upcycling: Upcycling | None = None,
+    choice: Choice = "trained",
 ) -> dict[str, Any]:
     """Writes the weights of a model in another format. All ways are bitwise in fp32.
 
@@ -67,6 +71,7 @@ def convert(
             `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
             a checkpoint at step 0 without optimizer state.
         upcycling: makes a dense model a sparse mixture on the way; the format may stay.
+        choice: which weights of a checkpoint; the format may stay for the average.
 
     Returns:
         What was written: JSON values.
@@ -89,10 +94,12 @@ def convert(
             "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
             "--to safetensors are"
         )
-    if is_of == to and not upcycling:
+    if is_of == to and not upcycling and choice == "trained":
         others = " and ".join(f"--to {name}" for name in FORMATS if name != to)
         raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
-    weights = _Checked(open_weights(source), upcycling)
+    weights = _Checked(open_weights(source, choice), upcycling)
+    if choice == "ema":
+        weights.notes.append("the weights are the moving average of the trained ones (train.ema)")
     if upcycling:
         _refuse_more_than_fits(weights.bytes, destination, upcycling)
     with closing(weights.progress), _staging(destination) as staging:

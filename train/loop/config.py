@@ -25,5 +25,10 @@ class TrainConfig(Config):
     """Whether a GPU may round the factors of fp32 matrix products to TF32 (10 bits of mantissa
     instead of 23), which is several times as fast. No by default: fp32 is for comparing with other
     layouts and machines, bf16 for speed. Nothing changes in bf16, or on a CPU."""
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay d of an exponential moving average of the weights, d average + (1 - d) weight after
+    every step that is applied, as 0.9999; in fp32, from the first weights on. It is kept in
+    checkpoints, for `polyad evaluate` and `convert`; training and its validation do not use it.
+    null: none is kept."""
     max_skipped_steps: Count = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite."""

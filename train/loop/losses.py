@@ -18,6 +18,12 @@ class LossConfig(Config):
     router_z: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the router z-loss, the mean squared logsumexp of its logits (ST-MoE: 0.001);
     0 leaves it out."""
+    importance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Coefficient of the importance loss, the squared coefficient of variation of the scores that
+    experts get in a micro-batch (V-MoE: 0.005); 0 leaves it out."""
+    load: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Coefficient of the load loss, the same of the load to be expected under the router's noise,
+    which it needs (V-MoE: 0.005); 0 leaves it out."""
 
 
 def routing_loss(routing: tuple[RoutingStats, ...], config: LossConfig) -> Tensor | None:
@@ -36,6 +42,8 @@ def routing_loss(routing: tuple[RoutingStats, ...], config: LossConfig) -> Tenso
         for coefficient, value in (
             (config.load_balance, stats.balance_loss),
             (config.router_z, stats.z_loss),
+            (config.importance, stats.importance_loss),
+            (config.load, stats.load_loss),
         )
         if coefficient and value is not None
     ]

@@ -10,6 +10,8 @@ from model.config import Config
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+NO_KERNELS = ("token_embedding", "position_embedding", "class_token")
+"""Parameters that are added or looked up, and multiply nothing, by a part of their names."""
 
 
 class OptimizerConfig(Config):
@@ -20,7 +22,11 @@ class OptimizerConfig(Config):
     learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 6e-4
     """The highest, after warm-up."""
     weight_decay: NonNegative = 0.1
-    """On matrices and embeddings; biases and LayerNorms do not decay."""
+    """What a step takes off a weight: this, times the learning rate, times the weight (V-MoE's
+    "Adam" with decay is this AdamW, too). With sgd it is part of the gradient."""
+    decay: Literal["matrices", "kernels", "all"] = "matrices"
+    """What decays: `matrices`, embeddings among them, not biases and LayerNorms; `kernels`, without
+    the embeddings of tokens and positions and the class token (V-MoE); `all` (MLP-Mixer)."""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
     """Decay of AdamW's two moments a step."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
@@ -41,11 +47,11 @@ def build_optimizer(
         parameters: (name, parameter, number of dimensions in the model).
 
     Returns:
-        An optimizer with two groups: matrices, which decay, and the rest, which does not.
+        An optimizer with two groups: what decays, and the rest; one if there is no rest.
     """
     groups = [
         {
-            "params": [p for _, p, dimensions in parameters if (dimensions >= 2) is decays],
+            "params": [p for name, p, n in parameters if _decays(config, name, n) is decays],
             "weight_decay": config.weight_decay if decays else 0.0,
         }
         for decays in (True, False)
@@ -57,6 +63,13 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
+
+
+def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:
+    if config.decay == "all":
+        return True
+    is_kernel = not any(part in name for part in NO_KERNELS)
+    return dimensions >= 2 and (is_kernel or config.decay == "matrices")
 
 
 def state_tensors(config: OptimizerConfig) -> tuple[str, ...]:

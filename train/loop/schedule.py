@@ -11,14 +11,15 @@ from model.config import Config
 class ScheduleConfig(Config):
     """How the learning rate moves; its highest value is `optimizer.learning_rate`."""
 
-    kind: Literal["cosine", "constant"] = "cosine"
-    """After warm-up: down a half cosine, or on a level."""
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    """After warm-up: down a half cosine, down a line, or on a level."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear rise from 0; the last of them reaches the highest value."""
     decay_steps: Annotated[int, Field(ge=1)] | None = None
-    """The step at which the cosine ends; null: `train.steps`."""
+    """The step at which the cosine or the line ends; null: `train.steps`."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end of the cosine and after it, as a share of the highest."""
+    """Learning rate at the end of the cosine or the line and after it, as a share of the highest:
+    0 for none (MLP-Mixer), 0.0033333 for 3e-3 to 1e-5 (V-MoE)."""
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
@@ -39,5 +40,6 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
         return peak
     end = config.decay_steps or total_steps
     decayed = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    left = 1 - decayed if config.kind == "linear" else 0.5 * (1 + math.cos(math.pi * decayed))
     floor = peak * config.final_ratio
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * decayed))
+    return floor + (peak - floor) * left

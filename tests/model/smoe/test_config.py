@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from model.gpt2 import GPT2Config
 from model.smoe.config import SparseMoEConfig
+from train.config.rules import validate
 from train.config.run import RunConfig, parse_config
 from train.errors import ConfigError
 
@@ -48,6 +49,11 @@ def parse(*overrides):
         (["experts=fast"], "experts: 'fast' is not allowed: input should be 'grouped' or 'loop'"),
         (["capacity_factor=1.25"], "capacity_factor: 1.25 drops tokens by what else is in the"),
         (["capacity_factor=0", "allow_leak=true"], "capacity_factor: 0 is not allowed: input"),
+        (["capacity_factor=1.05", "capacity_order=priority"], "capacity_factor: 1.05 drops tokens"),
+        (["capacity_order=priority"], "capacity_order: priority needs model.feed_forward.capacity"),
+        (["evaluation_capacity_factor=4"], "evaluation_capacity_factor: 4.0 needs model.feed_f"),
+        (["router_noise=-1"], "router_noise: -1 is not allowed: input should be greater than or"),
+        (["expert_dropout=1"], "expert_dropout: 1 is not allowed: input should be less than 1"),
         (["placement=0"], "placement: 0 is not allowed: 1 or more, or a list of block numbers"),
         (["placement=all"], "placement: 'all' is not allowed: 1 or more, or a list of block num"),
         (["placement=[1, -1]"], "placement: [1, -1] is not allowed: 1 or more, or a list of bl"),
@@ -73,6 +79,25 @@ def test_a_capacity_is_possible_if_the_leak_is_written_down():
     SparseMoEConfig(capacity_factor=1.25).check_model(num_layers=4, num_heads=4, causal=False)
 
 
+def test_a_capacity_may_be_another_one_in_evaluation():
+    config = SparseMoEConfig(capacity_factor=1.05, evaluation_capacity_factor=4.0)
+    assert (config.capacity(True), config.capacity(False)) == (1.05, 4.0)
+    config = SparseMoEConfig(capacity_factor=1.05)
+    assert (config.capacity(True), config.capacity(False)) == (1.05, 1.05)
+    assert SparseMoEConfig().capacity(True) is None
+
+
+@pytest.mark.parametrize("noise", ["0.0", "1.0"])
+def test_the_load_loss_needs_a_router_with_noise(noise):
+    overrides = ["loss.load=0.005", f"{KEY}router_noise={noise}"]
+    config = parse_config(RUN, overrides, origin="run.yaml")
+    if noise == "1.0":
+        validate(config, 1)
+    else:
+        with pytest.raises(ConfigError, match=r"^loss\.load: 0\.005 is of .* router_noise"):
+            validate(config, 1)
+
+
 def test_a_graph_without_a_mask_is_possible_if_the_leak_is_written_down():
     options = ("graph=similarity", "causal_graph=false")
     with pytest.raises(ConfigError, match=r"model\.feed_forward\.allow_leak: true allows it"):
@@ -96,6 +121,8 @@ def test_defaults_drop_leak_and_mix_nothing():
     assert config == SparseMoEConfig()
     assert (config.capacity_factor, config.allow_leak, config.graph) == (None, False, "none")
     assert config.causal_graph
+    assert (config.router_bias, config.router_noise, config.expert_dropout) == (True, 0.0, 0.0)
+    assert (config.capacity_order, config.evaluation_capacity_factor) == ("arrival", None)
     assert (config.balancing_rate, config.final_top_k, config.placement) == (0.0, None, 1)
 
 

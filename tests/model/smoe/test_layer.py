@@ -6,11 +6,12 @@ Shapes: B batch, T tokens in a sequence, N tokens, D width, E experts, K experts
 import pytest
 import torch
 from torch import _dynamo
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import cross_entropy, dropout, gelu
 
 from model.build import build_model, compile_model, num_parameters
 from model.cache import KeyValueCache
 from model.gpt2 import GPT2Config
+from model.smoe.dispatch import make_plan
 from model.smoe.layer import SparseMoE
 from model.smoe.scores import SCORES
 from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
@@ -22,6 +23,14 @@ GRAPH_OPTIONS = {
     "attention": {"graph": "attention"},
     "similarity, lower entropy": {"graph": "similarity", "lower_entropy_only": True},
     "attention, lower entropy": {"graph": "attention", "lower_entropy_only": True},
+}
+V_MOE = {
+    "router_noise": 1.0,
+    "router_bias": False,
+    "expert_dropout": 0.2,
+    "capacity_factor": 1.05,
+    "capacity_order": "priority",
+    "allow_leak": True,
 }
 every_graph = pytest.mark.parametrize("options", GRAPH_OPTIONS.values(), ids=GRAPH_OPTIONS)
 
@@ -43,23 +52,40 @@ def by_two_loops(layer, u_ND, ids_NK, weights_NK, kept_NK):
     return torch.stack(rows)
 
 
+PRIORITY = {"top_k": 2, "capacity_factor": 0.8, "capacity_order": "priority"}
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "options", [{"top_k": 1}, {"top_k": 2}, {"top_k": 6}, {"top_k": 2, "capacity_factor": 0.8}]
+    "options",
+    [
+        {"top_k": 1},
+        {"top_k": 2},
+        {"top_k": 6},
+        {"top_k": 2, "capacity_factor": 0.8},
+        PRIORITY,
+        {"top_k": 2, "router_bias": False},
+    ],
+    ids=str,
 )
 def test_layer_equals_two_loops_in_value_and_gradients(bias, options):
     layer = make(SparseMoE, make_config(**options), make_context(bias=bias))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
     y_BTD, stats = layer(u_BTD, torch.full_like(u_BTD, torch.nan))  # it reads no residual stream
     logits_NE = u_BTD.flatten(0, 1) @ layer.router.score.weight.T
-    if bias:
+    assert (layer.router.score.bias is not None) == (bias and options.get("router_bias", True))
+    if layer.router.score.bias is not None:
         logits_NE = logits_NE + layer.router.score.bias
     highest = logits_NE.softmax(-1).topk(options["top_k"])
     total = highest.values.sum(-1, keepdim=True) if options["top_k"] > 1 else 1.0
     kept_NK = torch.ones_like(highest.values)
     if "capacity_factor" in options:  # 0.8 x 18 x 2 / 6 = 4.8: the first five of each expert
+        first = highest.values[:, 0].tolist()
         for expert in range(6):
-            for place in (highest.indices == expert).nonzero()[5:].tolist():
+            places = (highest.indices == expert).nonzero().tolist()
+            if options is PRIORITY:  # first choices, then second ones; the highest score first
+                places.sort(key=lambda place: (place[1], -first[place[0]]))
+            for place in places[5:]:
                 kept_NK[tuple(place)] = 0.0
         assert 0 < (kept_NK == 0).sum() < 18
     torch.testing.assert_close(stats.dropped, (kept_NK == 0).double().mean())
@@ -86,6 +112,54 @@ def test_dropout_acts_on_the_output_in_training_only():
     torch.testing.assert_close(y_BTD[y_BTD != 0], 2 * whole_BTD[y_BTD != 0])
 
 
+@pytest.mark.parametrize("experts", ["grouped", "loop"])
+def test_experts_drop_inner_units_and_outputs_in_training_only(experts):
+    # Widths that grouped products take in fp32.
+    config = make_config(expert_dropout=0.3, expert_hidden_size=20, experts=experts)
+    layer = make(SparseMoE, config, make_context(), dtype=torch.float32)
+    u_BTD = torch.randn(2, 9, 12)
+    torch.manual_seed(6)
+    y_ND = layer(u_BTD, u_BTD)[0].flatten(0, 1)
+    selected = layer.router(u_BTD).selected
+    plan = make_plan(selected.expert_ids_NK, 6)
+    torch.manual_seed(6)
+    counts = plan.counts_E.tolist()
+    sizes = [18 * 2] if experts == "grouped" else [n for n in counts if n]
+    inner_MF = torch.cat([dropout(torch.ones(size, 20), 0.3) for size in sizes])
+    outer_MD = dropout(torch.ones(18 * 2, 12), 0.3)
+    assert 0.2 < (inner_MF == 0).float().mean() < 0.4
+    parts = layer.experts
+    expected_ND = torch.zeros(18, 12)
+    for row, assignment in enumerate(plan.assignment_M.tolist()):
+        n, k = divmod(assignment, 2)
+        expert = int(selected.expert_ids_NK[n, k])
+        inner_F = u_BTD.flatten(0, 1)[n] @ parts.up[expert] + parts.up_bias[expert]
+        inner_F = gelu(inner_F, approximate="tanh") * inner_MF[row]
+        output_D = (inner_F @ parts.down[expert]) * outer_MD[row] + layer.output_bias[expert]
+        expected_ND = expected_ND.index_add(
+            0, torch.tensor([n]), (selected.weights_NK[n, k] * output_D)[None]
+        )
+    torch.testing.assert_close(y_ND, expected_ND, atol=1e-5, rtol=1e-5)
+    inputs = list(layer.parameters())
+    ours, theirs = (torch.autograd.grad(y.square().sum(), inputs) for y in (y_ND, expected_ND))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-4, rtol=2e-4)
+    config = make_config(expert_hidden_size=20, experts=experts)
+    plain = make(SparseMoE, config, make_context(), dtype=torch.float32)
+    assert torch.equal(layer.eval()(u_BTD, u_BTD)[0], plain.eval()(u_BTD, u_BTD)[0])
+
+
+def test_evaluation_has_a_capacity_of_its_own():
+    options = {"capacity_factor": 0.5, "evaluation_capacity_factor": 6 / 2}
+    layer = make(SparseMoE, make_config(**options))
+    u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
+    assert layer(u_BTD, u_BTD)[1].dropped > 0.2
+    y_BTD, stats = layer.eval()(u_BTD, u_BTD)
+    assert stats.dropped == 0
+    whole_BTD = make(SparseMoE, make_config()).eval()(u_BTD, u_BTD)[0]
+    torch.testing.assert_close(y_BTD, whole_BTD)
+
+
 def step(model, ids):
     """Logits, statistics and all gradients of one step, with the router's losses."""
     torch.manual_seed(11)  # dropout
@@ -93,6 +167,9 @@ def step(model, ids):
     loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     for stats in output.routing:
         loss = loss + 0.01 * stats.balance_loss + 0.001 * stats.z_loss
+        loss = loss + 0.01 * stats.importance_loss
+        if stats.load_loss is not None:
+            loss = loss + 0.01 * stats.load_loss
     loss.backward()
     numbers = {"logits": output.logits.detach()}
     for stats in output.routing:
@@ -121,6 +198,32 @@ def test_recomputation_changes_no_gradient(small_model, random_ids, options):
     plain = step(routed(small_model, options, dropout=0.2), ids)
     recomputed = step(routed(small_model, options, dropout=0.2, recompute="block"), ids)
     assert_same_step(recomputed, plain, tolerance=0)
+
+
+def test_recomputation_finds_the_same_noise(small_model, random_ids):
+    ids = random_ids(2, 16)
+    plain = step(routed(small_model, V_MOE, dropout=0.2), ids)
+    recomputed = step(routed(small_model, V_MOE, dropout=0.2, recompute="block"), ids)
+    assert_same_step(recomputed, plain, tolerance=0)
+    assert any(name.endswith("load_loss") for name in plain)
+
+
+def test_noise_losses_and_dropout_of_experts_are_finite_in_bf16(small_model, random_ids):
+    ids = random_ids(2, 16)
+    for name, value in step(routed(small_model, V_MOE, dtype=torch.bfloat16), ids).items():
+        assert value.isfinite().all(), name
+
+
+def test_noise_and_dropout_of_experts_are_traced_whole(small_model, random_ids):
+    options = {"router_noise": 1.0, "expert_dropout": 0.2}
+    model, ids = routed(small_model, options), random_ids(2, 16)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    for value in step(model, ids).values():
+        assert value.isfinite().all()
+    assert not _dynamo.utils.counters["graph_break"]
 
 
 def assert_compiles(small_model, random_ids, options, recompute="none", backend="inductor"):

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from model.smoe.losses import load, load_balance_loss, mean_entropy, router_z_loss
+from model.smoe.losses import (
+    importance_loss,
+    load,
+    load_balance_loss,
+    load_loss,
+    mean_entropy,
+    router_z_loss,
+)
 from model.smoe.router import Router
 from tests.helpers.routing import make, make_config
 
@@ -72,7 +79,7 @@ def test_entropy_equals_numbers_worked_out_by_hand():
 def test_the_router_reports_the_losses_of_its_own_choice(top_k):
     router = make(Router, make_config(top_k=top_k, graph="similarity"))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
-    (_, expert_ids_NK), stats = router(u_BTD)
+    (_, expert_ids_NK, _), stats = router(u_BTD)
     logits_NE = router.score(u_BTD.flatten(0, 1))
     r_BTE = logits_NE.softmax(-1).unflatten(0, (2, 9))
     p_NE = router.graph(r_BTE, u_BTD).scores_BTE.flatten(0, 1)  # the scores that top-K sees
@@ -81,7 +88,82 @@ def test_the_router_reports_the_losses_of_its_own_choice(top_k):
     torch.testing.assert_close(stats.balance_loss, 6 * (share_E * p_NE.mean(0)).sum())
     torch.testing.assert_close(stats.z_loss, logits_NE.logsumexp(-1).square().mean())
     torch.testing.assert_close(stats.entropy, -(p_NE * p_NE.log()).sum(-1).mean())
+    own_E = r_BTE.flatten(0, 1).sum(0)  # before the graph
+    variation = own_E.std(correction=0) / own_E.mean()
+    torch.testing.assert_close(stats.importance_loss, variation**2)
+    assert stats.load_loss is None  # there is no noise
     assert stats.dropped.item() == 0
     assert not stats.entropy.requires_grad
-    (stats.balance_loss + stats.z_loss).backward()
+    (stats.balance_loss + stats.z_loss + stats.importance_loss).backward()
     assert router.score.weight.grad.abs().max() > 1e-4
+
+
+def test_importance_loss_equals_numbers_worked_out_by_hand():
+    # Sums 1.1, 0.4, 0.3, 0.2: mean 0.5, variance (0.36 + 0.01 + 0.04 + 0.09) / 4 = 0.125.
+    scores_NE = SCORES.clone().requires_grad_()
+    loss = importance_loss(scores_NE)
+    torch.testing.assert_close(loss.item(), 0.125 / 0.25)
+    loss.backward()
+    # Of sums s: (2 / 4) (s - 0.5) / 0.25; the mean over tokens does not change.
+    expected = torch.tensor([1.2, -0.2, -0.4, -0.6], dtype=torch.float64)
+    centred = scores_NE.grad[0] - scores_NE.grad[0].mean()
+    torch.testing.assert_close(centred, expected)
+    even = importance_loss(torch.full((7, 3), 1 / 3))
+    assert even.item() < 1e-12
+
+
+def test_load_loss_equals_numbers_worked_out_by_hand():
+    # K 1, noise of 0.5. Token 1: logits 1, 0, 0 and with noise 1.5, 0, 0: to be chosen an expert
+    # needs (1.5 - 1) / 0.5 = 1 and (1.5 - 0) / 0.5 = 3 deviations, twice. Token 2: logits 0, 0, 1,
+    # with noise 0, 0, 1: 2, 2 and 0 deviations. Tails of the normal distribution above 0, 1, 2, 3:
+    # 0.5, 0.1586553, 0.0227501, 0.0013499. Means: 0.0907027, 0.0120500, 0.2506749, mean of these
+    # 0.1178092; variance (0.00073477 + 0.01118503 + 0.01765317) / 3 = 0.00985766.
+    logits_NE = torch.tensor([[1.0, 0, 0], [0, 0, 1]], dtype=torch.float64)
+    noisy_NE = torch.tensor([[1.5, 0, 0], [0, 0, 1]], dtype=torch.float64)
+    loss = load_loss(logits_NE, noisy_NE, 0.5, 1)
+    torch.testing.assert_close(loss.item(), 0.7102645, atol=1e-5, rtol=0)
+    # K 2: the second highest, 0 and 0, is 0 deviations from the logits 0, and -2 from 1.
+    two = load_loss(logits_NE, noisy_NE, 0.5, 2)
+    means = torch.tensor([0.9772499 + 0.5, 0.5 + 0.5, 0.5 + 0.9772499]) / 2
+    torch.testing.assert_close(two.item(), (means.var(correction=0) / means.mean() ** 2).item())
+
+
+def test_load_loss_has_the_gradient_of_differences():
+    torch.manual_seed(3)
+    noise_NE = 0.3 * torch.randn(9, 5, dtype=torch.float64)
+    logits_NE = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda logits: load_loss(logits, logits + noise_NE, 0.3, 2), logits_NE
+    )
+
+
+def test_load_loss_expects_what_noise_drawn_many_times_gives():
+    # K 1 and 40,000 draws for one expert, the threshold held: what Shazeer's appendix calls P.
+    torch.manual_seed(4)
+    logits_NE, std = torch.randn(6, 4, dtype=torch.float64), 0.7
+    noisy_NE = logits_NE + std * torch.randn(6, 4, dtype=torch.float64)
+    last_N1 = noisy_NE.amax(-1, keepdim=True)
+    again = logits_NE + std * torch.randn(40_000, 6, 4, dtype=torch.float64)
+    drawn_E = (again > last_N1).double().mean((0, 1))
+    expected = drawn_E.var(correction=0) / drawn_E.mean() ** 2
+    torch.testing.assert_close(load_loss(logits_NE, noisy_NE, std, 1), expected, rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("graph", ["none", "similarity"])
+def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
+    router = make(Router, make_config(router_noise=1.5, graph=graph))
+    u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
+    torch.manual_seed(5)
+    (_, expert_ids_NK, _), stats = router(u_BTD)
+    torch.manual_seed(5)
+    logits_NE = router.score(u_BTD.flatten(0, 1))
+    noisy_NE = logits_NE + 1.5 / 6 * torch.randn(18, 6, dtype=torch.float64)
+    p_BTE = router.graph(noisy_NE.softmax(-1).unflatten(0, (2, 9)), u_BTD).scores_BTE
+    assert torch.equal(expert_ids_NK, p_BTE.flatten(0, 1).topk(2).indices)
+    torch.testing.assert_close(stats.load_loss, load_loss(logits_NE, noisy_NE, 0.25, 2))
+    torch.testing.assert_close(stats.importance_loss, importance_loss(logits_NE.softmax(-1)))
+    torch.testing.assert_close(stats.z_loss, router_z_loss(logits_NE))
+    router.eval()
+    plain = make(Router, make_config(graph=graph)).eval()
+    assert router(u_BTD).stats.load_loss is None
+    assert torch.equal(router(u_BTD).selected.weights_NK, plain(u_BTD).selected.weights_NK)

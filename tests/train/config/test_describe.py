@@ -80,6 +80,14 @@ def test_asynchronous_checkpoints_take_memory_for_their_share_of_one() -> None:
     assert memory["total"] == without["total"] + 3 * PARAMETERS  # 4 bytes, 3 numbers, 4 processes
 
 
+def test_a_moving_average_takes_as_much_as_a_moment() -> None:
+    config, dims = small(train={"ema": 0.999}, parallel={"zero_stage": 1}), Dims(world_size=4)
+    without = memory_per_process(small(parallel={"zero_stage": 1}), dims, PARAMETERS)
+    memory = memory_per_process(config, dims, PARAMETERS)
+    assert memory["optimizer"] == without["optimizer"] + PARAMETERS
+    assert describe(config, Dims(world_size=1))["checkpoint_bytes"] == 4 * 4 * PARAMETERS
+
+
 def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> None:
     # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes.
     assert small().model.activation_bytes(2, 4) == 2 * 3 * (2 * 128 * 4 + 60)
@@ -94,6 +102,10 @@ def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> 
         (
             {"warmup_steps": 2, "decay_steps": 8, "final_ratio": 0.5},
             "up to 0.0006 in 2 steps, cosine from 0.0006 to 0.0003 at step 8",
+        ),
+        (
+            {"kind": "linear", "warmup_steps": 2, "final_ratio": 0.0},
+            "up to 0.0006 in 2 steps, linear from 0.0006 to 0 at step 10",
         ),
         ({"kind": "constant"}, "constant 0.0006"),
         ({"kind": "constant", "warmup_steps": 3}, "up to 0.0006 in 3 steps, then constant"),

@@ -121,7 +121,8 @@ def same(one, other):
 def config(tmp_path, prepared_path):
     return write_config(
         tmp_path / "config.yaml", prepared_path, **MONITOR,
-        train__steps=STEPS, checkpoint__every=5, evaluation__every=0, model__dropout=0.1,
+        train__steps=STEPS, train__ema=0.9, checkpoint__every=5, evaluation__every=0,
+        model__dropout=0.1,
     )  # fmt: skip
 
 
@@ -201,8 +202,8 @@ def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
 ):
     config = write_config(
         tmp_path / "config.yaml", prepared_path, **MONITOR, model__feed_forward=FEED_FORWARDS[kind],
-        train__steps=STEPS, checkpoint__every=5, evaluation__every=0, model__dropout=0.1,
-        parallel__zero_stage=stage, optimizer__learning_rate=0.003,
+        train__steps=STEPS, train__ema=0.9, checkpoint__every=5, evaluation__every=0,
+        model__dropout=0.1, parallel__zero_stage=stage, optimizer__learning_rate=0.003,
         checkpoint__asynchronous=stage in (0, 2),  # the one that it goes back to is on its way
     )  # fmt: skip
     back = "monitor.spike_action=rewind"

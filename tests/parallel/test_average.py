@@ -1,0 +1,129 @@
+"""The moving average of the weights: by hand, over layouts, over checkpoints."""
+
+import pytest
+import torch
+
+from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from parallel.checkpoint.manifest import CheckpointError
+from parallel.weights import load_model, open_weights
+from tests.helpers.averages import averaged
+from tests.helpers.training import Case, moe_model, relative, resave, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+# Processes and what is trained: every stage, both precisions, experts and tensors that are cut.
+ONE = Case(average=0.7, last_step=5)
+CASES = {
+    "stage 0": (1, ONE),
+    "stage 0 in bf16 on two processes": (2, ONE.but(precision="bf16")),
+    "stage 1, a skipped step": (2, ONE.but(stage=1, poison="loss", poison_step=2)),
+    "stage 2 in bf16, experts": (2, ONE.but(stage=2, precision="bf16", expert=2,
+                                            model=moe_model())),
+    "stage 3, a skipped step": (2, ONE.but(stage=3, poison="gradient", poison_step=2)),
+    "tensor parallel, experts, stage 1": (4, ONE.but(stage=1, tensor=2, expert=2,
+                                                     model=moe_model())),
+}  # fmt: skip
+
+
+SLOW = {"tensor parallel, experts, stage 1"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "case"),
+    [
+        pytest.param(*about, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, about in CASES.items()
+    ],
+)
+def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, processes, case):
+    for result in workers(processes).run(averaged, case):
+        assert result["started"]  # as the weights
+        assert result["wrong"] < 1e-6
+        assert result["moved"] > 1e-3
+        assert result["applied"] == [step != case.poison_step for step in range(5)]
+
+
+def test_any_layout_averages_as_one_process_does(workers, tmp_path):
+    case = ONE.but(optimizer="sgd", learning_rate=0.1, model=moe_model())
+    found = {}
+    for processes, layout in [(1, {}), (2, {"stage": 2, "expert": 2}), (2, {"tensor": 2})]:
+        folder = tmp_path / str(len(found))
+        workers(processes).run(train, case.but(**layout, save_to=str(folder)))
+        found[folder] = tensors(folder / "step-00000005")
+    one, *others = found.values()
+    averages = [key for key in one if key[1] == "ema"]
+    assert {name for name, _ in averages} == {name for name, field in one if field == "master"}
+    assert any(relative(one[name, "master"], one[name, "ema"]) > 0.01 for name, _ in averages)
+    for other in others:
+        assert max(relative(other[key], one[key]) for key in averages) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def saved(workers, tmp_path_factory):
+    """Three steps on two processes, with an average or without."""
+    made = {}
+
+    def save(average):
+        if average not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            case = Case(stage=1, average=average, last_step=3, save_to=str(folder))
+            workers(2).run(train, case)
+            made[average] = folder / "step-00000003"
+        return made[average]
+
+    return save
+
+
+def test_a_run_in_pieces_has_the_average_of_the_run_in_one(workers, saved, tmp_path):
+    case = Case(stage=1, average=0.7, dropout=0.1, precision="bf16")
+    workers(2).run(train, case.but(last_step=6, save_to=str(tmp_path / "whole")))
+    workers(2).run(train, case.but(last_step=3, save_to=str(tmp_path / "half")))
+    middle = str(tmp_path / "half" / "step-00000003")
+    rest = case.but(first_step=3, last_step=6, resume=middle, save_to=str(tmp_path / "rest"))
+    workers(2).run(train, rest)
+    whole, pieces = (tensors(tmp_path / name / "step-00000006") for name in ("whole", "rest"))
+    assert whole.keys() == pieces.keys()
+    assert all(torch.equal(pieces[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize(("processes", "layout"), [(1, {}), (2, {"stage": 3}), (2, {"tensor": 2})])
+def test_another_layout_saves_the_same_average_again(workers, saved, tmp_path, processes, layout):
+    case = Case(**layout, average=0.7, resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path))
+    workers(processes).run(resave, case)
+    before, after = tensors(saved(0.7)), tensors(tmp_path / "step-00000003")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_an_average_begins_with_the_weights_of_a_checkpoint_without_one(workers, saved, tmp_path):
+    case = Case(average=0.9, resume=str(saved(None)), first_step=3, save_to=str(tmp_path))
+    workers(1).run(resave, case)
+    before, after = tensors(saved(None)), tensors(tmp_path / "step-00000003")
+    assert not any(field == "ema" for _, field in before)
+    for name, field in after:
+        source = "master" if field == "ema" else field
+        assert torch.equal(after[name, field], before[name, source])
+    assert any(field == "ema" for _, field in after)
+    # A run without averages goes on from a checkpoint with them, and drops them.
+    case = Case(resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path / "without"))
+    workers(1).run(resave, case)
+    assert tensors(tmp_path / "without" / "step-00000003").keys() == before.keys()
+
+
+def test_a_new_run_begins_its_average_with_the_weights_that_it_takes(saved):
+    checkpoint = Checkpoint(saved(0.7))
+    source, name = WeightsOnly(checkpoint), "token_embedding.weight"
+    shape = checkpoint.shapes()[name]
+    box = source.read(name, "ema", shape, (0, 0), shape)
+    assert torch.equal(box, checkpoint.whole(name, "master"))
+    assert not torch.equal(box, checkpoint.whole(name, "ema"))
+
+
+def test_the_average_is_loaded_by_choice(saved):
+    stored = tensors(saved(0.7))
+    for choice, field in (("trained", "master"), ("ema", "ema")):
+        for name, parameter in load_model(saved(0.7), choice=choice).named_parameters():
+            assert torch.equal(parameter, stored[name, field])
+    with pytest.raises(CheckpointError, match=r"has no moving average of its weights") as caught:
+        open_weights(saved(None), "ema")
+    assert "\n" not in str(caught.value)
