@@ -17,7 +17,8 @@ SHIPPED = sorted(set((ROOT / "configs").rglob("*.yaml")) - set(STUDIES))
 NAMES = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
 STUDY_NAMES = [path.name for path in STUDIES]
 
-# The processes that a configuration names, the vocabulary of its tokenizer, and its parameters.
+# The processes that a configuration names, the vocabulary of its tokenizer or the classes of its
+# data, and its parameters.
 EXPECTED = {
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
@@ -103,9 +104,11 @@ def test_a_shipped_study_has_every_key(path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_config_is_valid(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    processes, vocab_size, parameters = EXPECTED[name]
-    arguments = ["validate", str(ROOT / "configs" / name), "--without-data", "--json", "-"]
-    status = run([*arguments, "--processes", str(processes), f"model.vocab_size={vocab_size}"])
+    processes, of_data, parameters = EXPECTED[name]
+    path = ROOT / "configs" / name
+    arguments = ["validate", str(path), "--without-data", "--json", "-"]
+    left = load_config(path).model.left_to_data()
+    status = run([*arguments, "--processes", str(processes), f"{left}={of_data}"])
     captured = capfd.readouterr()
     assert (status, captured.err) == (0, "")
     assert json.loads(captured.out)["model"]["parameters"] == parameters

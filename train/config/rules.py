@@ -160,9 +160,11 @@ def check_load_loss(config: RunConfig) -> None:
     Raises:
         ConfigError: there is none, and the loss would be left out in silence.
     """
-    feed_forward = config.model.known_feed_forward()
-    noise = feed_forward.router_noise if isinstance(feed_forward, SparseMoEConfig) else 0
-    if config.loss.load and not noise:
+    noisy = any(
+        isinstance(each, SparseMoEConfig) and each.router_noise
+        for each in config.model.feed_forwards().values()
+    )
+    if config.loss.load and not noisy:
         raise ConfigError(
             f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
             f"feed-forward of kind: smoe with router_noise above 0; without one 0 is allowed"

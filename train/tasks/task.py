@@ -37,11 +37,12 @@ class EvaluationConfig(Config):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between validations; 0 validates at the end of the run only."""
     max_windows: Annotated[int, Field(ge=1)] | None = None
-    """Windows of the split that are scored in training; null: all of them."""
+    """Windows of text, or images, of the split that are scored in training; null: all of them."""
     stride: Annotated[int, Field(ge=1)] | None = None
-    """Tokens a window moves on; null: its whole length. Less gives more context, and costs more."""
+    """Of text: tokens a window moves on; null: its whole length. Less gives more context, and costs
+    more."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Windows in a forward pass; null: `train.micro_batch_size`."""
+    """Windows or images in a forward pass; null: `train.micro_batch_size`."""
 
 
 class Unit(NamedTuple):
