@@ -6,16 +6,17 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+SOURCE ?= digits
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Checkers are called as modules: the scripts in bin/ break when the clone is moved.
 RUN := $(BIN)/python -m
 
-.PHONY: help setup setup-eval quickstart test test-slow check clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slow check clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
 
 setup: $(INSTALLED)  ## the virtual environment with pinned packages
 
@@ -25,6 +26,9 @@ setup-eval: setup  ## lm-eval too, and `lm_eval --model polyad`
 
 quickstart: setup  ## text to perplexity in two processes: minutes
 	@$(RUN) launch.quickstart
+
+quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURCE=hub:uoft-cs/cifar10
+	@$(RUN) launch.quickstart_images --images $(SOURCE)
 
 test: setup  ## the whole suite but the slow part
 	@$(RUN) pytest -q -m "not slow" -n 2 --dist loadfile --durations=10

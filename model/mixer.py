@@ -79,7 +79,13 @@ class MixerConfig(ImageModelSettings):
     def cut_sizes(self) -> CutSizes:
         """Sizes of both feed-forwards."""
         known = self.feed_forwards()
+        widths: CutSizes = []
+        if known[TOKENS].kind == "mumoe":  # its gate is cut by what it reads
+            widths.append({"(model.image_size / model.patch_size)^2": self.num_patches})
+        if known[CHANNELS].kind == "mumoe":
+            widths.append({"model.hidden_size": self.hidden_size})
         return [
+            *widths,
             *self.cut_sizes_of(TOKENS, known[TOKENS], self.num_patches),
             *self.cut_sizes_of(CHANNELS, known[CHANNELS], self.hidden_size),
         ]

@@ -1,4 +1,5 @@
-"""Real training of a tiny GPT-2 on random tokens, called in worker processes."""
+"""Real training of a tiny GPT-2 on random tokens, or of another model on random images, called in
+worker processes."""
 
 import itertools
 import time
@@ -12,8 +13,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from data.images.samples import ImageBatch
 from model.build import build_model
 from model.gpt2 import GPT2Config
+from model.output import RoutingStats
+from model.vision import ImageModelSettings
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.writer import save
@@ -74,7 +78,8 @@ class Case:
     skip_data: bool = False
     """Leave the poisoned batch out instead, as the reference."""
     dropout: float = 0.0
-    model: GPT2Config = MODEL
+    model: GPT2Config | ImageModelSettings = MODEL
+    micro_batch: int = MICRO_BATCH
     average: float | None = None
     """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
@@ -89,6 +94,34 @@ def global_batch(step: int, config: GPT2Config) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     shape = (GLOBAL_BATCH, config.sequence_length + 1)
     return torch.randint(0, config.vocab_size or 0, shape, generator=generator)
+
+
+def image_batch(step: int, config: ImageModelSettings) -> ImageBatch:
+    """Images of a step with labels, the same on any layout."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (GLOBAL_BATCH, config.channels, config.image_size, config.image_size)
+    return ImageBatch(
+        torch.randn(shape, generator=generator),
+        torch.randint(config.num_classes or 0, (GLOBAL_BATCH,), generator=generator),
+        torch.ones(GLOBAL_BATCH),
+        torch.zeros(GLOBAL_BATCH, 4, dtype=torch.int16),
+    )
+
+
+def image_losses(model: Any, batch: ImageBatch) -> tuple[torch.Tensor, tuple[RoutingStats, ...]]:
+    """The loss of each image, and the routing statistics."""
+    logits, routing = model(batch.images_BCHW)
+    return cross_entropy(logits, batch.labels_B), routing
+
+
+def batches_of(step: int, world: comm.World, case: Case) -> list[Any]:
+    """This rank's micro-batches of a step, as the losses take them."""
+    rank, ranks = world.data_parallel_rank, world.data_parallel_size
+    if isinstance(case.model, GPT2Config):
+        pieces = global_batch(step, case.model).split(case.micro_batch)
+        return [TextBatch.of(piece) for piece in pieces[rank::ranks]]
+    split = [field.split(case.micro_batch) for field in image_batch(step, case.model)]
+    return [ImageBatch(*piece) for piece in zip(*split, strict=True)][rank::ranks]
 
 
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
@@ -110,7 +143,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
         precision=case.precision,
         global_batch_size=GLOBAL_BATCH,
-        micro_batch_size=MICRO_BATCH,
+        micro_batch_size=case.micro_batch,
         clip_grad_norm=case.clip,
         source=source or InitialWeights(build_model(config), 7),
         cross_entropy=cross_entropy,
@@ -141,15 +174,15 @@ def train(case: Case) -> dict[str, Any]:
         checkpoint.restore_random_states(world.device)
     losses, norms, applied, routing = [], [], [], []
     for step in range(case.first_step, case.last_step):
-        batches = local_batches(step, world, case.model)
+        batches = batches_of(step, world, case)
         if step == case.poison_step and case.skip_data:
             continue
         spoil = poisoned(engine, case, world) if step == case.poison_step else nullcontext()
         with spoil:
             outcome = train_step(
                 engine,
-                text_losses,
-                Prefetch(map(TextBatch.of, batches), world.device),
+                text_losses if isinstance(case.model, GPT2Config) else image_losses,
+                Prefetch(iter(batches), world.device),
                 len(batches),
                 case.learning_rate,
                 losses=case.losses,

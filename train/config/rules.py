@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from data.config import DataConfig
 from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 from parallel.dims import Dims
@@ -68,6 +69,11 @@ def check_windows(config: RunConfig) -> None:
         ConfigError: they do.
     """
     stride, length = config.evaluation.stride, config.model.units_per_sample()
+    if stride is not None and not isinstance(config.data, DataConfig):
+        raise ConfigError(
+            f"evaluation.stride: {stride} is of text, and not allowed with data.kind: "
+            f"{config.data.kind}; null is"
+        )
     if stride is not None and stride > length:
         raise ConfigError(
             f"evaluation.stride: {stride} is more than model.sequence_length: {length}, so tokens "

@@ -77,7 +77,11 @@ class RunConfig(Config):
     def for_task(self) -> Sections:
         """What the task is opened with."""
         return Sections(
-            data=self.data, model=self.model, evaluation=self.evaluation, seed=self.seed
+            data=self.data,
+            model=self.model,
+            evaluation=self.evaluation,
+            seed=self.seed,
+            micro_batch_size=self.train.micro_batch_size,
         )
 
     def tensors_per_weight(self) -> int:

@@ -107,9 +107,25 @@ class ImageClassification(Task[ImageBatch]):
 
     @classmethod
     def open(cls, sections: Sections) -> "ImageClassification":
-        """Opens the prepared images."""
+        """Opens the prepared images, and checks that mixed ones come in pairs."""
+        settings = sections.data
+        assert isinstance(settings, ImageDataConfig)
+        if settings.mixes and sections.micro_batch_size % 2:
+            key = "mixup" if settings.augmentation.mixup else "cutmix"
+            raise ConfigError(
+                f"train.micro_batch_size: {sections.micro_batch_size} is odd, and images are mixed "
+                f"in pairs (data.augmentation.{key}: {getattr(settings.augmentation, key):g}); an "
+                f"even number is allowed, or data.augmentation.{key}: 0"
+            )
+        return cls(ImageData.open(settings.path), sections)
+
+    @classmethod
+    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "ImageClassification":
+        """Opens images to score a checkpoint with."""
         assert isinstance(sections.data, ImageDataConfig)
-        return cls(ImageData.open(sections.data.path), sections)
+        task = cls(ImageData.open(sections.data.path), sections)
+        task.check_weights(checkpoint, "checkpoint")
+        return task
 
     @property
     def place(self) -> str:

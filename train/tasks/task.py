@@ -113,6 +113,8 @@ class Sections:
     evaluation: EvaluationConfig
     seed: int
     """The seed of the order of samples."""
+    micro_batch_size: int = 1
+    """Samples in a forward pass of one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
