@@ -54,6 +54,7 @@ class Journey(ABC):
     Args:
         config: of the run, relative to the clone.
         folder: that everything is written below, relative to the clone.
+        overrides: `key=value` for the configuration.
     """
 
     prepares: str
@@ -63,8 +64,8 @@ class Journey(ABC):
     compares: str
     """What the score stands beside."""
 
-    def __init__(self, config: Path, folder: Path) -> None:
-        self.config = config
+    def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...] = ()) -> None:
+        self.config, self.overrides = config, overrides
         self.data, self.run = folder / "data", folder / "run"
         self.result = folder / "validation.json"
 
@@ -104,7 +105,7 @@ class Journey(ABC):
     def _steps(self) -> list[tuple[str, str]]:
         from train.config.run import load_config
 
-        half = load_config(self.config).checkpoint.every
+        half = load_config(self.config, self.overrides).checkpoint.every
         begun = step_to_go_on_from(self.run, self.result)
         if not begun:
             remove_previous_run(self.run)
@@ -119,7 +120,8 @@ class Journey(ABC):
             f"2/5  train {self.trains} whose experts are spread over {PROCESSES} processes, "
             f"ZeRO 1, to step {half}"
         )
-        launch = ("launch", str(self.config), "--processes-per-node", str(PROCESSES))
+        processes = ("--processes-per-node", str(PROCESSES))
+        launch = ("launch", str(self.config), *processes, *self.overrides)
         if begun < half:
             run_polyad(*launch, f"train.steps={half}")
         else:
@@ -136,7 +138,7 @@ class Journey(ABC):
         from train.config.plan import plan_run
 
         try:
-            plan_run(self.config, (), PROCESSES)
+            plan_run(self.config, self.overrides, PROCESSES)
         except ValueError as error:
             say(f"the run that is there cannot go on, and is removed: {error}")
             return False
@@ -202,7 +204,7 @@ def run_rows(run: Path, half: int, unit: str) -> list[tuple[str, str]]:
         Names and values.
     """
     records = read_records(run)
-    rate = median_rate(records)
+    rate = median_rate(records, unit)
     return [
         *_routing_rows(records[-1]),
         ("speed", f"{rate:,.0f} {unit}s/s in training, {PROCESSES} processes"),

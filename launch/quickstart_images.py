@@ -12,6 +12,8 @@ from launch.signals import stop_at_signals
 CONFIG = Path("configs/quickstart/vmoe.yaml")
 FOLDER = Path("runs/quickstart-images")
 SOURCE = "digits"
+LARGER = ("model.image_size=32", "model.patch_size=4", "data.augmentation.flip=true")
+"""Keys for images of other sources, as CIFAR's: digits have 8 x 8 pixels."""
 
 
 class ImageJourney(Journey):
@@ -27,7 +29,7 @@ class ImageJourney(Journey):
     compares = "compare with the nearest training image, and draw the report"
 
     def __init__(self, config: Path, folder: Path, source: str) -> None:
-        super().__init__(config, folder)
+        super().__init__(config, folder, () if source == SOURCE else LARGER)
         self.source = source
         named = "handwritten digits" if source == SOURCE else source
         self.prepares = f"{named} -> PNG files in folders of classes -> an index of them"

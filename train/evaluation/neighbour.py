@@ -27,7 +27,8 @@ def nearest_neighbour_accuracy(train: Images, held_out: Images, size: int) -> fl
     known_NP, labels_N = _pixels(train, size)
     right = 0
     asked_MP, labels_M = _pixels(held_out, size)
-    for asked_BP, labels_B in zip(asked_MP.split(PART), labels_M.split(PART), strict=True):
+    parts = (torch.split(each, PART) for each in (asked_MP, labels_M))
+    for asked_BP, labels_B in zip(*parts, strict=True):
         nearest_B = torch.cdist(asked_BP, known_NP).argmin(-1)
         right += int((labels_N[nearest_B] == labels_B).sum())
     return right / len(labels_M)

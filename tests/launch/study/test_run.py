@@ -388,9 +388,9 @@ def state(process: int) -> str:
 
 @pytest.mark.slow
 def test_a_run_that_fails_stops_the_study_and_names_itself(tmp_path: Path, data: Path) -> None:
-    # A learning rate that makes the second step infinite: known only once it runs.
+    # A learning rate that makes steps infinite: known only once it runs.
     failing = {
-        **{"optimizer.kind": "sgd", "optimizer.learning_rate": 1e30},
+        **{"optimizer.kind": "sgd", "optimizer.learning_rate": 1e6},
         **{"optimizer.clip_grad_norm": 0.0, "train.max_skipped_steps": 2},
     }
     variants = {"dense": None, "wild": failing}
