@@ -36,6 +36,7 @@ EXPECTED = {
     "mixer/s16.yaml": (8, 1000, 18_528_264),
     "quickstart/gpt2-smoe.yaml": (2, 8192, 11_641_376),
     "quickstart/gpt2.yaml": (2, 8192, 5_322_240),
+    "quickstart/mixer.yaml": (1, 10, 569_994),
     "quickstart/vmoe.yaml": (2, 10, 402_650),
     "vit/b16.yaml": (8, 1000, 87_158_248),
     "vit/s32.yaml": (8, 1000, 27_595_240),
@@ -60,6 +61,12 @@ EXPECTED = {
 }
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
+    "mixer.yaml": (
+        27,
+        dict.fromkeys(("dense", "dense-1e-3", "dense-4e-3"), 569_994)
+        | dict.fromkeys(("cp", "cp-1e-3", "cp-4e-3"), 572_322)
+        | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
+    ),
     "mumoe.yaml": (
         15,
         {"dense": 2_615_424}
