@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data.images.prepare import prepare_images
 from launch.cli import run
 from train.config.run import load_config
 from train.config.text import flatten
@@ -105,7 +106,14 @@ def test_a_shipped_study_is_valid(
     assert (ROOT / tree["base"]).is_file()
     # Elsewhere: here the study may have been run.
     tree |= {"base": str(ROOT / tree["base"]), "folder": str(tmp_path / "study")}
-    tree["data"]["path"] = str(tmp_path / "text")
+    if tree["data"] is None:  # of images, with as many classes
+        prepare_images("digits", tmp_path / "digits", report=lambda line: None)
+        base = load_config(Path(tree["base"])).model_dump(mode="json")
+        base["data"]["path"] = str(tmp_path / "digits")
+        tree["base"] = str(tmp_path / "base.yaml")
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    else:
+        tree["data"]["path"] = str(tmp_path / "text")
     (tmp_path / path.name).write_text(yaml.safe_dump(tree))
     status = run(["study", str(tmp_path / path.name), "--dry-run", "--json", "-"])
     captured = capfd.readouterr()

@@ -115,7 +115,7 @@ class LeaveOneOut:
         model: Any = self._model
         x_BTD = model.embed(images_BCHW)
         for block in model.blocks[: self.layer.block]:
-            x_BTD, _ = block(x_BTD)
+            x_BTD, *_ = block(x_BTD)
         with deciding(self._model, [self.layer]) as decisions:
             logits_BK = model.tail(x_BTD, self.layer.block)
         a_MS = decisions[self.layer.name].coefficients()
