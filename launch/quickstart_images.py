@@ -1,4 +1,4 @@
-"""`make quickstart-images`: images to accuracy, with a table at the end; see `launch/journey.py`."""
+"""`make quickstart-images`: images to accuracy, and a table; see `launch/journey.py`."""
 
 import sys
 from argparse import ArgumentParser

@@ -16,6 +16,7 @@ from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
 from train.evaluation.evaluate import evaluate
+from train.evaluation.robustness import robustness
 from train.loop.device import memory_statistics
 from train.loop.metrics import Metrics, peak_memory_bytes
 from train.pretrain import main
@@ -150,3 +151,10 @@ def run_with_slow_records(config: Path, seconds: float, *overrides: str) -> int:
 
     with mock.patch.object(Metrics, "write", slow_write):
         return main(config, overrides).step
+
+
+def scored_set(
+    path: Path, name: str, folder: Path, overrides: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`polyad evaluate --robustness`."""
+    return robustness(path, name, folder, overrides=overrides)

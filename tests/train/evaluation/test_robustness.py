@@ -1,0 +1,169 @@
+"""The published sets of shifted images, in small copies of their layouts made here."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from data.images.imagenet import ALEXNET_ERRORS, imagenet_classes
+from data.images.prepare import prepare_images
+from parallel.checkpoint.checkpoint import find_checkpoint
+from parallel.weights import load_model
+from tests.helpers.images import encoded, picture
+from tests.helpers.runs import run, scored_set
+from tests.helpers.workers import WorkerError
+
+pytestmark = pytest.mark.distributed
+IDS = imagenet_classes()
+SIZE = 8
+
+
+def write(path, label, number, size=(SIZE, SIZE)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(picture(label, number, size), "PNG"))
+
+
+@pytest.fixture(scope="module")
+def trained(workers, tmp_path_factory):
+    """A run of two steps on a set of 1,000 classes with two images each."""
+    root = tmp_path_factory.mktemp("imagenet")
+    for split, each in (("train", 2), ("val", 1)):
+        for label, name in enumerate(IDS):
+            for number in range(each):
+                file = f"ILSVRC2012_val_{label + 1:08}.PNG" if split == "val" else f"{number}.PNG"
+                write(root / "all" / split / name / file, label, number + 10 * (split == "val"))
+    (root / "all" / "test").mkdir()
+    for name in IDS:
+        (root / "all" / "test" / name).mkdir()
+        write(root / "all" / "test" / name / "0.PNG", 1, 2)
+    prepare_images(str(root / "all"), root / "out", report=lambda x: None)
+    config = root / "run.yaml"
+    config.write_text(yaml.safe_dump({
+        "seed": 1, "run": {"folder": str(root / "run")},
+        "model": {
+            "kind": "vit", "image_size": SIZE, "patch_size": 4, "num_layers": 1,
+            "hidden_size": 16, "num_heads": 2,
+        },
+        "data": {"kind": "images", "path": str(root / "out"), "normalization": "half"},
+        "train": {
+            "steps": 20, "global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32",
+        },
+        "optimizer": {"learning_rate": 0.02}, "schedule": {"kind": "constant"},
+        "evaluation": {"max_windows": 64}, "log": {"tensorboard": False},
+    }))  # fmt: skip
+    workers(1).run(run, config)
+    return root / "run"
+
+
+def logits_of(trained, files, resize):
+    """By Pillow's pixels and the model alone; the images have the model's size."""
+    model = load_model(find_checkpoint(trained))
+    assert resize == 1.0
+    rows = [np.asarray(Image.open(file).convert("RGB")) for file in files]
+    pixels = torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2).float()
+    with torch.no_grad():
+        return model((pixels / 255 - 0.5) / 0.5).logits
+
+
+EXACT = ("data.evaluation_resize=1.0",)
+
+
+def test_c_is_the_mean_of_errors_over_alexnets(workers, trained, tmp_path):
+    expected = {}
+    for place, name in enumerate(ALEXNET_ERRORS):
+        wrong = []
+        for severity in range(1, 6):
+            folder = tmp_path / "c" / name / str(severity)
+            for label in (3, 700):
+                write(folder / IDS[label] / "a.png", label, place + severity)
+            files = [folder / IDS[label] / "a.png" for label in (3, 700)]
+            hits = logits_of(trained, files, 1.0).argmax(-1) == torch.tensor([3, 700])
+            wrong.append(1 - float(hits.float().mean()))
+        expected[name] = sum(wrong) / 5
+    one, *_ = workers(1).run(scored_set, trained, "c", tmp_path / "c")
+    two, *_ = workers(2).run(scored_set, trained, "c", tmp_path / "c")
+    for result in (one, two):
+        assert {n: c["error"] for n, c in result["corruptions"].items()} == pytest.approx(expected)
+        mce = sum(error / ALEXNET_ERRORS[name] for name, error in expected.items()) / 15
+        assert result["mce"] == pytest.approx(mce)
+        assert result["top1"] == pytest.approx(1 - sum(expected.values()) / 15)
+
+
+def test_a_and_r_choose_among_their_own_classes(workers, trained, tmp_path):
+    labels = [5, 17, 900]
+    for label in labels:
+        for number in range(4):
+            write(tmp_path / "a" / IDS[label] / f"{number}.png", label, number)
+    files = [tmp_path / "a" / IDS[x] / f"{n}.png" for x in labels for n in range(4)]
+    logits = logits_of(trained, files, 1.0)[:, labels]
+    truth = torch.arange(3).repeat_interleave(4)
+    expected = float((logits.argmax(-1) == truth).float().mean())
+    for name in ("a", "r"):
+        result = workers(1).run(scored_set, trained, name, tmp_path / "a", overrides=EXACT)[0]
+        assert (result["top1"], result["classes"]) == (pytest.approx(expected), 3)
+
+
+def test_v2_and_sketch_choose_among_all_classes(workers, trained, tmp_path):
+    labels = [0, 11, 999]
+    for label in labels:
+        write(tmp_path / "v2" / str(label) / "0.png", label, 1)
+        write(tmp_path / "sketch" / IDS[label] / "0.png", label, 1)
+    files = [tmp_path / "v2" / str(label) / "0.png" for label in labels]
+    hits = logits_of(trained, files, 1.0).argmax(-1) == torch.tensor(labels)
+    for name in ("v2", "sketch"):
+        result = workers(1).run(scored_set, trained, name, tmp_path / name, overrides=EXACT)[0]
+        assert result["top1"] == pytest.approx(float(hits.float().mean()))
+
+
+def test_o_ranks_its_images_among_those_that_belong(workers, trained, tmp_path):
+    metrics = pytest.importorskip("sklearn.metrics")
+    labels = [4, 60, 333]
+    for label in labels:
+        for number in range(5):
+            write(tmp_path / "o" / IDS[label] / f"{number}.png", label + 1, number)
+    files = [tmp_path / "o" / IDS[x] / f"{n}.png" for x in labels for n in range(5)]
+    inside = [trained.parent / "all" / "val" / IDS[x] for x in labels]
+    inside = [next(folder.iterdir()) for folder in inside]
+    scores = [
+        -logits_of(trained, each, 1.0)[:, labels].softmax(-1).amax(-1) for each in (files, inside)
+    ]
+    truth = [1] * 15 + [0] * 3
+    expected = metrics.average_precision_score(truth, torch.cat(scores).numpy())
+    result = workers(1).run(scored_set, trained, "o", tmp_path / "o", overrides=EXACT)[0]
+    assert result["aupr"] == pytest.approx(expected)
+    assert (result["images_scored"], result["images_inside"]) == (15, 3)
+
+
+def test_real_labels_allow_several_classes_and_leave_images_out(workers, trained, tmp_path):
+    files = [next((trained.parent / "all" / "val" / name).iterdir()) for name in IDS]
+    predicted = logits_of(trained, files, 1.0).argmax(-1).tolist()
+    labels = [[p, 0] if n % 3 == 0 else [] if n % 3 == 1 else [(p + 1) % 1000]
+              for n, p in enumerate(predicted)]  # fmt: skip
+    (tmp_path / "real.json").write_text(json.dumps(labels))
+    result = workers(1).run(scored_set, trained, "real", tmp_path / "real.json", overrides=EXACT)[0]
+    assert result["images_scored"] == 667
+    assert result["images_without_label"] == 333
+    assert result["top1"] == pytest.approx(334 / 667)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("c", lambda p: p, "gaussian_noise/1: there is no such folder; ImageNet-C has 15"),
+        ("a", lambda p: (p / "dog").mkdir() or p, "dog: is not a folder of a class; WordNet ids"),
+        ("v2", lambda p: (p / "1000").mkdir() or p, "1000: is not a folder of a class; numbers"),
+        ("r", lambda p: p, "has no image in folders of classes"),
+        ("sketch", lambda p: p / "nothing", "nothing: there is no such folder"),
+        ("real", lambda p: (p / "real.json").write_text("{") and p / "real.json", "is not JSON"),
+        ("real", lambda p: p / "real.json", "real.json: cannot be read"),
+    ],
+)
+def test_what_is_no_such_set_is_one_line(workers, trained, tmp_path, name, make, message):
+    with pytest.raises(WorkerError) as caught:
+        workers(1).run(scored_set, trained, name, make(tmp_path))
+    last = str(caught.value).strip().splitlines()[-1]
+    assert message in last
+    assert "Error: " in last
