@@ -57,5 +57,7 @@ def _weights(plan: Plan) -> str:
     if isinstance(plan.init, Checkpoint):
         return f", with the weights of step {plan.init.training_step:,}, {plan.init.folder}"
     if plan.init is not None:
-        return f", with the weights of {plan.config.checkpoint.init_from}"
+        note = getattr(plan.init, "note", None)
+        new = f"; {note}" if note else ""
+        return f", with the weights of {plan.config.checkpoint.init_from}{new}"
     return ""

@@ -12,6 +12,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.verification import newest_that_opens
 from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
+from parallel.huggingface_vision import VisionWeights
 from parallel.weights import Weights, open_weights
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
@@ -153,7 +154,7 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
-    if isinstance(weights, HuggingFaceWeights):
+    if isinstance(weights, HuggingFaceWeights | VisionWeights):
         weights.check_config(config.model)
     else:
         weights.check_model(build_model(config.model))

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import torch
 
 from data.config import DataConfig
+from data.images.config import ImageDataConfig
 from data.progress import Progress
 from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from data.text.tokenizers.tokenizer import Tokenizer
 from model.build import build_model, num_parameters
 from model.config_yaml import dump
+from model.gpt2 import GPT2Config
 from model.huggingface import (
     CONFIG_FILE,
     HEAD,
@@ -26,6 +28,8 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
+from model.huggingface_vision import Parts, config_to_files, parts_of
+from model.vision import ImageModelSettings
 from parallel.checkpoint.checkpoint import find_checkpoint
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
 from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, differing_shapes
@@ -41,6 +45,7 @@ from train.exchange.upcycle import Upcycled, Upcycling
 from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
 from train.state import TrainState
+from train.tasks.images import CLASSES_FILE, class_names_of
 from train.tasks.language import language_model
 from train.tasks.tokenizers import tokenizer_of
 
@@ -113,7 +118,7 @@ def convert(
         "destination": str(destination),
         "format": to,
         "parameters": num_parameters(config),
-        "vocab_size": config.vocab_size,
+        "vocab_size": getattr(config, "vocab_size", None),
         "tokenizer": tokenizer is not None,
         "files": {path.name: path.stat().st_size for path in files},
         "notes": weights.notes,
@@ -137,17 +142,28 @@ class _Checked:
             self._weights = Upcycled(weights, upcycling)
             self.notes.append(self._weights.note())
         self.folder = weights.folder
-        self.config = language_model(self._weights)
+        self.config = self._weights.model_config()
+        if upcycling:
+            self.config = language_model(self._weights)
         self.shapes = self._weights.shapes()
         self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
         self.progress = Progress()
         self.progress.start("converting", self.bytes)
         self._not_finite: list[str] = []
-        if self.tokenizer and self.tokenizer.vocab_size > self.config.known_vocab_size():
+        note = getattr(weights, "note", None)
+        if note is not None:
+            self.notes.append(note)
+        vocabulary = getattr(self.config, "vocab_size", None)
+        if self.tokenizer and vocabulary and self.tokenizer.vocab_size > vocabulary:
             raise ConfigError(
                 f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
-                f"{self.config.known_vocab_size()}"
+                f"{vocabulary}"
             )
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes of a checkpoint that was trained on images."""
+        return class_names_of(self.folder)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
@@ -188,7 +204,11 @@ class _Checked:
 
 
 def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None:
+    if isinstance(weights.config, ImageModelSettings):
+        _to_vision_library(weights, staging)
+        return
     config, tokenizer, held = weights.config, weights.tokenizer, weights.shapes
+    assert isinstance(config, GPT2Config)
     tree = config_to_huggingface(config, tokenizer.end_of_text_id if tokenizer else None)
     shapes = dict(parameter_shapes(config))
     if strange := held.keys() - shapes.keys():
@@ -214,6 +234,30 @@ def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None
             f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
             "find a class for it by itself, and one that it is given may encode otherwise"
         )
+
+
+def _to_vision_library(weights: _Checked, staging: Path) -> None:
+    """transformers' ViT, or timm's Mixer."""
+    tree, library = config_to_files(weights.config, weights.class_names)
+    entries = []
+    for name, shape in weights.check_model().items():
+        parts = parts_of(name, shape, library, ())
+        for number, theirs in enumerate(parts.names):
+            read = _part_reader(weights, name, number, parts)
+            with_prefix = "" if theirs.startswith("classifier.") else library.prefix
+            entries.append(Entry(with_prefix + theirs, torch.float32, parts.shape, read))
+    _write_json(staging / CONFIG_FILE, tree)
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+
+
+def _part_reader(
+    weights: _Checked, name: str, number: int, parts: Parts
+) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        pieces = weights.whole(name).chunk(len(parts.names))
+        return pieces[number].reshape(parts.shape).contiguous()
+
+    return read
 
 
 def _to_safetensors(weights: _Checked, staging: Path, destination: Path) -> None:
@@ -243,6 +287,8 @@ def _reader(
 
 def _write_tokenizer(weights: _Checked, staging: Path) -> None:
     tokenizer = weights.tokenizer
+    if isinstance(weights.config, ImageModelSettings):
+        return
     if tokenizer is None:
         weights.notes.append("no tokenizer was found beside the weights or data: none was written")
         return
@@ -256,7 +302,7 @@ def _write_tokenizer(weights: _Checked, staging: Path) -> None:
         | {
             "bos_token": tokenizer.end_of_text,
             "eos_token": tokenizer.end_of_text,
-            "model_max_length": weights.config.sequence_length,
+            "model_max_length": weights.config.units_per_sample(),
             "clean_up_tokenization_spaces": False,
         },
     )
@@ -264,18 +310,19 @@ def _write_tokenizer(weights: _Checked, staging: Path) -> None:
 
 def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
     tokenizer, config = weights.tokenizer, weights.config
-    if tokenizer is None:
+    is_of_images = isinstance(config, ImageModelSettings)
+    if tokenizer is None and not is_of_images:
         weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
     run = RunConfig(
         run=RunFolderConfig(folder=f"runs/{destination.name}"),
         model=config,
-        data=DataConfig(),
+        data=ImageDataConfig(path="runs/images") if is_of_images else DataConfig(),
         train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
     )
     state = TrainState(
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
         end_of_text=tokenizer.end_of_text if tokenizer else None,
-        vocab_size=tokenizer.vocab_size if tokenizer else config.known_vocab_size(),
+        vocab_size=tokenizer.vocab_size if tokenizer else getattr(config, "vocab_size", None) or 0,
     )
     origin = {"converted_from": str(weights.folder)}
     if weights.upcycling:
@@ -283,6 +330,8 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
     files: dict[str, bytes] = {}
     if tokenizer is not None:
         files[tokenizer.file_name] = tokenizer.file_bytes()
+    if weights.class_names is not None:
+        files[CLASSES_FILE] = json.dumps(weights.class_names, ensure_ascii=False).encode()
     save_weights(
         staging,
         weights.shapes,

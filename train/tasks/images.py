@@ -6,6 +6,7 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes, S bins o
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -297,7 +298,7 @@ class ImageClassification(Task[ImageBatch]):
         """Checks that the weights were trained with these classes in this order."""
         if not isinstance(weights, Checkpoint):
             return
-        names = class_names_of(weights)
+        names = class_names_of(weights.folder)
         ours = list(self.data.manifest.class_names)
         if names is not None and names != ours:
             raise ConfigError(f"{self.place} has {_differing(ours, names, owner)}")
@@ -395,10 +396,11 @@ def with_classes(model: ImageModelSettings, data: ImageData, place: str) -> Imag
     return model.model_copy(update={"num_classes": classes}).filled()
 
 
-def class_names_of(checkpoint: Checkpoint) -> list[str] | None:
+def class_names_of(folder: Path) -> list[str] | None:
     """The names of the classes that a checkpoint was trained with; None if it has none."""
-    file = checkpoint.folder / CLASSES_FILE
-    return json.loads(file.read_bytes()) if file.is_file() else None
+    file = folder / CLASSES_FILE
+    names: list[str] | None = json.loads(file.read_bytes()) if file.is_file() else None
+    return names
 
 
 def _differing(ours: list[str], theirs: list[str], owner: str) -> str:

@@ -1,0 +1,165 @@
+"""ViT, DINO and CLIP from transformers and Mixers of timm, and back, bitwise."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.images.torchvision_door import available
+from model.build import read_model_config
+from model.huggingface import HuggingFaceError
+from parallel.huggingface_vision import VisionWeights
+from parallel.weights import load_model, open_weights
+from train.exchange.convert import convert
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 40, "image_size": 16, "patch_size": 4}  # fmt: skip
+IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def saved(model, folder):
+    """With every weight drawn anew, biases and norms too."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.eval().save_pretrained(folder)
+    return folder
+
+
+def same_files(a, b):
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (a, b))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_vit_is_the_same_and_comes_back_bitwise(transformers, tmp_path):
+    config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
+    theirs = transformers.ViTForImageClassification(config)
+    folder = saved(theirs, tmp_path / "vit")
+    model = load_model(folder)
+    with torch.no_grad():
+        expected = theirs(IMAGES).logits
+        torch.testing.assert_close(model(IMAGES).logits, expected, rtol=0, atol=1e-5)
+    result = convert(folder, tmp_path / "ours", "polyad")
+    assert result["parameters"] == sum(p.numel() for p in theirs.parameters())
+    convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+    same_files(folder, tmp_path / "back")
+    again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(again(IMAGES).logits, expected)
+
+
+@pytest.mark.parametrize("pooler", [False, True])
+def test_a_backbone_gets_a_new_head(transformers, tmp_path, pooler):
+    """DINO's weights are those of a ViT without a head."""
+    theirs = transformers.ViTModel(
+        transformers.ViTConfig(**SIZES, layer_norm_eps=1e-6), add_pooling_layer=pooler
+    )
+    weights = open_weights(saved(theirs, tmp_path / "dino"))
+    assert isinstance(weights, VisionWeights)
+    assert "the head is new" in weights.note
+    wanted = weights.config.model_copy(update={"num_classes": 7, "head_bias": -2.0})
+    weights.check_config(wanted)
+    assert torch.equal(weights.whole("head.bias"), torch.full((7,), -2.0))
+    model = load_model(tmp_path / "dino")
+    x = model.embed(IMAGES)
+    for block in model.blocks:
+        x, _ = block(x)
+    with torch.no_grad():
+        expected = theirs.eval()(IMAGES).last_hidden_state
+        torch.testing.assert_close(model.final_norm(x), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
+def test_a_clip_tower_has_the_activation_that_its_weights_say(transformers, tmp_path, activation):
+    theirs = transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(**SIZES, hidden_act=activation)
+    )
+    folder = saved(theirs, tmp_path / "clip")
+    model = load_model(folder)
+    assert model.config.activation == activation
+    assert model.config.pre_norm
+    x = model.embed(IMAGES)
+    with torch.no_grad():
+        for block in model.blocks:
+            x, _ = block(x)
+        expected = theirs.eval()(IMAGES).pooler_output
+        torch.testing.assert_close(model.final_norm(x[:, 0]), expected, rtol=0, atol=1e-5)
+    convert(folder, tmp_path / "ours", "polyad")
+    with pytest.raises(HuggingFaceError, match=r"model\.pre_norm: True: transformers' ViT has no"):
+        convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+
+
+def timm_mixer(folder):
+    """A folder under timm's names."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"stem.proj.weight": (24, 3, 4, 4), "stem.proj.bias": (24,), "norm.weight": (24,),
+              "norm.bias": (24,), "head.weight": (5, 24), "head.bias": (5,)}  # fmt: skip
+    for block in range(2):
+        of_block = {
+            "norm1": (24,), "norm2": (24,), "mlp_tokens.fc1": (10, 16), "mlp_tokens.fc2": (16, 10),
+            "mlp_channels.fc1": (40, 24), "mlp_channels.fc2": (24, 40),
+        }  # fmt: skip
+        for name, shape in of_block.items():
+            shapes[f"blocks.{block}.{name}.weight"] = shape
+            shapes[f"blocks.{block}.{name}.bias"] = shape[:1]
+    folder.mkdir()
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"architecture": "mixer_small"}))
+    return folder
+
+
+def test_timms_names_of_a_mixer_come_in_and_go_out_bitwise(tmp_path):
+    folder = timm_mixer(tmp_path / "timm")
+    model = load_model(folder)
+    stored = load_file(folder / "model.safetensors")
+    names = {"patch_embedding.weight": "stem.proj.weight",
+             "blocks.1.token_norm.bias": "blocks.1.norm1.bias",
+             "blocks.1.token_feed_forward.up.weight": "blocks.1.mlp_tokens.fc1.weight",
+             "blocks.0.channel_feed_forward.down.bias": "blocks.0.mlp_channels.fc2.bias",
+             "head.weight": "head.weight"}  # fmt: skip
+    own = dict(model.named_parameters())
+    assert all(torch.equal(own[ours], stored[theirs]) for ours, theirs in names.items())
+    assert model.config.image_size == 16
+    convert(folder, tmp_path / "ours", "polyad")
+    convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+    same_files(folder, tmp_path / "back")
+
+
+def test_timms_own_mixer_computes_the_same(tmp_path):
+    if not available():  # the door is opened before timm comes in
+        pytest.skip("timm needs torchvision, which is not installed")
+    timm = pytest.importorskip("timm")
+    theirs = timm.create_model("mixer_s16_224", num_classes=5).eval()
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "mixer_s16_224"}))
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        ours = load_model(tmp_path)(images).logits
+        torch.testing.assert_close(ours, theirs(images), rtol=0, atol=1e-5)
+
+
+def test_another_model_a_strange_tensor_and_a_missing_one_are_one_line(tmp_path):
+    folder = timm_mixer(tmp_path / "timm")
+    weights = open_weights(folder)
+    other = read_model_config(weights.config.model_dump() | {"hidden_size": 28})
+    with pytest.raises(HuggingFaceError, match=r"model\.hidden_size 24 there, 28 here"):
+        weights.check_config(other)
+    with pytest.raises(HuggingFaceError, match=r"model\.kind 'mixer' there, 'vit' here"):
+        weights.check_config(read_model_config({"kind": "vit"}))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"extra": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(HuggingFaceError, match="unknown tensor extra"):
+        open_weights(folder)
+    del tensors["blocks.1.norm2.bias"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(HuggingFaceError, match=r"no tensor blocks\.1\.norm2\.bias"):
+        open_weights(folder)
