@@ -24,7 +24,6 @@ from model.vision import ImageModelSettings
 from model.vit import ViTConfig
 
 Shape = tuple[int, ...]
-HEADS = ("head.weight", "head.bias")
 ACTIVATIONS = {
     "gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -271,6 +270,10 @@ def config_to_files(
                 f"{key}.kind: {each.kind!r}: other libraries have no such architecture, but dense "
                 f"ones; `--to safetensors` writes the weights under our names"
             )
+    if config.head.kind != "linear":
+        raise HuggingFaceError(
+            f"model.head.kind: {config.head.kind!r}: other libraries have 'linear' heads alone"
+        )
     if not config.bias:
         raise HuggingFaceError("model.bias: False: other libraries' models of images have biases")
     names = class_names or [f"LABEL_{number}" for number in range(config.known_num_classes())]

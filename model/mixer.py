@@ -19,10 +19,11 @@ from model.layers import DropPath, LayerNorm
 from model.output import ModelOutput, RoutingStats
 from model.settings import Count, CutSizes
 from model.vision import (
-    ClassHead,
     ImageModelSettings,
     PatchEmbedding,
+    build_head,
     check_feed_forward,
+    classified,
     run_block,
 )
 
@@ -67,6 +68,7 @@ class MixerConfig(ImageModelSettings):
         known = self.feed_forwards()
         return self.model_copy(
             update={key.removeprefix("model."): each for key, each in known.items()}
+            | self.filled_head()
         )
 
     def in_words(self) -> str:
@@ -102,7 +104,8 @@ class MixerConfig(ImageModelSettings):
             multiplies, and what graphs of tokens cost.
         """
         patches, width = self.num_patches, self.hidden_size
-        weights = patches * self.patch_numbers * width + width * self.known_num_classes()
+        weights = patches * self.patch_numbers * width
+        weights += self.known_head().multiply_adds(width, self.known_num_classes())
         mixing = 0
         known = self.feed_forwards()
         for key, own, rows in ((TOKENS, patches, width), (CHANNELS, width, patches)):
@@ -192,7 +195,7 @@ class Mixer(nn.Module):
         self.final_norm = LayerNorm(
             config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias
         )
-        self.head = ClassHead(config.hidden_size, config.known_num_classes(), config.head_bias)
+        self.head = build_head(config)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how the last LayerNorm starts; see `model/initialization.py`."""
@@ -213,7 +216,8 @@ class Mixer(nn.Module):
             for name, stats in zip(("token", "channel"), both, strict=True):
                 if stats is not None:
                     routing.append(stats._replace(name=f"blocks.{number}.{name}_feed_forward"))
-        return ModelOutput(self._classify(x_BTD), tuple(routing))
+        logits_BK, of_head = self._classify(x_BTD)
+        return ModelOutput(logits_BK, (*routing, *of_head))
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
         """What the first block gets [B, T, D]."""
@@ -224,11 +228,10 @@ class Mixer(nn.Module):
         """Logits [B, K] from what a block gets."""
         for block in self.blocks[first_block:]:
             x_BTD, *_ = block(x_BTD)
-        return self._classify(x_BTD)
+        return self._classify(x_BTD)[0]
 
-    def _classify(self, x_BTD: Tensor) -> Tensor:
-        logits_BK: Tensor = self.head(self.final_norm(x_BTD).mean(1))
-        return logits_BK
+    def _classify(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        return classified(self.head, self.final_norm(x_BTD).mean(1))
 
 
 def _feed_forward(

@@ -5,7 +5,7 @@ if there is one), D width, K classes, L blocks.
 """
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
@@ -13,11 +13,31 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from model.config import SectionError
+from model.config import Config, SectionError
 from model.feedforward import FeedForwardConfig
 from model.initialization import ZEROS, Initializer, constant, normal
 from model.interface import Activation
+from model.mumoe.head import MuMoEHead, MuMoEHeadConfig
+from model.output import RoutingStats
 from model.settings import Count, CutSizes, ModelSettings
+
+
+class LinearHeadConfig(Config):
+    """One linear layer."""
+
+    kind: Literal["linear"] = "linear"
+    """Which head this is."""
+
+    def of_model(self, width: int, classes: int) -> "LinearHeadConfig":
+        """Completed with what the model decides: nothing in this kind."""
+        return self
+
+    def multiply_adds(self, width: int, classes: int) -> int:
+        """Counts the multiply-adds of one image."""
+        return width * classes
+
+
+HeadConfig: TypeAlias = Annotated[LinearHeadConfig | MuMoEHeadConfig, Field(discriminator="kind")]
 
 
 class ImageModelSettings(ModelSettings):
@@ -56,8 +76,10 @@ class ImageModelSettings(ModelSettings):
     x sigmoid(1.702 x). Experts have the approximation."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Standard deviation of initial weights; null: Xavier's, sqrt(2 / (inputs + outputs))."""
+    head: HeadConfig = LinearHeadConfig()
+    """The last layer."""
     head_bias: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    """What the biases of the head start at; -ln(classes) suits the sigmoid loss."""
+    """What the biases of a linear head start at; -ln(classes) suits the sigmoid loss."""
 
     @model_validator(mode="after")
     def _patches_fill_the_image(self) -> Self:
@@ -93,6 +115,21 @@ class ImageModelSettings(ModelSettings):
     def left_to_data(self) -> str | None:
         """The key of the number of classes, unless it is set."""
         return "model.num_classes" if self.num_classes is None else None
+
+    def head_width(self) -> int:
+        """Width of what the head reads."""
+        return self.hidden_size
+
+    def known_head(self) -> LinearHeadConfig | MuMoEHeadConfig:
+        """The head with its rank filled in; with the number of classes."""
+        try:
+            return self.head.of_model(self.head_width(), self.known_num_classes())
+        except SectionError as error:
+            raise ValueError(error.within("model.head")) from None
+
+    def filled_head(self) -> dict[str, LinearHeadConfig | MuMoEHeadConfig]:
+        """The head filled in, for `filled`; nothing as long as the classes are not known."""
+        return {} if self.num_classes is None else {"head": self.known_head()}
 
     def weight_std(self, inputs: int, outputs: int) -> float:
         """Standard deviation of the initial weight of a layer."""
@@ -187,6 +224,31 @@ class ClassHead(nn.Linear):
     def initializers(self) -> dict[str, Initializer]:
         """Weights of zero: every class is as likely, but for the bias."""
         return {"weight": ZEROS, "bias": constant(self._start)}
+
+
+def build_head(config: ImageModelSettings) -> nn.Module:
+    """The last layer of a model.
+
+    Args:
+        config: Of the model, with the number of classes.
+    """
+    width, classes, head = config.head_width(), config.known_num_classes(), config.known_head()
+    if isinstance(head, MuMoEHeadConfig):
+        return MuMoEHead(head, width, classes)
+    return ClassHead(width, classes, config.head_bias)
+
+
+def classified(head: nn.Module, z_BD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """Logits [B, K], and the statistics of a head that routes.
+
+    Args:
+        head: From `build_head`.
+        z_BD: An image each.
+    """
+    if isinstance(head, MuMoEHead):
+        logits_BK, stats = head(z_BD)
+        return logits_BK, (stats,)
+    return head(z_BD), ()
 
 
 def run_block(block: nn.Module, x_BTD: Tensor, recompute: Literal["none", "block"]) -> tuple:  # type: ignore[type-arg]

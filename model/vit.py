@@ -23,10 +23,11 @@ from model.layers import LayerNorm
 from model.output import ModelOutput, RoutingStats
 from model.settings import Count, CutSizes
 from model.vision import (
-    ClassHead,
     ImageModelSettings,
     PatchEmbedding,
+    build_head,
     check_feed_forward,
+    classified,
     run_block,
 )
 
@@ -81,9 +82,14 @@ class ViTConfig(ImageModelSettings):
         """The feed-forward, filled in, by its key."""
         return {FEED_FORWARD: self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)}
 
+    def head_width(self) -> int:
+        """Width of what the head reads."""
+        return self.pre_logits or self.hidden_size
+
     def filled(self) -> Self:
         """Completed with the rank that follows from the number of parameters."""
-        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
+        known = {"feed_forward": self.known_feed_forward()}
+        return self.model_copy(update=known | self.filled_head())
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block: not every block need have the same."""
@@ -116,8 +122,8 @@ class ViTConfig(ImageModelSettings):
             multiplies, 12 D T for the attention of a token, and what graphs of tokens cost.
         """
         width, tokens = self.hidden_size, self.num_tokens
-        last = self.pre_logits or width
-        weights = self.num_patches * self.patch_numbers * width + last * self.known_num_classes()
+        weights = self.num_patches * self.patch_numbers * width
+        weights += self.known_head().multiply_adds(self.head_width(), self.known_num_classes())
         weights += width * self.pre_logits if self.pre_logits else 0
         mixing = 0
         for each in self.block_feed_forwards():
@@ -151,7 +157,7 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        width, classes = config.hidden_size, config.known_num_classes()
+        width = config.hidden_size
         self.patch_embedding = PatchEmbedding(config)
         self.class_token = (
             nn.Parameter(torch.empty(1, width)) if config.pool == "class_token" else None
@@ -167,7 +173,7 @@ class ViT(nn.Module):
         self.pre_logits = (
             nn.Linear(width, config.pre_logits) if config.pre_logits is not None else None
         )
-        self.head = ClassHead(config.pre_logits or width, classes, config.head_bias)
+        self.head = build_head(config)
 
     def _norm(self) -> LayerNorm:
         config = self.config
@@ -204,7 +210,8 @@ class ViT(nn.Module):
             x_BTD, stats = run_block(block, x_BTD, self.config.recompute)
             if stats is not None:
                 routing.append(stats._replace(name=f"blocks.{number}.feed_forward"))
-        return ModelOutput(self._classify(x_BTD), tuple(routing))
+        logits_BK, of_head = self._classify(x_BTD)
+        return ModelOutput(logits_BK, (*routing, *of_head))
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
         """What the first block gets [B, T, D]."""
@@ -219,17 +226,16 @@ class ViT(nn.Module):
         """Logits [B, K] from what a block gets."""
         for block in self.blocks[first_block:]:
             x_BTD, _ = block(x_BTD)
-        return self._classify(x_BTD)
+        return self._classify(x_BTD)[0]
 
-    def _classify(self, x_BTD: Tensor) -> Tensor:
+    def _classify(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         if self.class_token is not None:
             pooled_BD = self.final_norm(x_BTD[:, 0])
         else:
             pooled_BD = self.final_norm(x_BTD).mean(1)
         if self.pre_logits is not None:
             pooled_BD = torch.tanh(self.pre_logits(pooled_BD))
-        logits_BK: Tensor = self.head(pooled_BD)
-        return logits_BK
+        return classified(self.head, pooled_BD)
 
 
 def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from model.build import ModelSizeError
+from model.build import ModelSizeError, build_model, initial_value
 from model.huggingface import CONFIG_FILE, HuggingFaceError
 from model.huggingface_vision import (
-    HEADS,
     IGNORED,
     config_from_files,
     library_of,
@@ -20,7 +20,7 @@ from parallel.checkpoint.index import OF_WEIGHTS
 from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 
 # What decides which weights a model has and what they compute; the classes are the data's.
-_FREE = ("num_classes", "head_bias", "dropout", "drop_path", "recompute", "compile",
+_FREE = ("num_classes", "head", "head_bias", "dropout", "drop_path", "recompute", "compile",
          "initializer_range")  # fmt: skip
 
 
@@ -50,9 +50,9 @@ class VisionWeights(FolderWeights):
         )
         super().__init__(folder, tensors, {}, HuggingFaceError)
         self.config = config_from_files(tree, self._shape, str(folder / CONFIG_FILE))
-        self._fresh_head: float | None = None
+        self._fresh: nn.Module | None = None  # the model whose head is new
         if self._shape(library.outside.get("head", "") + ".weight") is None:
-            self._fresh_head = 0.0
+            self._fresh = build_model(self.config)
         try:
             self._shapes = parameter_shapes(self.config)
         except ModelSizeError:
@@ -64,7 +64,7 @@ class VisionWeights(FolderWeights):
     @property
     def note(self) -> str | None:
         """A line for people: what is not from the folder; None if everything is."""
-        if self._fresh_head is None:
+        if self._fresh is None:
             return None
         return f"the head is new: {self.folder} has none for these classes"
 
@@ -73,8 +73,10 @@ class VisionWeights(FolderWeights):
         return self.config
 
     def buffer(self, name: str) -> torch.Tensor:
-        """Always raises: such a model has no buffers."""
-        raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
+        """The initial value of a buffer of a new head: such a model has no others."""
+        if self._fresh is None or not _of_head(name):
+            raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
+        return initial_value(self._fresh, name, 0)
 
     def check_config(self, config: ModelSettings) -> None:
         """Compares the folder's model with the one that a configuration describes.
@@ -108,8 +110,9 @@ class VisionWeights(FolderWeights):
             raise HuggingFaceError(
                 f"{self.folder}: is of another model: {'; '.join(differing[:3])}{more}"
             )
-        if config.num_classes != self.config.num_classes or self._fresh_head is not None:
-            self._fresh_head = config.head_bias
+        of_folder = (self.config.num_classes, self.config.head)
+        if (config.num_classes, config.head) != of_folder or self._fresh is not None:
+            self._fresh = build_model(config)
             self._shapes = parameter_shapes(config)
 
     def read(
@@ -133,8 +136,8 @@ class VisionWeights(FolderWeights):
 
     def _value(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
-        if name in HEADS and self._fresh_head is not None:
-            return torch.full(shape, self._fresh_head if name.endswith("bias") else 0.0)
+        if self._fresh is not None and _of_head(name):
+            return initial_value(self._fresh, name, 0)
         parts = parts_of(name, shape, self._library, self._tensors.names())
         if not parts.names:
             return torch.zeros(shape)
@@ -149,7 +152,7 @@ class VisionWeights(FolderWeights):
     def _check(self) -> None:
         wanted: dict[str, Wanted] = {}
         for name, shape in self._shapes.items():
-            if name in HEADS and self._fresh_head is not None:
+            if self._fresh is not None and _of_head(name):
                 continue
             parts = parts_of(name, shape, self._library, self._tensors.names())
             wanted |= {each: Wanted(parts.shape) for each in parts.names}
@@ -157,3 +160,7 @@ class VisionWeights(FolderWeights):
         strange = sorted(self._tensors.names() - wanted.keys())
         faults += [f"unknown tensor {name}" for name in strange if not IGNORED.fullmatch(name)]
         self._tensors.refuse(faults)
+
+
+def _of_head(name: str) -> bool:
+    return name.startswith("head.")

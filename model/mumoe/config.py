@@ -1,5 +1,6 @@
 """The keys of a multilinear mixture of experts, and what follows from them."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -23,7 +24,31 @@ FACTORIZATIONS: dict[str, type[Factorized]] = {
 FactorizationName = Literal["cp", "tr", "tt", "tucker"]
 
 
-class MuMoEConfig(Config):
+class FactorizedExperts(Config):
+    """What every layer of factorized experts says."""
+
+    num_experts: tuple[int, ...] = (64,)
+    """Experts N, a list with one number for each level of a hierarchy: [256], or [128, 4]. With
+    several levels a leaf's coefficient is the product over levels."""
+
+    @field_validator("num_experts", mode="before")
+    @classmethod
+    def _is_levels(cls, value: object) -> object:
+        numbers = list(value) if isinstance(value, list | tuple) else []
+        if not numbers or any(type(number) is not int or number < 1 for number in numbers):
+            raise ValueError("a list of numbers from 1, one for each level, as in [256]")
+        return tuple(numbers)
+
+    @field_validator("rank", mode="before", check_fields=False)
+    @classmethod
+    def _is_rank(cls, value: object) -> object:
+        # Not a union type: pydantic's error would list the complaints of every member.
+        if value != "match-dense" and (type(value) is not int or value < 1):
+            raise ValueError("1 or more, or match-dense")
+        return value
+
+
+class MuMoEConfig(FactorizedExperts):
     """Two layers in which every expert takes part, weighted by one gate, in factorized form.
 
     Source: Oldfield et al. 2024, "Multilinear mixture of experts: scalable expert specialization
@@ -35,9 +60,6 @@ class MuMoEConfig(Config):
     factorization: FactorizationName = "cp"
     """Of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor train) or
     `tucker`."""
-    num_experts: tuple[int, ...] = (64,)
-    """Experts N, a list with one number for each level of a hierarchy: [256], or [128, 4]. With
-    several levels a leaf's coefficient is the product over levels."""
     rank: int | Literal["match-dense"] = "match-dense"
     """R of the factors of input and output (R3 of a ring); `match-dense`: the one whose block is
     nearest to the dense block of the same hidden_size in parameters."""
@@ -63,22 +85,6 @@ class MuMoEConfig(Config):
     scale_residual_init: bool = False
     """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
     projections onto the residual stream do. The paper's start does not, and trains better."""
-
-    @field_validator("num_experts", mode="before")
-    @classmethod
-    def _is_levels(cls, value: object) -> object:
-        numbers = list(value) if isinstance(value, list | tuple) else []
-        if not numbers or any(type(number) is not int or number < 1 for number in numbers):
-            raise ValueError("a list of numbers from 1, one for each level, as in [256]")
-        return tuple(numbers)
-
-    @field_validator("rank", mode="before")
-    @classmethod
-    def _is_rank(cls, value: object) -> object:
-        # Not a union type: pydantic's error would list the complaints of every member.
-        if value != "match-dense" and (type(value) is not int or value < 1):
-            raise ValueError("1 or more, or match-dense")
-        return value
 
     def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
         """Completed: with the rank as a number.
@@ -227,11 +233,21 @@ class MuMoEConfig(Config):
                 f"at rank 1 the experts and their gate have {parameters(1):,} parameters, the "
                 f"dense block {dense:,}; take fewer experts, or a number"
             )
-        # The count grows with the rank: either the last rank not above the target, or the next one.
-        low, high = 1, 2
-        while parameters(high) <= dense:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if parameters(middle) <= dense else (low, middle)
-        return low if dense - parameters(low) <= parameters(high) - dense else high
+        return nearest_rank(parameters, dense)
+
+
+def nearest_rank(parameters: Callable[[int], int], target: int) -> int:
+    """The rank with as many parameters as a target, or nearly.
+
+    Args:
+        parameters: Of a rank; the count grows with it, and is at most the target at rank 1.
+        target: How many there are to be.
+    """
+    # Either the last rank not above the target, or the next one.
+    low, high = 1, 2
+    while parameters(high) <= target:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if parameters(middle) <= target else (low, middle)
+    return low if target - parameters(low) <= parameters(high) - target else high

@@ -21,6 +21,12 @@ STUDY_NAMES = [path.name for path in STUDIES]
 # The processes that a configuration names, the vocabulary of its tokenizer or the classes of its
 # data, and its parameters.
 EXPECTED = {
+    "finetune/clip-b32-linear.yaml": (8, 1000, 88_225_768),
+    "finetune/clip-b32-mumoe-cp.yaml": (8, 1000, 88_226_289),
+    "finetune/clip-b32-mumoe-tr.yaml": (8, 1000, 88_228_696),
+    "finetune/dino-s16-linear.yaml": (8, 1000, 22_050_664),
+    "finetune/dino-s16-mumoe-cp.yaml": (8, 1000, 22_051_041),
+    "finetune/dino-s16-mumoe-tr.yaml": (8, 1000, 22_051_364),
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
     "gpt2/124m-smoe-16.yaml": (8, 50257, 520_846_848),

@@ -1,9 +1,16 @@
 """Models of images: parameter counts of the papers, and what is refused."""
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from model.build import num_parameters, read_model_config
+from model.build import (
+    build_model,
+    count_parameters,
+    materialize,
+    num_parameters,
+    read_model_config,
+)
 
 S16 = {"kind": "mixer", "num_classes": 1000}
 B16 = S16 | {
@@ -90,3 +97,46 @@ def test_what_does_not_fit_is_refused_with_its_key(section, message):
     with pytest.raises(ValidationError) as caught:
         read_model_config(section)
     assert message in str(caught.value)
+
+
+HEADS = [
+    ({"kind": "linear"}, 768, 1000, 769_000),
+    ({"kind": "mumoe", "rank": 393}, 768, 1000, 769_521),
+    ({"kind": "mumoe", "factorization": "tr", "rank": 102}, 768, 1000, 771_928),
+    ({"kind": "mumoe", "num_experts": [128], "rank": 512}, 768, 40, 578_048),
+]
+
+
+@pytest.mark.parametrize(("head", "width", "classes", "parameters"), HEADS)
+def test_heads_have_the_papers_number_of_parameters(head, width, classes, parameters):
+    sizes = {"hidden_size": width, "num_layers": 1, "patch_size": 32, "num_classes": classes}
+    model = build_model(read_model_config({"kind": "vit", "head": head} | sizes))
+    assert count_parameters(model.head) == parameters
+
+
+def test_a_head_matches_a_linear_one_and_is_the_sum_of_its_experts():
+    section = {
+        "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16,
+        "num_heads": 2, "num_classes": 30, "head": {"kind": "mumoe", "num_experts": [5]},
+    }  # fmt: skip
+    model = build_model(read_model_config(section))
+    linear = 17 * 30
+    rows = 5 + 17 + 30
+    assert abs(count_parameters(model.head) - linear) <= rows / 2 + 5 * 16
+    materialize(model, 0)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model.head.gate.weight)
+    z = torch.randn(4, 16)
+    logits, stats = model.head(z)
+    a = model.head.gate(z).coefficients[0]
+    u1, u2, u3 = (
+        model.head.layer.get_parameter(f"{name}_factor{suffix}")
+        for name, suffix in (("expert", "_0"), ("input", ""), ("output", ""))
+    )
+    # Every expert's matrix is built, with its bias as the row of a constant input.
+    w = torch.einsum("nr,ir,ro->nio", u1, u2, u3)
+    with_one = torch.cat([z, torch.ones(4, 1)], dim=1)
+    expected = torch.einsum("bn,nio,bi->bo", a, w, with_one)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert stats.name == "head"
+    assert model(torch.randn(2, 3, 8, 8)).routing[-1].name == "head"

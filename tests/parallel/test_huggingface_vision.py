@@ -20,6 +20,7 @@ IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def transformers():
+    available()  # where torchvision is installed, transformers needs its door
     return pytest.importorskip("transformers")
 
 

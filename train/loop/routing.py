@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from model.interface import FeedForward
+from model.mumoe.head import MuMoEHead
 from model.output import RoutingStats
 from parallel import comm
 
@@ -81,7 +82,7 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
     """
     for stats in routing:
         layer = module.get_submodule(stats.name)
-        assert isinstance(layer, FeedForward)
+        assert isinstance(layer, FeedForward | MuMoEHead)
         device = next(layer.parameters()).device
         on_device = {name: value.to(device) for name, value in _named_tensors(stats)}
         layer.update(_with(stats, on_device), progress)

@@ -393,7 +393,10 @@ def with_classes(model: ImageModelSettings, data: ImageData, place: str) -> Imag
         raise ConfigError(
             f"model.channels: {model.channels} is not 3, red, green and blue of {place}"
         )
-    return model.model_copy(update={"num_classes": classes}).filled()
+    try:
+        return model.model_copy(update={"num_classes": classes}).filled()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def class_names_of(folder: Path) -> list[str] | None:

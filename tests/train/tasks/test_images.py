@@ -8,10 +8,18 @@ import yaml
 from torch.nn.functional import cross_entropy
 
 from data.images.prepare import prepare_images
+from data.images.torchvision_door import available
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from tests.helpers import images as made
-from tests.helpers.runs import evaluation, records, run, run_expecting_error, weights_of
+from tests.helpers.runs import (
+    evaluation,
+    records,
+    run,
+    run_and_listen,
+    run_expecting_error,
+    weights_of,
+)
 from train.tasks.images import ImageClassification
 from train.tasks.task import Sections
 
@@ -188,3 +196,34 @@ def test_the_sigmoid_loss_by_hand(data):
     p = torch.sigmoid(logits)
     expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(-1)
     torch.testing.assert_close(task._loss(logits, targets), expected)
+
+
+def test_a_vit_of_transformers_is_tuned_with_a_factorized_head(workers, config, tmp_path):
+    available()  # where torchvision is installed, transformers needs its door
+    transformers = pytest.importorskip("transformers")
+    vit = transformers.ViTModel(
+        transformers.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=8,
+            patch_size=4,
+        ),
+        add_pooling_layer=False,
+    )
+    vit.save_pretrained(tmp_path / "vit")
+    model = (
+        "model={kind: vit, image_size: 8, patch_size: 4, num_layers: 1, hidden_size: 16, num_heads:"
+        " 2, layer_norm_epsilon: 1e-12, feed_forward: {kind: dense, hidden_size: 24}, head: {kind: "
+        "mumoe, num_experts: [3], rank: 4, gate_norm: batch}}"
+    )
+    words = (model, "log.fluctuation=false", f"checkpoint.init_from={tmp_path / 'vit'}")
+    ((steps, said),) = workers(1).run(run_and_listen, config, *words)
+    assert steps == 12
+    assert "the head is new" in said
+    log = records(tmp_path / "run")
+    assert "routing/head/entropy" in log[-1]
+    weights = weights_of(tmp_path / "run" / "checkpoints" / "step-00000012")
+    assert {"head.gate.weight", "head.layer.output_factor"} <= weights.keys()
+    assert workers(1).run(evaluation, tmp_path / "run")[0]["images_scored"] == 18

@@ -1,0 +1,148 @@
+"""The last layer of a classifier as a mixture of factorized experts.
+
+    a = gate(z)        y = layer(z, a)
+
+Source: Oldfield et al. 2024, sections 4.1 and 4.2: CLIP and DINO with a muMoE in the place of their
+last layer.
+
+Shapes: B images, D width, K classes.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from model.config import SectionError
+from model.initialization import Initializer
+from model.mumoe.base import Factorized, Sizes
+from model.mumoe.config import (
+    FACTORIZATIONS,
+    Count,
+    FactorizationName,
+    FactorizedExperts,
+    nearest_rank,
+)
+from model.mumoe.gating import Gate
+from model.mumoe.statistics import gate_statistics
+from model.output import RoutingStats
+
+
+class MuMoEHeadConfig(FactorizedExperts):
+    """A gate and one factorized layer."""
+
+    kind: Literal["mumoe"] = "mumoe"
+    """Which head this is."""
+    factorization: FactorizationName = "cp"
+    """Of the tensor of all experts' weights: `cp`, `tr`, `tt` or `tucker`."""
+    rank: int | Literal["match-dense"] = "match-dense"
+    """R of the factors of input and output; `match-dense`: the one whose head is nearest to a
+    linear one in parameters."""
+    expert_rank: Count = 4
+    """R1 = R2 of a ring, R2 of a train, the rank of each expert mode of Tucker; CP has none."""
+    gate: Literal["entmax15", "softmax"] = "entmax15"
+    """From normalized scores to coefficients."""
+    gate_norm: Literal["layer", "batch"] = "layer"
+    """Of the scores: over the experts of an image, or over the images of a batch."""
+    level_std: float = Field(default=0.0, ge=0, le=1e6)
+    """Standard deviation around one, or the identity, of the expert factors of levels after the
+    first."""
+
+    def of_model(self, width: int, classes: int) -> "MuMoEHeadConfig":
+        """Completed: with the rank as a number.
+
+        Args:
+            width: D.
+            classes: K.
+
+        Raises:
+            SectionError: No rank is small enough to match a linear head.
+        """
+        if self.rank != "match-dense":
+            return self
+        linear = (width + 1) * classes
+
+        def parameters(rank: int) -> int:
+            return self.model_copy(update={"rank": rank}).parameters(width, classes)
+
+        if parameters(1) > linear:
+            raise SectionError(
+                f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
+                f"at rank 1 the head has {parameters(1):,} parameters, a linear one {linear:,}; "
+                f"take fewer experts, or a number"
+            )
+        return self.model_copy(update={"rank": nearest_rank(parameters, linear)})
+
+    def parameters(self, width: int, classes: int) -> int:
+        """Counts the numbers of the head, gate included."""
+        layer = self.factorized.num_parameters(self.sizes(width, classes))
+        return sum(self.num_experts) * width + layer
+
+    def multiply_adds(self, width: int, classes: int) -> int:
+        """Counts the multiply-adds of one image."""
+        layer = self.factorized.multiply_adds(self.sizes(width, classes))
+        return sum(self.num_experts) * width + layer
+
+    def sizes(self, width: int, classes: int) -> Sizes:
+        """Sizes of the layer, once the rank is a number."""
+        assert isinstance(self.rank, int), "of_model() fills the rank in"
+        return Sizes(
+            num_experts=self.num_experts,
+            inputs=width,
+            outputs=classes,
+            rank=self.rank,
+            expert_rank=self.expert_rank,
+            bias=True,
+            level_std=self.level_std,
+        )
+
+    @property
+    def factorized(self) -> type[Factorized]:
+        """The class of the layer."""
+        return FACTORIZATIONS[self.factorization]
+
+
+class MuMoEHead(nn.Module):
+    """A gate and one factorized layer.
+
+    Args:
+        config: Its own configuration.
+        width: D.
+        classes: K.
+    """
+
+    def __init__(self, config: MuMoEHeadConfig, width: int, classes: int) -> None:
+        super().__init__()
+        self.config = config = config.of_model(width, classes)
+        self.gate = Gate(config.num_experts, width, config.gate, config.gate_norm)
+        self.layer = config.factorized(config.sizes(width, classes))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """None: it has no parameters of its own, and its parts have initializers."""
+        return {}
+
+    def forward(self, z_BD: Tensor) -> tuple[Tensor, RoutingStats]:
+        """Classifies.
+
+        Args:
+            z_BD: An image each.
+
+        Returns:
+            Logits [B, K], and the statistics with the name `head`.
+        """
+        output = self.gate(z_BD)
+        logits_BK: Tensor = self.layer(z_BD, self.gate.mixing_weights(output, z_BD.dtype))
+        return logits_BK, gate_statistics(output)._replace(name="head")
+
+    def gate_columns(self) -> list[Tensor]:
+        """The gate's columns, of each level [N, D]."""
+        return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Of the head, averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+        self.gate.norm.update(stats.score_mean_S, stats.score_square_S)
