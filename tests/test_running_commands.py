@@ -17,17 +17,17 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.quickstart import CONFIG as QUICKSTART
 from tests.helpers.written import (
     ROOT,
     World,
     Written,
-    commands_of_config,
+    by_hand,
     documents,
     help_commands,
     parsed,
     polyad_words,
 )
+from train.config.run import load_config
 
 NOT_RUN = {
     "make setup": "installs packages",
@@ -43,6 +43,10 @@ DRY = {"torchrun": "needs several hosts that meet", "slurm": "needs Slurm"}
 TINY = (
     *("model.hidden_size=32", "model.num_heads=2", "model.sequence_length=128"),
     *("train.global_batch_size=4", "train.micro_batch_size=2", "evaluation.max_windows=8"),
+)
+TINY_IMAGES = (
+    *("model.hidden_size=32", "train.global_batch_size=4", "train.micro_batch_size=2"),
+    *("evaluation.max_windows=8", "schedule.warmup_steps=2"),
 )
 TINY_EXPERTS = ("model.feed_forward.expert_hidden_size=32",)
 TINY_STUDY = {
@@ -73,8 +77,8 @@ def clone(tmp_path: Path) -> Path:
     for path in (tmp_path / "configs" / "studies").glob("*.yaml"):
         tree = yaml.safe_load(path.read_text())
         tree["seeds"] = [1]
-        tree["common"] |= TINY_STUDY
-        tree["data"]["validation_fraction"] = 0.004  # every run scores all of it
+        if not of_images:
+            tree["data"]["validation_fraction"] = 0.004  # every run scores all of it
         if tree["leak"] is not None:
             tree["leak"] = {"steps": [12], "tokens": 64}
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -91,17 +95,16 @@ def cheaper(command: Written) -> list[str]:
     if name == "launch" and options.via in DRY:
         return words if options.dry_run else [*words, "--dry-run"]
     if name in ("train", "launch"):
+        if load_config(ROOT / options.config).data.kind == "images":
+            return [*words, *TINY_IMAGES]
         experts = TINY_EXPERTS if "smoe" in options.config.name else ()
         return [*words, *TINY, *experts]
     return [*words, *SHORT.get(name, ())]
 
 
 def in_its_place(command: Written) -> Iterator[Written]:
-    """`make quickstart` installs packages first: what it does by hand stands in the file's head."""
-    if command.words == ["make", "quickstart"]:
-        yield from commands_of_config(ROOT / QUICKSTART)[1:]
-    else:
-        yield command
+    """A quickstart installs packages first: what it does by hand stands in the file's head."""
+    yield from by_hand(command.words) or [command]
 
 
 def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from tests.helpers.written import (
     parser_of,
     polyad_words,
 )
+from train.config.run import load_config
 
 SEQUENCES = {"documents": documents(), **help_commands()}
 NO_COMMANDS = ("COMMAND", "--help", "--version", "cp", "tr")
@@ -134,7 +135,8 @@ def test_runs_that_are_written_down_are_valid(capfd: pytest.CaptureFixture[str])
             processes = options.nodes * options.processes_per_node
         elif command.words[0] == "torchrun":
             processes = int(command.words[command.words.index("--nproc-per-node") + 1])
-        given = ["--processes", str(processes), "--without-data", "model.vocab_size=8192"]
+        left = load_config(ROOT / options.config).model.left_to_data()
+        given = ["--processes", str(processes), "--without-data", f"{left}=8192"]
         # Weights that a command before makes; the run itself is tried where they are.
         overrides = [key for key in options.overrides if "init_from" not in key]
         status = run(["validate", str(ROOT / options.config), *given, *overrides, "--json", "-"])

@@ -20,6 +20,7 @@ from launch.cli import run
 from launch.commands import COMMANDS
 from launch.parser import Parser
 from launch.quickstart import CONFIG as QUICKSTART
+from launch.quickstart_images import CONFIG as QUICKSTART_IMAGES
 from train.config.run import load_config
 from train.study.config import StudyConfig
 
@@ -28,7 +29,7 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
-PAGES = ("prepare", "train", "many-hosts", "evaluate", "convert", "experts", "studies")
+PAGES = ("prepare", "train", "many-hosts", "evaluate", "convert", "experts", "images", "studies")
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})
 """Arguments that name what a command makes; it reads every other path."""
@@ -117,6 +118,14 @@ def commands_of_config(path: Path) -> list[Written]:
     place = str(path.relative_to(ROOT))
     commands = [line for line in lines if line.split()[0] in PROGRAMS]  # others explain them
     return [Written(place, line.partition(", or by hand")[0]) for line in commands]
+
+
+def by_hand(words: Sequence[str]) -> list[Written] | None:
+    """What a quickstart does; None of another command."""
+    made = {"quickstart": QUICKSTART, "quickstart-images": QUICKSTART_IMAGES}
+    if list(words[:1]) != ["make"] or len(words) != 2 or words[1] not in made:
+        return None
+    return commands_of_config(ROOT / made[words[1]])[1:]
 
 
 def help_commands() -> dict[str, list[Written]]:
@@ -217,9 +226,8 @@ class World:
 
     def _other(self, words: Sequence[str]) -> None:
         """Programs that are not ours."""
-        if words == ["make", "quickstart"]:
-            for command in commands_of_config(ROOT / QUICKSTART)[1:]:
-                self.follow(command)
+        for command in by_hand(words) or []:
+            self.follow(command)
         for path in re.findall(r"(?:--logdir |checkpoint=)([^\s,]+)", " ".join(words)):
             self._read(path)
 
@@ -229,7 +237,8 @@ class World:
 
     def _train(self, path: Path, overrides: Sequence[str], is_started: bool) -> None:
         config = load_config(self._root / path, overrides)
-        for source in [config.data.path, *(one.path for one in config.data.mixture or ())]:
+        mixed = getattr(config.data, "mixture", None) or ()
+        for source in [config.data.path, *(one.path for one in mixed)]:
             if source is not None:
                 self._read(source)
         if config.checkpoint.init_from is not None:
@@ -243,13 +252,16 @@ class World:
     def _study(self, path: Path, *, is_started: bool) -> None:
         study = StudyConfig.model_validate(yaml.safe_load((self._root / path).read_text()))
         self._read(study.base)
-        if study.data.source is None:
+        if study.data is None:
+            self._read(load_config(self._root / study.base).data.path)
+        elif study.data.source is None:
             self._read(study.data.path)
         if is_started:
             runs = [f"runs/{variant}/seed-{s}" for variant in study.variants for s in study.seeds]
             for name in ("results.json", *runs):
                 self._make(f"{study.folder}/{name}")
-            self._make(study.data.path)
+            if study.data is not None:
+                self._make(study.data.path)
 
     def made(self) -> list[str]:
         """The paths that have to be there by now, checkpoints among them."""
