@@ -77,6 +77,7 @@ def clone(tmp_path: Path) -> Path:
     for path in (tmp_path / "configs" / "studies").glob("*.yaml"):
         tree = yaml.safe_load(path.read_text())
         tree["seeds"] = [1]
+        of_images = tree["data"] is None
         if not of_images:
             tree["data"]["validation_fraction"] = 0.004  # every run scores all of it
         if tree["leak"] is not None:

@@ -31,7 +31,7 @@ class ImageSplit:
         self._about = manifest.splits[name]
         self._rows: Rows = _mapped(folder / f"{name}.npy", ROW)
         self._ends: npt.NDArray[np.int64] = _mapped(folder / f"{name}.ends.npy", np.dtype("<i8"))
-        self._names = np.memmap(folder / f"{name}.names", np.uint8, "r")
+        self._names = _bytes(folder / f"{name}.names")
         self._reader = Reader(tuple(manifest.shards))
         if not len(self._rows) == len(self._ends) == self._about.images:
             raise DataError(
@@ -39,6 +39,11 @@ class ImageSplit:
                 f"says {self._about.images:,}"
             )
         self.labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
+        classes = len(manifest.class_names)
+        if len(self._names) <= int(self._ends[-1]) or not (
+            0 <= self.labels.min() <= self.labels.max() < classes
+        ):
+            raise DataError(f"{folder / name}.npy: is damaged; prepare the images again")
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -74,7 +79,16 @@ class ImageSplit:
 
     def _name(self, number: int) -> str:
         begin = int(self._ends[number - 1]) + 1 if number else 0
-        return bytes(self._names[begin : int(self._ends[number])]).decode("utf-8", "replace")
+        return bytes(self._names[begin : int(self._ends[number])]).decode(
+            "utf-8", "surrogateescape"
+        )
+
+
+def _bytes(path: Path) -> npt.NDArray[np.uint8]:
+    try:
+        return np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:  # there is none, or it is empty
+        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -82,7 +96,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError:
+    except (ValueError, EOFError):
         raise DataError(f"{path}: is damaged: it is not the index of a split") from None
     if array.dtype != dtype or array.ndim != 1:
         raise DataError(f"{path}: is damaged: it is not the index of a split")

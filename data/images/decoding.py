@@ -16,6 +16,8 @@ Pixels = npt.NDArray[np.uint8]
 """[H, W, 3]."""
 MAX_PIXELS = 178_956_970
 """Pixels of an image: Pillow's limit. A small file can hold more, to fill the memory."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
+"""Of Pillow's formats: some of the others start programs."""
 _JPEG = b"\xff\xd8\xff"
 
 try:
@@ -65,7 +67,7 @@ def _any(content: bytes, name: str) -> Pixels:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check_size(image.width * image.height, name)
             image.load()
             if image.mode.startswith("I"):

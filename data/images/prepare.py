@@ -142,13 +142,15 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
         progress.say(f"index {split}: {len(rows):,} images")
         listed[split] = Listed(np.array(rows, dtype=ROW), names)
     if not listed.get("train") or not len(listed["train"].rows):
-        raise DataError(f"--images: has no training images; it has {', '.join(found.splits)}")
+        raise DataError("--images: the source has no training images")
     return listed
 
 
 def _check_name(entry: Entry) -> None:
     if "\n" in entry.name:
         raise DataError(f"{entry.name!r}: a name of an image holds no line feed")
+    if not -1 <= entry.label < 2**31:
+        raise DataError(f"{entry.name}: has the label {entry.label}, which is no number of a class")
 
 
 def _class_names(source: str, found: Found, listed: dict[str, Listed]) -> list[str]:
@@ -227,9 +229,10 @@ def _written(
     said: str | None,
 ) -> ImageManifest:
     output.mkdir(parents=True, exist_ok=True)
+    (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some of the new files
     files: list[Path] = []
     for split, each in splits.items():
-        encoded = [name.encode("utf-8", "replace") for name in each.names]
+        encoded = [os.fsencode(name) for name in each.names]
         ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
         files += [
             _save(output / f"{split}.npy", each.rows),
@@ -262,7 +265,7 @@ def _fingerprint(train: Listed, names: list[str]) -> str:
     digest.update(np.ascontiguousarray(train.rows["size"]).tobytes())
     digest.update(np.ascontiguousarray(train.rows["label"]).tobytes())
     for name in train.names:
-        digest.update(name.encode("utf-8", "replace") + b"\n")
+        digest.update(os.fsencode(name) + b"\n")
     return digest.hexdigest()
 
 

@@ -13,6 +13,8 @@ kind:
 import functools
 import io
 import os
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -104,8 +106,7 @@ class Reader:
         if shard.kind == "folder":
             return (Path(shard.path) / name).read_bytes()
         if shard.kind == "zip":
-            content: bytes = _zip(shard.path).read(name)
-            return content
+            return _member(shard.path, name)
         if shard.kind == "parquet":
             group = _group(shard.path, int(row["offset"]), shard.column or "image")
             return group[int(row["size"])]
@@ -122,14 +123,17 @@ class Reader:
         return self._files[number]
 
 
-@functools.lru_cache(maxsize=8)
-def _zip(path: str) -> Any:
-    import zipfile
-
+def _member(path: str, name: str) -> bytes:
     try:
-        return zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
-        raise DataError(f"{path}: is not a zip file: {error}") from None
+        return _zip(path, os.getpid()).read(name)
+    except (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError) as error:
+        raise DataError(f"{path}: {name}: cannot be unpacked: {error}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _zip(path: str, process: int) -> zipfile.ZipFile:
+    """An open zip file; a forked process would move its parent's place in it."""
+    return zipfile.ZipFile(path)
 
 
 @functools.lru_cache(maxsize=GROUPS_HELD)

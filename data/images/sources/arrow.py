@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data.errors import DataError
 from data.images.shards import Entry, Shard
-from data.images.sources.found import SPLIT_NAMES, Found
+from data.images.sources.found import Found, split_of
 from data.images.sources.parquet import IMAGES, LABELS
 
 
@@ -22,7 +22,7 @@ def open_arrow(root: Path) -> Found:
     ]
     by_split: dict[str, list[int]] = {}
     for number, file in enumerate(files):
-        by_split.setdefault(_split_of(file, root), []).append(number)
+        by_split.setdefault(split_of(file, root), []).append(number)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
@@ -39,14 +39,6 @@ def open_arrow(root: Path) -> Found:
     )
 
 
-def _split_of(file: Path, root: Path) -> str:
-    for part in reversed(file.relative_to(root).parts):
-        for word in part.lower().replace("_", "-").replace(".", "-").split("-"):
-            if word in SPLIT_NAMES:
-                return SPLIT_NAMES[word]
-    return "train"
-
-
 def _class_names(root: Path) -> list[str] | None:
     for about in sorted(root.rglob("dataset_info.json")):
         features = json.loads(about.read_text(encoding="utf-8")).get("features") or {}
@@ -57,6 +49,15 @@ def _class_names(root: Path) -> list[str] | None:
 
 
 def _rows(file: Path, shard: int) -> Iterator[Entry]:
+    import pyarrow as pa
+
+    try:
+        yield from _entries(file, shard)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read as Arrow: {str(error)[:120]}") from None
+
+
+def _entries(file: Path, shard: int) -> Iterator[Entry]:
     import pyarrow as pa
 
     with pa.memory_map(str(file)) as mapped:
@@ -74,6 +75,11 @@ def _rows(file: Path, shard: int) -> Iterator[Entry]:
             if image is None or label is None:
                 raise DataError(f"{file}: has no columns of images and labels; it has {names}")
             content = batch[image].field("bytes")
+            if content.null_count:
+                raise DataError(
+                    f"{file}: {content.null_count:,} images are paths to other files, without "
+                    f"bytes; name the folder of those files"
+                )
             paths = batch[image].field("path").to_pylist()
             labels = batch[label].to_pylist()
             ends = content.buffers()[1]

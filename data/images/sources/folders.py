@@ -21,11 +21,11 @@ def open_folder(root: Path) -> Found:
         DataError: There are no folders of classes, or splits have other classes.
     """
     root = root.resolve()
-    below = {entry.name: entry for entry in root.iterdir() if entry.is_dir()}
+    below = {entry.name: entry for entry in root.iterdir() if _is_folder(entry)}
     splits = _splits(below)
     places = {split: below[name] for split, name in splits.items()} or {"train": root}
     classes = {
-        split: sorted(entry.name for entry in place.iterdir() if entry.is_dir())
+        split: sorted(entry.name for entry in place.iterdir() if _is_folder(entry))
         for split, place in places.items()
     }
     names = _same_classes(str(root), classes)
@@ -115,6 +115,10 @@ def _stored_at(file: object, member: zipfile.ZipInfo, path: Path) -> int:
         raise DataError(f"{path}: {member.filename}: its header is damaged")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     return member.header_offset + 30 + int(name_length) + int(extra_length)
+
+
+def _is_folder(entry: Path) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
 
 
 def _is_image(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from data.images.shards import Entry, Shard
 
@@ -30,3 +31,13 @@ class Found:
     """Splits that are read by whole row groups."""
     total_bytes: int = 0
     """Of all images, if it is known: for the progress."""
+
+
+def split_of(file: Path, root: Path) -> str:
+    """The split that the names of a file or of its folders say, the nearest first; else train."""
+    inside = file.relative_to(root).parts if root.is_dir() else (file.name,)
+    for part in reversed(inside):
+        for word in part.lower().replace("_", "-").replace(".", "-").split("-"):
+            if word in SPLIT_NAMES:
+                return SPLIT_NAMES[word]
+    return "train"

@@ -7,14 +7,13 @@ image is read alone. Otherwise a whole row group has to be read at once.
 
 import json
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from data.errors import DataError, listed
 from data.images.shards import Entry, Kind, Shard
-from data.images.sources.found import SPLIT_NAMES, Found
+from data.images.sources.found import Found, split_of
 
 LABELS = ("label", "fine_label", "labels", "class")
 """Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""
@@ -32,12 +31,14 @@ def open_parquet(path: Path) -> Found:
     import pyarrow.parquet
 
     files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
-    try:
-        schema = pyarrow.parquet.read_schema(files[0])
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{files[0]}: cannot be read as parquet: {str(error)[:120]}") from None
-    image, label = _columns(schema.names, files[0])
-    names = _class_names(schema.metadata or {}, label)
+    schemas = []
+    for file in files:
+        try:
+            schemas.append(pyarrow.parquet.read_schema(file))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{file}: cannot be read as parquet: {str(error)[:120]}") from None
+        image, label = _columns(schemas[-1].names, file)
+    names = _class_names(schemas[0].metadata or {}, label)
     kinds = {number: _kind(file, f"{image}.bytes") for number, file in enumerate(files)}
     shards = [
         Shard(path=str(file.resolve()), kind=kinds[n], size=file.stat().st_size, column=image)
@@ -45,8 +46,7 @@ def open_parquet(path: Path) -> Found:
     ]
     by_split: dict[str, list[int]] = {}
     for number, file in enumerate(files):
-        word = file.name.lower().replace("_", "-").replace(".", "-").split("-")[0]
-        by_split.setdefault(SPLIT_NAMES.get(word, "train"), []).append(number)
+        by_split.setdefault(split_of(file, path), []).append(number)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
@@ -124,7 +124,13 @@ def _labels(file: Path, image: str, label: str) -> Iterator[tuple[int, list[int]
     columns = [label, *([f"{image}.path"] if has_path else [])]
     for group in range(opened.num_row_groups):
         table = opened.read_row_group(group, columns=columns)
-        labels = [-1 if value is None else int(value) for value in table[label].to_pylist()]
+        values = table[label].to_pylist()
+        strange = next((v for v in values if v is not None and not isinstance(v, int)), None)
+        if strange is not None:
+            raise DataError(
+                f"{file}: the label {strange!r} in the column {label} is no number of a class"
+            )
+        labels = [-1 if value is None else value for value in values]
         paths = [None] * len(labels)
         if has_path:
             paths = table[image].combine_chunks().field("path").to_pylist()
@@ -168,18 +174,30 @@ def byte_ranges(file: Path, column: str) -> Iterator[tuple[int, int]]:
     import pyarrow.parquet
 
     about = pyarrow.parquet.read_metadata(file)
+    levels = {
+        about.schema.column(n).path: about.schema.column(n).max_definition_level
+        for n in range(len(about.schema))
+    }
+    has_levels = levels.get(column, 0) > 0  # a column that cannot be null has none
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for group in range(about.num_row_groups):
             chunk = _chunk(about.row_group(group), column)
             at, left = chunk.data_page_offset, chunk.num_values
             while left:
-                page, header_size = _Compact(os.pread(descriptor, HEADER_BYTES, at)).read_struct()
+                head = os.pread(descriptor, HEADER_BYTES, at)
+                try:
+                    page, header_size = _Compact(head).read_struct()
+                except (IndexError, DataError):
+                    raise DataError(
+                        f"{file}: the header of the page at byte {at:,} is damaged"
+                    ) from None
                 begin = at + header_size
                 end = begin + page[3]  # the compressed size, which is the real one
-                count, value = _page(page, descriptor, begin, file)
-                for _ in range(count):
-                    (size,) = struct.unpack("<I", os.pread(descriptor, 4, value))
+                count, value = _page(page, descriptor, begin, file, has_levels=has_levels)
+                for _ in range(count if value < end else 0):
+                    length = os.pread(descriptor, 4, value)
+                    size = int.from_bytes(length, "little")
                     yield value + 4, size
                     value += 4 + size
                 if value != end:
@@ -189,10 +207,14 @@ def byte_ranges(file: Path, column: str) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def _page(page: dict[int, Any], descriptor: int, begin: int, file: Path) -> tuple[int, int]:
+def _page(
+    page: dict[int, Any], descriptor: int, begin: int, file: Path, *, has_levels: bool
+) -> tuple[int, int]:
     """The number of values of a page, and where they begin."""
     if page.get(1) == 0 and page[5][2] == 0:  # a data page of version 1, PLAIN
-        (levels,) = struct.unpack("<I", os.pread(descriptor, 4, begin))
+        if not has_levels:
+            return page[5][1], begin
+        levels = int.from_bytes(os.pread(descriptor, 4, begin), "little")
         return page[5][1], begin + 4 + levels
     if page.get(1) == 3 and page[8][4] == 0:  # of version 2: lengths of levels are in the header
         return page[8][1], begin + page[8][5] + page[8][6]

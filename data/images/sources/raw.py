@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,15 +78,15 @@ def _open_mnist(root: Path, output: Path) -> Found:
 def _unpacked(file: Path, output: Path) -> Path:
     if file.suffix != ".gz":
         return file.resolve()
+    try:
+        content = gzip.decompress(file.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be unpacked: {error}") from None
+    output.mkdir(parents=True, exist_ok=True)
     target = output / file.stem
-    if not target.is_file():
-        try:
-            content = gzip.decompress(file.read_bytes())
-        except (OSError, EOFError) as error:
-            raise DataError(f"{file}: cannot be unpacked: {error}") from None
-        output.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-    return target.resolve()
+    partial = target.with_name(f"{target.name}.partial")
+    partial.write_bytes(content)
+    return partial.replace(target).resolve()
 
 
 def _header(file: Path, dimensions: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 from data.errors import DataError
 from data.images.shards import Entry, Shard
-from data.images.sources.found import IMAGE_SUFFIXES, SPLIT_NAMES, Found
+from data.images.sources.found import IMAGE_SUFFIXES, Found, split_of
 
 BLOCK = 512
 CLASS_KEYS = ("cls", "label", "class")
@@ -79,8 +79,11 @@ def _parsed(header: bytes, path: Path, at: int) -> tuple[bytes, str, int]:
 def _pax_path(records: bytes) -> str | None:
     """The path of a pax header: records of `LENGTH KEY=VALUE`, each with a line feed."""
     while records:
-        length = int(records.split(b" ", 1)[0])
-        key, _, value = records[:length].split(b" ", 1)[1].rstrip(b"\n").partition(b"=")
+        head, _, rest = records.partition(b" ")
+        if not head.isdigit() or not len(head) < int(head) <= len(records):
+            return None
+        length = int(head)
+        key, _, value = rest[: length - len(head) - 1].rstrip(b"\n").partition(b"=")
         if key == b"path":
             return value.decode("utf-8", "replace")
         records = records[length:]
@@ -102,7 +105,7 @@ def open_tars(path: Path) -> Found:
     ]
     by_split: dict[str, list[int]] = {}
     for number, file in enumerate(files):
-        by_split.setdefault(_split_of(file, path), []).append(number)
+        by_split.setdefault(split_of(file, path), []).append(number)
     root = path if path.is_dir() else path.parent
     names = None
     if (root / CLASSES_FILE).is_file():
@@ -122,15 +125,6 @@ def open_tars(path: Path) -> Found:
         class_names=names,
         total_bytes=sum(shard.size for shard in shards),
     )
-
-
-def _split_of(file: Path, root: Path) -> str:
-    inside = file.relative_to(root).parts if root.is_dir() else (file.name,)
-    for part in inside:
-        for word in part.lower().replace("_", "-").replace(".", "-").split("-"):
-            if word in SPLIT_NAMES:
-                return SPLIT_NAMES[word]
-    return "train"
 
 
 def _samples(file: BinaryIO, path: Path, shard: int) -> Iterator[Entry]:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import struct
 import tarfile
 
@@ -254,3 +255,66 @@ def test_a_damaged_manifest_is_one_line(tmp_path):
     path.write_text("{")
     with pytest.raises(DataError, match="is not JSON"):
         ImageData.open(tmp_path / "out")
+
+
+def test_files_that_are_damaged_inside_are_one_line(tmp_path):
+    deflated = made.zipped(tmp_path / "a.zip", deflated=True)
+    content = bytearray(deflated.read_bytes())
+    content[200:260] = b"\xff" * 60
+    deflated.write_bytes(bytes(content))
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        contents(prepared(deflated, tmp_path / "zip"))
+    page = made.parquet(tmp_path / "train.parquet")
+    content = bytearray(page.read_bytes())
+    content[4:12] = b"\xff" * 8
+    page.write_bytes(bytes(content))
+    with pytest.raises(DataError, match="the header of the page at byte 4 is damaged"):
+        prepared(page, tmp_path / "page")
+    saved = next(made.arrow(tmp_path / "saved").rglob("*.arrow"))
+    saved.write_bytes(saved.read_bytes()[:-900])
+    with pytest.raises(DataError, match="cannot be read as Arrow"):
+        prepared(tmp_path / "saved", tmp_path / "arrow")
+
+
+def test_columns_that_cannot_be_null_and_folders_of_splits_are_read(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(made.parquet(tmp_path / "x.parquet"))
+    inside = [pa.field("bytes", pa.binary(), False), pa.field("path", pa.string())]
+    image = pa.field("image", pa.struct(inside), False)
+    columns = [table["image"].combine_chunks().cast(image.type), table["label"]]
+    required = pa.table(columns, schema=pa.schema([image, pa.field("label", pa.int64())]))
+    for split in ("train", "test"):
+        folder = tmp_path / "all" / "default" / split
+        folder.mkdir(parents=True)
+        pq.write_table(required, folder / "0000.parquet", compression="none", use_dictionary=False)
+    data = prepared(tmp_path / "all", tmp_path / "out")
+    assert {n: about.images for n, about in data.manifest.splits.items()} == {
+        "train": 23, "validation": 1, "test": 24,
+    }  # fmt: skip
+    assert len(contents(data)) == 48
+
+
+def test_a_damaged_index_is_one_line(tmp_path):
+    data = prepared(made.zipped(tmp_path / "a.zip"), tmp_path / "out")
+    rows = np.load(tmp_path / "out" / "train.npy")
+    rows["label"][0] = 77
+    np.save(tmp_path / "out" / "train.npy", rows)
+    with pytest.raises(DataError, match=r"train\.npy: is damaged"):
+        data.split("train")
+    (tmp_path / "out" / "train.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"train\.npy: is damaged"):
+        data.split("train")
+    (tmp_path / "out" / "validation.names").unlink()
+    with pytest.raises(DataError, match=r"validation\.names: cannot be read"):
+        data.split("validation")
+
+
+def test_names_of_any_bytes_and_hidden_folders(tmp_path):
+    root = made.class_folders(tmp_path / "all")
+    os.rename(os.fsencode(root / "ant" / "000.jpg"), os.fsencode(root / "ant") + b"/\xe9.jpg")
+    (root / ".ipynb_checkpoints").mkdir()
+    data = prepared(root, tmp_path / "out")
+    assert data.manifest.class_names == list(CLASSES)
+    assert len(contents(data)) == 24
