@@ -26,6 +26,15 @@ def bench_data_arguments(parser: Parser) -> None:
         metavar="TOKENS",
         help="tokens a second that training takes; default: measured",
     )
+    add(
+        "--images",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="the loader of images in place of text: a folder of classes; without DIR images that "
+        "are made",
+    )
+    add("--randaugment", action="store_true", help="for --images: with torchvision's RandAugment")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
     override_arguments(parser)
 

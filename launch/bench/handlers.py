@@ -15,9 +15,20 @@ def bench_data(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    check_json_path(options.json)
+    if options.images is not None:
+        from data.errors import user_path
+        from launch.bench.images import bench_images, images_table
+
+        with only_results_on_stdout() as stdout:
+            folder = user_path(options.images) if options.images else None
+            result = bench_images(folder, repeats=options.repeats, randaugment=options.randaugment)
+            show(result, images_table(result), options.json, stdout)
+        return
+    if options.randaugment:
+        raise UsageError("--randaugment: means nothing without --images")
     from launch.bench.data import bench_data, bench_data_of, data_table
 
-    check_json_path(options.json)
     if not 0 < options.megabytes < math.inf:
         raise UsageError(f"--megabytes: {options.megabytes} is not allowed; more than 0")
     if options.consumption is not None and not 0 < options.consumption < math.inf:
