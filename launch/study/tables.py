@@ -24,7 +24,7 @@ def plan_table(plan: Mapping[str, Any]) -> str:
     variants = plan["variants"]
     base, unit = variants[plan["baseline"]], plan["unit"]
     rows: list[Row] = [
-        ("variant", "parameters", f"of a {unit}", "beside", f"FLOPs/{unit}", "beside")
+        ("variant", "parameters", f"of one {unit}", "beside", f"FLOPs/{unit}", "beside")
     ]
     for name, variant in variants.items():
         size, flops = variant["parameters"], variant[f"flops_per_{unit}"]
@@ -172,7 +172,7 @@ def _mark(difference: Mapping[str, Any]) -> str:
 
 
 def _cost_rows(variants: Mapping[str, Any], unit: str) -> list[Row]:
-    rows: list[Row] = [("variant", "parameters", f"of a {unit}", f"FLOPs/{unit}", f"{unit}s/s")]
+    rows: list[Row] = [("variant", "parameters", f"of one {unit}", f"FLOPs/{unit}", f"{unit}s/s")]
     rows += [
         (
             name,

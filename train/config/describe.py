@@ -50,7 +50,7 @@ def describe_run(
         if missing := config.model.left_to_data():
             raise ConfigError(
                 f"{missing}: null takes it from the data; without the data a number is needed, as "
-                f"in {missing}=50257"
+                f"in {missing}={50257 if missing.endswith('vocab_size') else 1000}"
             )
     check_compiler(config)
     return describe(config, dims, samples_per_epoch=epoch) | {"goes_on_from_step": step}
@@ -261,7 +261,7 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         ),
         *_expert_rows(model, unit),
         *(comparison_rows(factorized) if factorized else []),
-        (f"FLOPs a {unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),
+        (f"FLOPs/{unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),
     ]
 
 
@@ -277,7 +277,7 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         (
             "experts",
             f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "
-            f"{experts['top_k']} a {unit}; {experts['score']} score, {graph}",
+            f"{experts['top_k']} for each token; {experts['score']} score, {graph}",
         ),
     ]
 

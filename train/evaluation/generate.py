@@ -23,6 +23,7 @@ from parallel.weights import load_model, open_weights
 from parallel.zero import Precision
 from train.errors import ConfigError
 from train.experts.steering import Steering, effect, steered
+from train.tasks.language import language_model
 from train.tasks.tokenizers import need_tokenizer
 
 _UNFINISHED = "\ufffd"
@@ -227,6 +228,7 @@ def generate(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     weights = open_weights(path)
+    language_model(weights)
     coder = need_tokenizer(weights, tokenizer)
     try:
         prompt.encode()

@@ -114,7 +114,7 @@ def test_validate_evaluate_and_report_speak_its_words(
 ) -> None:
     shown = command("validate", written(tmp_path)).stdout
     assert "12 of 16 vectors" in shown
-    assert "FLOPs a vector" in shown
+    assert "FLOPs/vector" in shown
     result = json.loads(command("evaluate", whole, "--split", "test", "--json", "-").stdout)
     assert result["vectors_scored"] == 101
     assert result["accuracy"] * 101 == pytest.approx(round(result["accuracy"] * 101))

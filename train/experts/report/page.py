@@ -67,7 +67,7 @@ def _header(report: Report) -> str:
         (
             "Parameters",
             f"{report.parameters:,}",
-            f"{active:,} of one {unit}" if active != report.parameters else f"all used by a {unit}",
+            f"{active:,} of one {unit}" if active != report.parameters else f"all used by each {unit}",
         ),
         ("Training loss", _or_none(history.final_loss), f"{in_unit}last 10 steps"),
         *((name, _or_none(v), small) for name, v, small in task.validation_facts(validation)),
