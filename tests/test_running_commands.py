@@ -80,6 +80,7 @@ def clone(tmp_path: Path) -> Path:
         of_images = tree["data"] is None
         if not of_images:
             tree["data"]["validation_fraction"] = 0.004  # every run scores all of it
+        tree["common"] |= {"train.steps": 12} if of_images else TINY_STUDY
         if tree["leak"] is not None:
             tree["leak"] = {"steps": [12], "tokens": 64}
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
