@@ -107,7 +107,9 @@ def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):
     config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS)
     assert polyad(["validate", str(config), "--processes", "2"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
-    assert rows["experts"] == "4 in each of 1 blocks, 2 for each token; linear score, similarity graph"
+    counts, how = rows["experts"].split("; ")
+    assert counts == "4 in each of 1 blocks, 2 for each token"
+    assert how == "linear score, similarity graph"
     total, active = (int(rows[key].split()[0].replace(",", "")) for key in ("parameters", "active"))
     # Two of four experts: each 2 x 32 x 32 weights and 32 biases.
     assert total - active == 2 * (2 * 32 * 32 + 32)
