@@ -67,7 +67,9 @@ def _header(report: Report) -> str:
         (
             "Parameters",
             f"{report.parameters:,}",
-            f"{active:,} of one {unit}" if active != report.parameters else f"all used by each {unit}",
+            f"all used by each {unit}"
+            if active == report.parameters
+            else f"{active:,} of one {unit}",
         ),
         ("Training loss", _or_none(history.final_loss), f"{in_unit}last 10 steps"),
         *((name, _or_none(v), small) for name, v, small in task.validation_facts(validation)),
