@@ -165,6 +165,13 @@ def evaluate_arguments(parser: Parser) -> None:
         action="store_true",
         help="of a model of images: for how many classes each expert matters, by leaving it out",
     )
+    add(
+        "--rewrite",
+        metavar="class=C,of=A+B,by=N",
+        help="of a model with a muMoE head: move the output of a class by the experts that "
+        "training images of a subpopulation use, as of=Young:0+Male:0; accuracy and fairness "
+        "before and after; by: the number of experts, if it is missing",
+    )
     _weights_argument(parser)
     override_arguments(parser)
 

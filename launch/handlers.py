@@ -126,6 +126,11 @@ def evaluate(options: Namespace) -> None:
 
             result = specialization(options.path, weights=options.weights, **chosen)
             table = specialization_table(result)
+        elif options.rewrite is not None:
+            from train.evaluation.rewriting import rewriting, rewriting_table
+
+            result = rewriting(options.path, options.rewrite, weights=options.weights, **chosen)
+            table = rewriting_table(result)
         elif options.robustness is not None:
             from data.errors import user_path
             from train.evaluation.robustness import robustness, robustness_table
@@ -167,6 +172,7 @@ def _check_evaluation(options: Namespace) -> None:
         for option, value in (
             ("--compare", options.compare),
             ("--specialization", options.specialization or None),
+            ("--rewrite", options.rewrite),
             ("--robustness", options.robustness),
         )
         if value is not None

@@ -210,7 +210,7 @@ class ViT(nn.Module):
             x_BTD, stats = run_block(block, x_BTD, self.config.recompute)
             if stats is not None:
                 routing.append(stats._replace(name=f"blocks.{number}.feed_forward"))
-        logits_BK, of_head = self._classify(x_BTD)
+        logits_BK, of_head = classified(self.head, self.pool(x_BTD))
         return ModelOutput(logits_BK, (*routing, *of_head))
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
@@ -226,16 +226,17 @@ class ViT(nn.Module):
         """Logits [B, K] from what a block gets."""
         for block in self.blocks[first_block:]:
             x_BTD, _ = block(x_BTD)
-        return self._classify(x_BTD)[0]
+        return classified(self.head, self.pool(x_BTD))[0]
 
-    def _classify(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    def pool(self, x_BTD: Tensor) -> Tensor:
+        """What the head reads [B, D], from what the last block gives."""
         if self.class_token is not None:
-            pooled_BD = self.final_norm(x_BTD[:, 0])
+            pooled_BD: Tensor = self.final_norm(x_BTD[:, 0])
         else:
             pooled_BD = self.final_norm(x_BTD).mean(1)
         if self.pre_logits is not None:
             pooled_BD = torch.tanh(self.pre_logits(pooled_BD))
-        return classified(self.head, pooled_BD)
+        return pooled_BD
 
 
 def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:

@@ -110,3 +110,16 @@ class ImageDataConfig(DataSettings):
     def std(self) -> tuple[float, ...]:
         """Of red, green and blue, of pixels from 0 to 1."""
         return NORMALIZATIONS[self.normalization][1]
+
+
+class AttributeDataConfig(ImageDataConfig):
+    """Which prepared images with attributes a run reads, and how."""
+
+    kind: Literal["attributes"] = "attributes"  # type: ignore[assignment]
+    """Images with any number of named attributes."""
+
+    loss: Literal["sigmoid"] = "sigmoid"
+    """The sum over attributes of binary cross-entropies."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of every target that is spread evenly over yes and no."""

@@ -38,12 +38,16 @@ class ImageSplit:
                 f"{folder / name}.npy: is damaged: it has {len(self._rows):,} images, the manifest "
                 f"says {self._about.images:,}"
             )
-        self.labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
+        labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
         classes = len(manifest.class_names)
         if len(self._names) <= int(self._ends[-1]) or not (
-            0 <= self.labels.min() <= self.labels.max() < classes
+            0 <= labels.min() <= labels.max() < classes
         ):
             raise DataError(f"{folder / name}.npy: is damaged; prepare the images again")
+        if manifest.has_attributes:
+            labels = _attributes(folder, name, len(labels), classes)
+        self.labels = labels
+        """The class of each image; of images with attributes 0 or 1 of each, [images, K]."""
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -91,14 +95,22 @@ def _bytes(path: Path) -> npt.NDArray[np.uint8]:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _attributes(folder: Path, name: str, images: int, classes: int) -> npt.NDArray[np.integer]:
+    path = folder / f"{name}.attributes.npy"
+    values: npt.NDArray[np.integer] = _mapped(path, np.dtype("u1"), dimensions=2)
+    if values.shape != (images, classes):
+        raise DataError(f"{path}: is damaged; prepare the images again")
+    return values
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], dimensions: int = 1) -> npt.NDArray[Any]:
     try:
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError):
         raise DataError(f"{path}: is damaged: it is not the index of a split") from None
-    if array.dtype != dtype or array.ndim != 1:
+    if array.dtype != dtype or array.ndim != dimensions:
         raise DataError(f"{path}: is damaged: it is not the index of a split")
     return array
 

@@ -4,6 +4,7 @@ manifest.json       classes, splits, shards, digests
 SPLIT.npy           rows (shard, offset, size, label), see `data.images.shards`
 SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
+SPLIT.attributes.npy    0 or 1 of each attribute of each image, where images have attributes
 """
 
 import hashlib
@@ -28,7 +29,7 @@ class ImageSplitInfo(Config):
 
     images: Count
     per_class: list[Count]
-    """Images of each class."""
+    """Images of each class, or with each attribute."""
     grouped: bool = False
     """Whether it is read by whole row groups, and shuffled by them."""
 
@@ -48,6 +49,8 @@ class ImageManifest(Config):
     source: str
     """What the user wrote."""
     class_names: list[str]
+    has_attributes: bool = False
+    """Whether an image has any number of the classes, which are then attributes."""
     splits: dict[str, ImageSplitInfo]
     shards: list[Shard]
     held_out: str | None = None

@@ -36,10 +36,19 @@ class Listed(NamedTuple):
 
     rows: Rows
     names: list[str]
+    attributes: npt.NDArray[np.uint8] | None = None
+    """0 or 1 of each attribute of each image; None: images have one class."""
 
     def take(self, numbers: npt.NDArray[np.integer]) -> "Listed":
         """Some of them."""
-        return Listed(self.rows[numbers], [self.names[number] for number in numbers])
+        attributes = None if self.attributes is None else self.attributes[numbers]
+        return Listed(self.rows[numbers], [self.names[number] for number in numbers], attributes)
+
+    def per_class(self, classes: int) -> list[int]:
+        """Images of each class, or with each attribute."""
+        if self.attributes is not None:
+            return [int(count) for count in self.attributes.sum(0, dtype=np.int64)]
+        return [int(count) for count in np.bincount(self.rows["label"], minlength=classes)]
 
 
 def prepare_images(
@@ -131,16 +140,20 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
     for split in (name for name in SPLITS if name in found.splits):
         progress.start(f"index {split}", found.total_bytes)
         rows: list[tuple[int, int, int, int]] = []
+        attributes: list[npt.NDArray[np.uint8]] = []
         names: list[str] = []
         done = 0
         for entry in found.splits[split]():
             _check_name(entry)
             rows.append(entry[:4])
             names.append(entry.name)
+            if entry.attributes is not None:
+                attributes.append(entry.attributes)
             done += entry.size
             progress.update(done)
         progress.say(f"index {split}: {len(rows):,} images")
-        listed[split] = Listed(np.array(rows, dtype=ROW), names)
+        of_each = np.stack(attributes) if attributes else None
+        listed[split] = Listed(np.array(rows, dtype=ROW), names, of_each)
     if not listed.get("train") or not len(listed["train"].rows):
         raise DataError("--images: the source has no training images")
     return listed
@@ -239,13 +252,16 @@ def _written(
             _save(output / f"{split}.ends.npy", ends),
             _replace(output / f"{split}.names", b"".join(name + b"\n" for name in encoded)),
         ]
+        if each.attributes is not None:
+            files.append(_save(output / f"{split}.attributes.npy", each.attributes))
     manifest = ImageManifest(
         source=source,
         class_names=names,
+        has_attributes=found.has_attributes,
         splits={
             split: ImageSplitInfo(
                 images=len(each.rows),
-                per_class=np.bincount(each.rows["label"], minlength=len(names)).tolist(),
+                per_class=each.per_class(len(names)),
                 grouped=split in found.grouped or (said is not None and bool(found.grouped)),
             )
             for split, each in splits.items()
@@ -264,6 +280,8 @@ def _fingerprint(train: Listed, names: list[str]) -> str:
     digest = hashlib.sha256(json.dumps(names).encode())
     digest.update(np.ascontiguousarray(train.rows["size"]).tobytes())
     digest.update(np.ascontiguousarray(train.rows["label"]).tobytes())
+    if train.attributes is not None:
+        digest.update(np.ascontiguousarray(train.attributes).tobytes())
     for name in train.names:
         digest.update(os.fsencode(name) + b"\n")
     return digest.hexdigest()
@@ -302,10 +320,11 @@ def prepared_rows(
     for split, about in manifest.splits.items():
         fewest, most = min(about.per_class), max(about.per_class)
         each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        yield split, f"{about.images:,} images, {each} of each class"
+        of = "with each attribute" if manifest.has_attributes else "of each class"
+        yield split, f"{about.images:,} images, {each} {of}"
     names = manifest.class_names
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    yield "classes", f"{len(names):,}: {shown}"
+    yield "attributes" if manifest.has_attributes else "classes", f"{len(names):,}: {shown}"
     if manifest.held_out:
         yield "held out", manifest.held_out
     yield "folder", str(output)

@@ -32,7 +32,7 @@ class Images(Protocol):
 
     @property
     def labels(self) -> npt.NDArray[np.integer]:
-        """The class of each image."""
+        """The class of each image, or 0 or 1 of each of its attributes [images, K]."""
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -53,7 +53,7 @@ class ImageBatch(NamedTuple):
     images_BCHW: Tensor
     """Pixels, uint8."""
     labels_B: Tensor
-    """Classes, int64."""
+    """Classes, int64; of images with K attributes 0 or 1 of each, [B, K]."""
     mix_B: Tensor
     """Share of each image in what it becomes when it is mixed with its neighbour in the batch,
     number b xor 1; fp32, 1 where it stays."""
@@ -101,7 +101,7 @@ class ImageSamples(Dataset[ImageBatch]):
         )
         return ImageBatch(
             training_image(pixels, self._size, self._settings, seeds),
-            torch.tensor(int(self._images.labels[number])),
+            _label(self._images, number),
             torch.tensor(share),
             torch.tensor(box, dtype=torch.int16),
         )
@@ -164,7 +164,11 @@ class EvaluationImages(Dataset[ImageBatch]):
         pixels = self._images.decode(number)
         return ImageBatch(
             evaluation_image(pixels, self._size, self._settings.evaluation_resize),
-            torch.tensor(int(self._images.labels[number])),
+            _label(self._images, number),
             torch.tensor(1.0),
             torch.zeros(4, dtype=torch.int16),
         )
+
+
+def _label(images: Images, number: int) -> Tensor:
+    return torch.from_numpy(np.asarray(images.labels[number], dtype=np.int64))

@@ -56,6 +56,8 @@ class Entry(NamedTuple):
     size: int
     label: int
     name: str
+    attributes: npt.NDArray[np.uint8] | None = None
+    """0 or 1 of each attribute; None: the image has one class."""
 
 
 class Reader:

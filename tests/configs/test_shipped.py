@@ -21,6 +21,7 @@ STUDY_NAMES = [path.name for path in STUDIES]
 # The processes that a configuration names, the vocabulary of its tokenizer or the classes of its
 # data, and its parameters.
 EXPECTED = {
+    "finetune/clip-b32-celeba-cp.yaml": (1, 40, 88_034_816),
     "finetune/clip-b32-linear.yaml": (8, 1000, 88_225_768),
     "finetune/clip-b32-mumoe-cp.yaml": (8, 1000, 88_226_289),
     "finetune/clip-b32-mumoe-tr.yaml": (8, 1000, 88_228_696),

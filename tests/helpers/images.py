@@ -110,3 +110,54 @@ def arrow(root: Path, each: int = 8) -> Path:
     )
     datasets.DatasetDict({"train": data}).save_to_disk(str(root))
     return root
+
+
+ATTRIBUTES = ("Red", "Bright", "Wide")
+
+
+def attributes_of(number: int) -> tuple[int, int, int]:
+    """0 or 1 of each attribute of image `number`; few bright ones are red."""
+    bright = number % 2
+    return int(number % (10 if bright else 3) == 1), bright, int(number % 5 == 0)
+
+
+def with_attributes(number: int) -> Image.Image:
+    """A picture that shows them."""
+    red, bright, wide = attributes_of(number)
+    pixels = np.random.default_rng(number).integers(0, 60, (8, 8, 3))
+    pixels[..., 0] += 120 * red
+    pixels[..., 1:] += 120 * bright
+    pixels[3:5] += 60 * wide
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def celeba(root: Path, images: int = 60) -> Path:
+    """Files with attributes, as CelebA is published: two of three train, the others validate and
+    test."""
+    (root / "img_align_celeba").mkdir(parents=True)
+    names = [f"{number:06}.jpg" for number in range(images)]
+    for number, name in enumerate(names):
+        (root / "img_align_celeba" / name).write_bytes(encoded(with_attributes(number)))
+    rows = (" ".join("1" if has else "-1" for has in attributes_of(n)) for n in range(images))
+    listed_rows = "\n".join(f"{name}  {row}" for name, row in zip(names, rows, strict=True))
+    (root / "list_attr_celeba.txt").write_text(f"{images}\n{' '.join(ATTRIBUTES)}\n{listed_rows}\n")
+    parts = (0 if n < images * 2 // 3 else 1 + n // 2 % 2 for n in range(images))
+    lines = "\n".join(f"{name} {part}" for name, part in zip(names, parts, strict=True))
+    (root / "list_eval_partition.txt").write_text(lines + "\n")
+    return root
+
+
+def parquet_of_attributes(path: Path, images: int = 60) -> Path:
+    """The same images in parquet, with a column of true and false for each attribute."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    content = [encoded(with_attributes(number)) for number in range(images)]
+    image = pa.StructArray.from_arrays(
+        [pa.array(content, pa.binary()), pa.array([f"{n}.jpg" for n in range(images)])],
+        ["bytes", "path"],
+    )
+    columns = zip(*(attributes_of(number) for number in range(images)), strict=True)
+    bits = {n: pa.array(list(map(bool, c))) for n, c in zip(ATTRIBUTES, columns, strict=True)}
+    pq.write_table(pa.table({"image": image, "number": pa.array(range(images)), **bits}), path)
+    return path

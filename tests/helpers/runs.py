@@ -16,7 +16,9 @@ from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
 from train.evaluation.evaluate import evaluate
+from train.evaluation.rewriting import rewriting
 from train.evaluation.robustness import robustness
+from train.evaluation.specialization import specialization
 from train.loop.device import memory_statistics
 from train.loop.metrics import Metrics, peak_memory_bytes
 from train.pretrain import main
@@ -81,6 +83,24 @@ def run_expecting_error(config: Path, *overrides: str) -> tuple[str, str, int]:
     except Exception as error:
         return type(error).__name__, str(error), getattr(error, "exit_status", -1)
     return "none", "", 0
+
+
+def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
+    """The error of `polyad evaluate --rewrite`: class, text, exit status."""
+    try:
+        rewriting(path, option)
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "exit_status", -1)
+    return "none", "", 0
+
+
+def specialization_error(path: Path) -> str:
+    """The error of `polyad evaluate --specialization`."""
+    try:
+        specialization(path)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def evaluation(path: Path, **options: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from train.evaluation.leak import check_leaks, measure
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
 from train.tasks.cross_entropy import cross_entropy
+from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling
 from train.tasks.registry import task_class
 from train.tasks.task import OneDevice, Task
@@ -55,6 +56,25 @@ class Evaluated(NamedTuple):
         if not isinstance(self.task, LanguageModelling):
             raise ConfigError(
                 f"{option}: is not allowed with data.kind: {self.config.data.kind}; text has it"
+            )
+        return self.task
+
+    def images(self, option: str, *, attributes: bool = False) -> ImageClassification:
+        """The task, for an option that only images have.
+
+        Args:
+            option: of the command line, for the error.
+            attributes: whether images with attributes will do, beside those with one class each.
+
+        Raises:
+            ConfigError: it is another task.
+        """
+        if not isinstance(self.task, ImageClassification) or (
+            self.task.has_attributes and not attributes
+        ):
+            have = "images and attributes have" if attributes else "images has"
+            raise ConfigError(
+                f"{option}: is not allowed with data.kind: {self.config.data.kind}; {have} it"
             )
         return self.task
 

@@ -105,11 +105,7 @@ def robustness(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights)
-    task = opened.task
-    if not isinstance(task, ImageClassification):
-        raise ConfigError(
-            f"--robustness: is not allowed with data.kind: {opened.config.data.kind}; images has it"
-        )
+    task = opened.images("--robustness")
     classes = len(imagenet_classes())
     if task.model.num_classes != classes:
         raise ConfigError(

@@ -14,11 +14,10 @@ from train.config.smaller import to_evaluate
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
-from train.experts.probing import routed_layers
+from train.experts.probing import routed_head, routed_layers
 from train.experts.specialization import LeaveOneOut, polysemanticity
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
-from train.tasks.images import ImageClassification
 
 
 def specialization(
@@ -45,11 +44,7 @@ def specialization(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights)
-    task, config = opened.task, opened.config
-    if not isinstance(task, ImageClassification):
-        raise ConfigError(
-            f"--specialization: is not allowed with data.kind: {config.data.kind}; images has it"
-        )
+    task, config = opened.images("--specialization"), opened.config
     task.check_split(split)
     world = comm.initialize(config.parallel.timeout_minutes)
     allow_tf32(config.train.tf32, world.device)
@@ -57,9 +52,12 @@ def specialization(
     names = task.data.manifest.class_names
     with explain_out_of_memory(lambda: "leaving out experts", world, to_evaluate(config)):
         model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
-        layers = [layer for layer in routed_layers(model) if layer.in_block]
+        head = routed_head(model)
+        layers = [*routed_layers(model), *([head] if head else [])]
         if not layers:
-            raise ConfigError(f"--specialization: {path}: its model has no experts in any block")
+            raise ConfigError(
+                f"--specialization: {path}: its model has no experts, in blocks or as its head"
+            )
         counts = [LeaveOneOut(model, layer, len(names), opened.batch_size) for layer in layers]
         total = task.units_of(split)
         report = Progress("leave out experts", total, "img") if world.is_main else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.interface import FeedForward
 from model.mumoe.gating import Gate
+from model.mumoe.head import MuMoEHead
 from model.smoe.router import Router
 from model.smoe.selection import Selected
 
@@ -26,7 +27,7 @@ class RoutedLayer:
     """One feed-forward with experts."""
 
     name: str
-    """The module's name, as in names of parameters: blocks.3.feed_forward."""
+    """The module's name, as in names of parameters: blocks.3.feed_forward, or head."""
     levels: tuple[int, ...]
     """Experts of each level; of sparse experts one level."""
 
@@ -42,7 +43,9 @@ class RoutedLayer:
 
     @property
     def title(self) -> str:
-        """The layer for people: block 3, and in a Mixer which of the block's two."""
+        """The layer for people: block 3, and in a Mixer which of the block's two; or the head."""
+        if not self.in_block:
+            return self.name
         which = self.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
         return f"block {self.block}, {which}s" if which else f"block {self.block}"
 
@@ -78,6 +81,18 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
                     experts = part.selection.config.num_experts
                     layers.append(RoutedLayer(name=name, levels=(experts,)))
     return layers
+
+
+def routed_head(model: nn.Module) -> RoutedLayer | None:
+    """The last layer of a classifier, if it has experts.
+
+    Args:
+        model: of any kind.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MuMoEHead):
+            return RoutedLayer(name=name, levels=tuple(module.gate.norm.num_experts))
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

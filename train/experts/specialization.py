@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from model.vision import classified
 from train.experts.leaving_out import leaving_out
 from train.experts.probing import RoutedLayer, deciding
 
@@ -27,13 +28,19 @@ BINS = 20
 
 
 class ImageModel(Protocol):
-    """A model of images that can be entered at a block."""
+    """A model of images that can be entered at a block, or before its head."""
+
+    blocks: nn.ModuleList
+    head: nn.Module
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
         """What the first block gets [B, T, D]."""
 
     def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
         """Logits [B, K] from what a block gets."""
+
+    def pool(self, x_BTD: Tensor) -> Tensor:
+        """What the head reads [B, D], from what the last block gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +95,7 @@ class LeaveOneOut:
 
     Args:
         model: in evaluation mode, on one device.
-        layer: a feed-forward of a block.
+        layer: a feed-forward of a block, or the head.
         classes: K.
         rows: pairs in a forward pass.
     """
@@ -112,12 +119,9 @@ class LeaveOneOut:
             images_BCHW: Normalized.
             labels_B: Their classes.
         """
-        model: Any = self._model
-        x_BTD = model.embed(images_BCHW)
-        for block in model.blocks[: self.layer.block]:
-            x_BTD, *_ = block(x_BTD)
+        x = self._before(images_BCHW)
         with deciding(self._model, [self.layer]) as decisions:
-            logits_BK = model.tail(x_BTD, self.layer.block)
+            logits_BK = self._from(x)
         a_MS = decisions[self.layer.name].coefficients()
         a_BTS = a_MS.view(len(labels_B), -1, a_MS.shape[-1])
         right_B = logits_BK.argmax(-1) == labels_B
@@ -128,10 +132,29 @@ class LeaveOneOut:
         with leaving_out(self._model, self.layer) as leave:
             for image_R, expert_R in _in_rows(image_P, expert_P, self._rows):
                 leave(expert_R)
-                changed_RK = model.tail(x_BTD[image_R], self.layer.block)
+                changed_RK = self._from(x[image_R])
                 still_R = changed_RK.argmax(-1) == labels_B[image_R]
                 lost_R = right_B[image_R].double() - still_R.double()
                 self.lost_SK.index_put_((expert_R, labels_B[image_R]), lost_R, accumulate=True)
+
+    def _before(self, images_BCHW: Tensor) -> Tensor:
+        """What the layer's block gets, or what the head reads."""
+        model: Any = self._model
+        x_BTD: Tensor = model.embed(images_BCHW)
+        blocks = model.blocks[: self.layer.block] if self.layer.in_block else model.blocks
+        for block in blocks:
+            x_BTD, *_ = block(x_BTD)
+        return x_BTD if self.layer.in_block else model.pool(x_BTD)
+
+    def _from(self, x: Tensor) -> Tensor:
+        """Logits [B, K] from it."""
+        model: Any = self._model
+        logits_BK: Tensor
+        if self.layer.in_block:
+            logits_BK = model.tail(x, self.layer.block)
+        else:
+            logits_BK, _ = classified(model.head, x)
+        return logits_BK
 
 
 def _in_rows(image_P: Tensor, expert_P: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,9 +5,9 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes, S bins o
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,21 @@ CLASSES_FILE = "classes.json"
 """The file of a checkpoint with the names of its classes, in their order."""
 BINS = 15
 """Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
+
+
+class Counted(Protocol):
+    """Sums over images that all scores follow from."""
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
+        """Counts images; none may be filling."""
+
+    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
+        """The scores over all processes, with `images_scored`.
+
+        Args:
+            world: This process.
+            names: Of the classes.
+        """
 
 
 class ImageProbe:
@@ -82,9 +97,9 @@ class ImageClassification(Task[ImageBatch]):
         sections: Sections of the configuration.
     """
 
-    data_settings = ImageDataConfig
+    data_settings: ClassVar[type[ImageDataConfig]] = ImageDataConfig
     unit = Unit("image", "img")
-    scores = (
+    scores: ClassVar[tuple[Score, ...]] = (
         Score("top1", "top-1", 4),
         Score("top5", "top-5", 4),
         Score("loss", "loss", 4, "nats an image"),
@@ -93,6 +108,12 @@ class ImageClassification(Task[ImageBatch]):
     loss_unit = "nats an image"
     validation_score: ClassVar[str] = "validation_top1"
     model: ImageModelSettings
+    validated: ClassVar[tuple[str, ...]] = ("top1", "top5", "loss")
+    """Scores of the validation split that training tells."""
+    each_of: ClassVar[tuple[str, str]] = ("per_class", "classes")
+    """The key of the scores of each class, and what classes are called."""
+    has_attributes: ClassVar[bool] = False
+    """Whether an image has any number of the classes, which are then attributes."""
 
     def __init__(self, data: ImageData, sections: Sections) -> None:
         settings, model = sections.data, sections.model
@@ -105,6 +126,12 @@ class ImageClassification(Task[ImageBatch]):
         self.data, self.settings = data, settings
         self._seed, self._max_images = sections.seed, sections.evaluation.max_windows
         self.model = with_classes(model, data, self.place)
+        if data.manifest.has_attributes != self.has_attributes:
+            holds, allowed = ("one class", "images") if self.has_attributes else ("attributes",) * 2
+            raise ConfigError(
+                f"data.kind: {settings.kind} is not allowed with {self.place}, whose images have "
+                f"{holds}; {allowed} is"
+            )
 
     @classmethod
     def open(cls, sections: Sections) -> "ImageClassification":
@@ -202,7 +229,15 @@ class ImageClassification(Task[ImageBatch]):
             report=report,
             most=self._max_images,
         )
-        return {f"validation_{name}": found[name] for name in ("top1", "top5", "loss")}
+        return {f"validation_{name}": found[name] for name in self.validated}
+
+    def counting(self, device: torch.device) -> Counted:
+        """Sums for the scores of a split.
+
+        Args:
+            device: Of the logits.
+        """
+        return CountedClasses(len(self.data.manifest.class_names), device)
 
     @torch.no_grad()
     def score(
@@ -232,7 +267,7 @@ class ImageClassification(Task[ImageBatch]):
         images = self.held_out(split)
         total = len(images) if most is None else min(len(images), most)
         spread = torch.utils.data.Subset(images, [n * len(images) // total for n in range(total)])
-        counted = Counted(len(self.data.manifest.class_names), world.device)
+        counted = self.counting(world.device)
         done = 0
         for batch, counts_B in evaluation_batches(
             spread,
@@ -268,6 +303,18 @@ class ImageClassification(Task[ImageBatch]):
         """Checks that there is such a split."""
         self.data.split(split)
 
+    def labels_in_words(self, split: str) -> Callable[[int], str]:
+        """A function that says the class of an image of a split, or its attributes."""
+        labels, names = self.data.split(split).labels, self.data.manifest.class_names
+
+        def in_words(number: int) -> str:
+            if labels.ndim == 1:
+                return names[int(labels[number])]
+            has = [name for name, value in zip(names, labels[number], strict=True) if value]
+            return ", ".join(has) or "none"
+
+        return in_words
+
     def held_out(self, split: str) -> EvaluationImages:
         """The images of a split without augmentation, in their order."""
         return EvaluationImages(self.data.split(split), self.settings, self.model.image_size)
@@ -278,11 +325,11 @@ class ImageClassification(Task[ImageBatch]):
         rows = super().score_rows(result)
         worst = sorted(
             (each["accuracy"], name)
-            for name, each in result["per_class"].items()
+            for name, each in result[cls.each_of[0]].items()
             if each["accuracy"] is not None
         )
         named = ", ".join(f"{name} {accuracy:.3f}" for accuracy, name in worst[:3])
-        rows.append(("worst classes", named))
+        rows.append((f"worst {cls.each_of[1]}", named))
         if result["held_out"]:
             rows.append(("held out", result["held_out"]))
         return rows
@@ -319,8 +366,8 @@ class ImageClassification(Task[ImageBatch]):
         return ImageProbe(self, split, [number * total // count for number in range(count)])
 
 
-class Counted:
-    """Sums over images that all scores follow from.
+class CountedClasses:
+    """Sums over images that have one class each.
 
     Args:
         classes: K.

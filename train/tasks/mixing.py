@@ -58,18 +58,21 @@ def soft_targets(labels_B: Tensor, mix_B: Tensor | None, classes: int, smoothing
     """The share of each class in the target of each image.
 
     Args:
-        labels_B: Class of each image.
+        labels_B: Class of each image; or 0 or 1 of each of its attributes [B, K].
         mix_B: Share of each image's own label; the rest is its neighbour's. None: not mixed.
         classes: K.
-        smoothing: Share that is spread evenly over all classes (Szegedy et al. 2016).
+        smoothing: Share that is spread evenly over all classes (Szegedy et al. 2016); of attributes
+            over yes and no.
 
     Returns:
-        fp32 [B, K]; each row sums to 1.
+        fp32 [B, K]; of classes each row sums to 1.
     """
-    targets_BK = one_hot(labels_B, classes).float()
+    has_attributes = labels_B.dim() == 2
+    targets_BK = (labels_B if has_attributes else one_hot(labels_B, classes)).float()
     if mix_B is not None:
         targets_BK = torch.lerp(neighbours(targets_BK), targets_BK, mix_B.unsqueeze(-1))
-    return targets_BK * (1 - smoothing) + smoothing / classes if smoothing else targets_BK
+    even = 1 / 2 if has_attributes else 1 / classes
+    return targets_BK * (1 - smoothing) + smoothing * even if smoothing else targets_BK
 
 
 def neighbours(x: Tensor) -> Tensor:

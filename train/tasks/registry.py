@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from train.tasks.attributes import AttributeClassification
 from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling
 from train.tasks.task import Sections, Task
@@ -9,6 +10,7 @@ from train.tasks.task import Sections, Task
 TASKS: dict[str, type[Task[Any]]] = {
     "text": LanguageModelling,
     "images": ImageClassification,
+    "attributes": AttributeClassification,
 }
 
 

@@ -27,6 +27,8 @@ class Found:
     """Lists the images of each split."""
     class_names: list[str] | None
     """None: numbers, as many as there are labels."""
+    has_attributes: bool = False
+    """Whether an image has any number of the classes, which are then attributes."""
     grouped: frozenset[str] = field(default_factory=frozenset)
     """Splits that are read by whole row groups."""
     total_bytes: int = 0

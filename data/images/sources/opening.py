@@ -7,6 +7,7 @@ import numpy as np
 from data.errors import DataError, user_path
 from data.images.shards import png
 from data.images.sources.arrow import open_arrow
+from data.images.sources.attributes import attribute_list, open_attributes
 from data.images.sources.folders import open_folder, open_zip
 from data.images.sources.found import Found
 from data.images.sources.parquet import open_parquet
@@ -16,7 +17,7 @@ from data.images.sources.tars import open_tars
 DIGITS, HUB = "digits", "hub:"
 KNOWN = (
     "digits, hub:OWNER/NAME, or a folder of classes, a .zip of one, .tar files, .parquet files, a "
-    "folder of `datasets`, or the files of MNIST or CIFAR"
+    "folder of `datasets`, or the files of MNIST, CIFAR or CelebA"
 )
 
 
@@ -56,6 +57,9 @@ def _open_file(path: Path) -> Found:
 def _open_folder(path: Path, output: Path) -> Found:
     if is_raw(path):
         return open_raw(path, output)
+    attributes = attribute_list(path)
+    if attributes is not None:
+        return open_attributes(path, attributes)
     for ending, opened in (("arrow", open_arrow), ("parquet", open_parquet), ("tar", open_tars)):
         if next(path.rglob(f"*.{ending}"), None) is not None:
             return opened(path)

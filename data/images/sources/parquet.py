@@ -1,4 +1,5 @@
-"""Parquet files of Hugging Face's: a column of images {bytes, path}, and one of labels.
+"""Parquet files of Hugging Face's: a column of images {bytes, path}, and one of labels, or columns
+of true and false, which are attributes (as of flwrlabs/celeba).
 
 Where image bytes are stored uncompressed and one after the other (as `datasets` 5 writes them),
 their places in the file follow from the headers of pages and the lengths before them, and each
@@ -9,7 +10,10 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from data.errors import DataError, listed
 from data.images.shards import Entry, Kind, Shard
@@ -20,6 +24,36 @@ LABELS = ("label", "fine_label", "labels", "class")
 IMAGES = ("image", "img")
 HEADER_BYTES = 8192
 """Bytes that the header of a page is looked for in; statistics of images may make it long."""
+
+
+class Columns(NamedTuple):
+    """Which columns of a file hold what."""
+
+    image: str
+    label: str | None
+    """None: there are attributes."""
+    attributes: tuple[str, ...]
+
+
+class Group(NamedTuple):
+    """What a row group says of its images."""
+
+    number: int
+    labels: list[int]
+    paths: list[Any]
+    attributes_NK: npt.NDArray[np.uint8] | None
+
+    def entry(self, row: int, shard: int, place: tuple[int, int], name: str) -> Entry:
+        """An image of the group.
+
+        Args:
+            row: In the group.
+            shard: The file.
+            place: What stands for offset and size.
+            name: If it has no path.
+        """
+        attributes = None if self.attributes_NK is None else self.attributes_NK[row]
+        return Entry(shard, *place, self.labels[row], self.paths[row] or name, attributes)
 
 
 def open_parquet(path: Path) -> Found:
@@ -37,8 +71,12 @@ def open_parquet(path: Path) -> Found:
             schemas.append(pyarrow.parquet.read_schema(file))
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file}: cannot be read as parquet: {str(error)[:120]}") from None
-        image, label = _columns(schemas[-1].names, file)
-    names = _class_names(schemas[0].metadata or {}, label)
+        columns = _columns(schemas[-1], file)
+    if columns.label is None:
+        names: list[str] | None = list(columns.attributes)
+    else:
+        names = _class_names(schemas[0].metadata or {}, columns.label)
+    image = columns.image
     kinds = {number: _kind(file, f"{image}.bytes") for number, file in enumerate(files)}
     shards = [
         Shard(path=str(file.resolve()), kind=kinds[n], size=file.stat().st_size, column=image)
@@ -51,7 +89,7 @@ def open_parquet(path: Path) -> Found:
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
             grouped = kinds[number] == "parquet"
-            yield from (_grouped if grouped else _ranges)(files[number], number, image, label)
+            yield from (_grouped if grouped else _ranges)(files[number], number, columns)
 
     return Found(
         shards=shards,
@@ -60,6 +98,7 @@ def open_parquet(path: Path) -> Found:
             for split, numbers in by_split.items()
         },
         class_names=names,
+        has_attributes=columns.label is None,
         grouped=frozenset(
             split
             for split, numbers in by_split.items()
@@ -69,16 +108,19 @@ def open_parquet(path: Path) -> Found:
     )
 
 
-def _columns(names: list[str], file: Path) -> tuple[str, str]:
-    found = []
-    for wanted, what in ((IMAGES, "images"), (LABELS, "labels")):
-        column = next((name for name in wanted if name in names), None)
-        if column is None:
-            raise DataError(
-                f"{file}: has no column of {what}, {' or '.join(wanted)}; it has {listed(names)}"
-            )
-        found.append(column)
-    return found[0], found[1]
+def _columns(schema: Any, file: Path) -> Columns:
+    names = list(schema.names)
+    image = next((name for name in IMAGES if name in names), None)
+    label = next((name for name in LABELS if name in names), None)
+    attributes = tuple(name for name in names if str(schema.field(name).type) == "bool")
+    for column, what, wanted in (
+        (image, "images", " or ".join(IMAGES)),
+        (label or attributes, "labels", f"{' or '.join(LABELS)}, and none of true and false"),
+    ):
+        if not column:
+            raise DataError(f"{file}: has no column of {what}, {wanted}; it has {listed(names)}")
+    assert image is not None
+    return Columns(image, label, () if label else attributes)
 
 
 def _class_names(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
@@ -112,47 +154,61 @@ def _chunk(group: Any, column: str) -> Any:
     raise DataError(f"parquet: has no column {column}")
 
 
-def _labels(file: Path, image: str, label: str) -> Iterator[tuple[int, list[int], list[Any]]]:
-    """Of each row group its number, its labels, and the names of its images."""
+def _groups(file: Path, columns: Columns) -> Iterator[Group]:
+    """Of each row group the labels and the names of its images."""
     import pyarrow.parquet
 
     opened = pyarrow.parquet.ParquetFile(file)
+    path = f"{columns.image}.path"
     has_path = any(
-        opened.metadata.row_group(0).column(n).path_in_schema == f"{image}.path"
+        opened.metadata.row_group(0).column(n).path_in_schema == path
         for n in range(opened.metadata.row_group(0).num_columns)
     ) if opened.num_row_groups else False  # fmt: skip
-    columns = [label, *([f"{image}.path"] if has_path else [])]
+    wanted = [columns.label] if columns.label else list(columns.attributes)
     for group in range(opened.num_row_groups):
-        table = opened.read_row_group(group, columns=columns)
-        values = table[label].to_pylist()
-        strange = next((v for v in values if v is not None and not isinstance(v, int)), None)
-        if strange is not None:
-            raise DataError(
-                f"{file}: the label {strange!r} in the column {label} is no number of a class"
-            )
-        labels = [-1 if value is None else value for value in values]
-        paths = [None] * len(labels)
+        table = opened.read_row_group(group, columns=[*wanted, *([path] if has_path else [])])
+        paths = [None] * len(table)
         if has_path:
-            paths = table[image].combine_chunks().field("path").to_pylist()
-        yield group, labels, paths
+            paths = table[columns.image].combine_chunks().field("path").to_pylist()
+        if columns.label is None:
+            rows = [table[name].to_pylist() for name in columns.attributes]
+            yield Group(group, [0] * len(table), paths, _bits(file, columns.attributes, rows))
+        else:
+            yield Group(group, _numbers(file, columns.label, table), paths, None)
 
 
-def _grouped(file: Path, shard: int, image: str, label: str) -> Iterator[Entry]:
-    row = 0
-    for group, labels, paths in _labels(file, image, label):
-        for place, (number, path) in enumerate(zip(labels, paths, strict=True)):
-            yield Entry(shard, group, place, number, path or f"row {row}")
-            row += 1
+def _bits(file: Path, names: tuple[str, ...], columns: list[list[Any]]) -> npt.NDArray[np.uint8]:
+    for name, values in zip(names, columns, strict=True):
+        if None in values:
+            raise DataError(f"{file}: row {values.index(None)} of a group has no {name}")
+    return np.array(columns, dtype=np.uint8).T
 
 
-def _ranges(file: Path, shard: int, image: str, label: str) -> Iterator[Entry]:
-    places = byte_ranges(file, f"{image}.bytes")
-    row = 0
-    for _, labels, paths in _labels(file, image, label):
-        for number, path in zip(labels, paths, strict=True):
-            offset, size = next(places)
-            yield Entry(shard, offset, size, number, path or f"row {row}")
-            row += 1
+def _numbers(file: Path, label: str, table: Any) -> list[int]:
+    values = table[label].to_pylist()
+    strange = next((v for v in values if v is not None and not isinstance(v, int)), None)
+    if strange is not None:
+        raise DataError(
+            f"{file}: the label {strange!r} in the column {label} is no number of a class"
+        )
+    return [-1 if value is None else value for value in values]
+
+
+def _grouped(file: Path, shard: int, columns: Columns) -> Iterator[Entry]:
+    first = 0
+    for group in _groups(file, columns):
+        for row in range(len(group.labels)):
+            yield group.entry(row, shard, (group.number, row), f"row {first + row}")
+        first += len(group.labels)
+
+
+def _ranges(file: Path, shard: int, columns: Columns) -> Iterator[Entry]:
+    places = byte_ranges(file, f"{columns.image}.bytes")
+    first = 0
+    for group in _groups(file, columns):
+        for row in range(len(group.labels)):
+            yield group.entry(row, shard, next(places), f"row {first + row}")
+        first += len(group.labels)
 
 
 def byte_ranges(file: Path, column: str) -> Iterator[tuple[int, int]]:

@@ -264,7 +264,7 @@ def _read_images(
     changed = () if data is None else (f"data.path={json.dumps(data)}",)
     config = parse_config(weights.config_yaml, changed, origin=str(weights.folder / "config.yaml"))
     try:
-        task = ImageClassification.open_held_out(config.for_task(), weights)
+        task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
         task.check_split(split)
     except (ConfigError, DataError) as error:
         raise ConfigError(

@@ -222,7 +222,7 @@ def _experts(
     columns = [names[expert] for expert in choice.experts]
     columns = columns or choose_experts(totals, layer.levels, choice.per_layer)
     scale = [size for size in layer.levels for _ in range(size)]
-    labels, classes = task.data.split(split).labels, task.data.manifest.class_names
+    in_words = task.labels_in_words(split)
     patches = not layer.name.endswith("token_feed_forward")
     return [
         ImageExpert(
@@ -234,7 +234,7 @@ def _experts(
                 TopImage(
                     coefficient=coefficient,
                     number=position // tokens,
-                    label=classes[int(labels[position // tokens])],
+                    label=in_words(position // tokens),
                     patch=_patch(position % tokens, tokens, grid) if patches else None,
                 )
                 for coefficient, position in top.highest(column)
@@ -255,7 +255,7 @@ def _maps(
     device = next(model.parameters()).device
     held_out = task.held_out(split)
     images = torch.stack([held_out[number].images_BCHW for number in numbers]).to(device)
-    labels, classes = task.data.split(split).labels, task.data.manifest.class_names
+    in_words = task.labels_in_words(split)
     found = {}
     for name, a_BTS in _coefficients(model, layers, task, images).items():
         before = a_BTS.shape[1] - grid * grid
@@ -263,7 +263,7 @@ def _maps(
             continue
         first_BT = a_BTS[:, before:].argmax(-1).tolist()
         found[name] = [
-            RoutingMap(number=number, label=classes[int(labels[number])], first=first_T)
+            RoutingMap(number=number, label=in_words(number), first=first_T)
             for number, first_T in zip(numbers, first_BT, strict=True)
         ]
     return found

@@ -1,0 +1,227 @@
+"""Attribute classification as a task, and rewriting one of its outputs."""
+
+import math
+
+import pytest
+import torch
+import yaml
+
+from data.images.config import AttributeDataConfig
+from data.images.dataset import ImageData
+from data.images.prepare import prepare_images
+from data.images.samples import EvaluationImages
+from parallel.weights import load_model
+from tests.helpers import images as made
+from tests.helpers.runs import (
+    evaluation,
+    records,
+    rewriting_error,
+    run,
+    run_expecting_error,
+    specialization_error,
+    weights_of,
+)
+from train.evaluation.rewriting import rewriting
+from train.evaluation.specialization import specialization
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("attributes")
+    prepare_images(str(made.celeba(root / "celeba", 150)), root / "out", report=lambda line: None)
+    return root / "out"
+
+
+@pytest.fixture
+def config(tmp_path, data):
+    path = tmp_path / "attributes.yaml"
+    path.write_text(yaml.safe_dump(TREE | {
+        "run": {"folder": str(tmp_path / "run")},
+        "data": {
+            "kind": "attributes", "path": str(data), "normalization": "half",
+            "label_smoothing": 0.1,
+            "augmentation": {"mixup": 0.2, "crop_scale": None, "flip": False},
+        },
+    }))  # fmt: skip
+    return path
+
+
+TREE = {
+    "seed": 3,
+    "model": {
+        "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16,
+        "num_heads": 2, "head": {"kind": "mumoe", "num_experts": [4], "rank": 4},
+    },
+    "train": {"steps": 30, "global_batch_size": 20, "micro_batch_size": 10, "precision": "fp32"},
+    "optimizer": {"kind": "adamw", "learning_rate": 0.01, "clip_grad_norm": 1.0},
+    "schedule": {"kind": "constant"},
+    "checkpoint": {"every": 15},
+    "evaluation": {"every": 15},
+    "log": {"tensorboard": False},
+}  # fmt: skip
+
+
+def test_it_trains_at_two_processes_as_at_one_and_is_scored(workers, config, tmp_path):
+    assert workers(1).run(run, config) == [30]
+    two = f"run.folder={tmp_path / 'two'}"
+    sgd = ("optimizer.kind=sgd", "optimizer.learning_rate=0.01")
+    assert workers(2).run(run, config, two, *sgd) == [30, 30]
+    assert workers(1).run(run, config, f"run.folder={tmp_path / 'one'}", *sgd) == [30]
+    ours, theirs = (
+        weights_of(tmp_path / name / "checkpoints" / "step-00000030") for name in ("one", "two")
+    )
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    scores = [r for r in records(tmp_path / "run") if "validation_accuracy" in r]
+    assert scores[-1]["validation_accuracy"] >= scores[-1]["validation_all_right"] > 0.5
+    assert set(scores[-1]) >= {"validation_loss"}
+
+
+def test_scores_and_rewriting_equal_a_computation_by_hand(workers, config, data):
+    """At one process and at two, against numpy over all images at once."""
+    assert workers(1).run(run, config, "train.steps=6") == [6]
+    folder = config.parent / "run"
+    logits, a, labels = (each.numpy() for each in _outputs(folder, data, "test"))
+    _, a_train, train = (each.numpy() for each in _outputs(folder, data, "train"))
+    right = (logits > 0) == labels
+    of = "class=Bright,of=Bright:0+Red,by=30"
+    mean = a_train[(train[:, 1] == 0) & (train[:, 0] == 1)].mean(0)
+    after = (logits[:, 1] + 30 * a @ mean > 0) == labels[:, 1]
+    for size in (1, 2):
+        scores, *others = workers(size).run(evaluation, folder, split="test")
+        for found in others:
+            assert found["per_attribute"] == scores["per_attribute"]
+        assert scores["accuracy"] == pytest.approx(right.mean())
+        assert scores["all_right"] == pytest.approx(right.all(1).mean())
+        for number, name in enumerate(made.ATTRIBUTES):
+            has = labels[:, number] == 1
+            assert scores["per_attribute"][name] == {
+                "accuracy": pytest.approx(right[:, number].mean()), "images": int(has.sum()),
+                "true_positive_rate": pytest.approx(right[has, number].mean()),
+            }  # fmt: skip
+        result = workers(size).run(rewriting, folder, of, split="test")[0]
+        assert result["by"] == 30
+        assert result["of"] == "Bright:0+Red"
+        assert result["mean_coefficients"] == pytest.approx(mean.tolist(), abs=1e-6)
+        _check_fairness(result["before"], right[:, 1], labels)
+        _check_fairness(result["after"], after, labels)
+        assert (after != right[:, 1]).any()
+        changes = {
+            (each["has_class"], each["has_others"]): each["accuracy"] - old["accuracy"]
+            for each, old in zip(
+                result["after"]["subpopulations"], result["before"]["subpopulations"], strict=True
+            )
+        }
+        gain = changes.pop((False, True))
+        expected = gain - sum(abs(change) for change in changes.values())
+        assert result["rewrite_score"] == pytest.approx(expected)
+
+
+def _check_fairness(measured, right, labels):
+    of = {
+        (bright, red): right[(labels[:, 1] == bright) & (labels[:, 0] == red)]
+        for bright in (0, 1)
+        for red in (0, 1)
+    }
+    accuracy = {place: float(each.mean()) for place, each in of.items()}
+    said = {
+        (int(each["has_class"]), int(each["has_others"])): (each["images"], each["accuracy"])
+        for each in measured["subpopulations"]
+    }
+    assert said == {p: (len(of[p]), pytest.approx(accuracy[p])) for p in of}
+    mean = sum(accuracy.values()) / 4
+    assert measured["accuracy"] == pytest.approx(right.mean())
+    assert measured["target_accuracy"] == pytest.approx(accuracy[0, 1])
+    assert measured["equality_of_opportunity"] == pytest.approx(
+        abs(accuracy[0, 1] - accuracy[0, 0])
+    )
+    assert measured["standard_deviation"] == pytest.approx(
+        math.sqrt(sum((each - mean) ** 2 for each in accuracy.values()) / 4)
+    )
+    assert measured["lowest_accuracy"] == pytest.approx(min(accuracy.values()))
+
+
+def _outputs(folder, data, split):
+    """Logits, the head's coefficients and labels, from the model's parts one by one."""
+    model = load_model(folder / "checkpoints" / "step-00000006", "cpu")
+    images = EvaluationImages(
+        ImageData.open(data).split(split), AttributeDataConfig(path=str(data)), 8
+    )
+    batch = [images[number] for number in range(len(images))]
+    x = (torch.stack([each.images_BCHW for each in batch]).float() / 255 - 0.5) / 0.5
+    with torch.inference_mode():
+        tokens = model.embed(x)
+        for block in model.blocks:
+            tokens, _ = block(tokens)
+        z = model.final_norm(tokens[:, 0])
+        a = torch.cat(model.head.gate(z).coefficients, -1)
+        logits = model.head(z)[0]
+    return logits, a, torch.stack([each.labels_B for each in batch])
+
+
+def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
+    prepare_images(
+        str(made.class_folders(tmp_path / "all", 20)),
+        tmp_path / "images",
+        held_out=0.3,
+        report=lambda line: None,
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(TREE | {
+        "run": {"folder": str(tmp_path / "run")},
+        "data": {"kind": "images", "path": str(tmp_path / "images")},
+    }))  # fmt: skip
+    assert workers(1).run(run, config, "train.steps=15") == [15]
+    far = workers(1).run(rewriting, tmp_path / "run", "class=bee,by=1e6")[0]
+    assert far["of"] == "bee"
+    assert far["images_of_subpopulation"] > 0
+    assert far["after"]["target_accuracy"] == 1
+    assert far["after"]["others_accuracy"] == 0
+    same = workers(1).run(rewriting, tmp_path / "run", "class=1,by=0")[0]
+    assert same["before"] == same["after"] == far["before"]
+    found = workers(1).run(specialization, tmp_path / "run")[0]
+    assert list(found["layers"]) == ["head"]
+    assert found["layers"]["head"]["experts"] == 4
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("Bright", "is not allowed; class=NAME,of="),
+        ("class=Bright,to=3", "'Bright,to=3' is no class"),
+        ("class=Blue,of=Red+Blue", "'Blue' is no class of the data; it has Red, Bright, Wide"),
+        ("class=Red,of=Red", "a subpopulation has a value of Red and of another attribute"),
+        ("class=Red,of=Bright+Wide", "a subpopulation has a value of Red and of another"),
+        ("class=Red,of=Red+Bright,by=much", "by=much is not allowed: a number is"),
+    ],
+)
+def test_a_rewrite_that_cannot_be_is_one_line(workers, config, option, message):
+    folder = config.parent / "run"
+    assert workers(1).run(run, config, "train.steps=1", "checkpoint.every=1") == [1]
+    kind, text, status = workers(1).run(rewriting_error, folder, option)[0]
+    assert status == 2, kind
+    assert message in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.kind=images", "data.kind: images is not allowed with data.path"),
+        ("data.loss=softmax", "data.loss"),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(workers, config, override, message):
+    kind, text, status = workers(1).run(run_expecting_error, config, override)[0]
+    assert status == 2, kind
+    assert message in text
+    assert "\n" not in text
+
+
+def test_it_is_not_left_out_of_what_classes_have(workers, config):
+    folder = config.parent / "run"
+    assert workers(1).run(run, config, "train.steps=1", "checkpoint.every=1") == [1]
+    text = workers(1).run(specialization_error, folder)[0]
+    assert "--specialization: is not allowed with data.kind: attributes; images has it" in text

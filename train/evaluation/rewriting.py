@@ -1,0 +1,363 @@
+"""`polyad evaluate --rewrite`: moves one output of a muMoE head by a subpopulation's experts.
+
+Shapes: B images of a batch, K classes, S experts of the head, G = 4 subpopulations.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from data.evaluation import evaluation_batches
+from data.images.samples import EvaluationImages
+from data.text.manifest import SplitName
+from parallel import comm
+from parallel.weights import Choice, load_model
+from train.config.smaller import to_evaluate
+from train.console import Progress
+from train.errors import ConfigError
+from train.evaluation.evaluate import open_evaluated
+from train.experts.probing import RoutedLayer, deciding, routed_head
+from train.experts.rewriting import Fairness, fairness_of, moved, subpopulations
+from train.guard.memory import explain_out_of_memory
+from train.loop.device import allow_tf32
+from train.tasks.images import ImageClassification
+
+FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
+PART = re.compile(r"(?:^|,)(class|of|by)=(.*?)(?=,(?:class|of|by)=|$)", re.DOTALL)
+"""Names of classes may hold commas."""
+
+
+class Condition(NamedTuple):
+    """A class that an image has, or has not."""
+
+    number: int
+    value: bool
+
+
+class Rewrite(NamedTuple):
+    """What `--rewrite` says."""
+
+    output: int
+    """The class whose output is moved."""
+    of: tuple[Condition, ...]
+    """The subpopulation: images with all of these."""
+    by: float | None
+    """lambda; None: the number of experts, with the sign that the subpopulation's value has."""
+
+
+def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
+    """Reads the option.
+
+    Args:
+        text: as in `FORM`.
+        task: of the classes.
+
+    Raises:
+        ConfigError: a part is missing, or names no class.
+    """
+    parts: dict[str, str] = dict(PART.findall(text))
+    if text != ",".join(f"{key}={value}" for key, value in parts.items()) or "class" not in parts:
+        raise ConfigError(
+            f"--rewrite: {text!r} is not allowed; {FORM} is, of and by may be missing"
+        )
+    names = task.data.manifest.class_names
+    output = _class_number(parts["class"], names)
+    words = parts["of"] if "of" in parts else parts["class"]
+    of: tuple[Condition, ...]
+    if task.has_attributes:
+        of = tuple(_condition(word, names) for word in words.split("+"))
+    else:
+        of = (Condition(_class_number(words, names), value=True),)
+    if task.has_attributes and (
+        output not in {each.number for each in of} or len({each.number for each in of}) < 2
+    ):
+        other = names[1 if output == 0 and len(names) > 1 else 0]
+        raise ConfigError(
+            f"--rewrite: of={words} is not allowed with class={parts['class']}: a subpopulation "
+            f"has a value of {parts['class']} and of another attribute, as "
+            f"{parts['class']}+{other}"
+        )
+    try:
+        by = float(parts["by"]) if "by" in parts else None
+    except ValueError:
+        by = float("nan")
+    if by is not None and not abs(by) < float("inf"):
+        raise ConfigError(f"--rewrite: by={parts['by']} is not allowed: a number is")
+    return Rewrite(output, of, by)
+
+
+def _condition(word: str, names: Sequence[str]) -> Condition:
+    name, colon, value = word.rpartition(":")
+    if colon and value in ("0", "1"):
+        return Condition(_class_number(name, names), value == "1")
+    return Condition(_class_number(word, names), value=True)
+
+
+def _class_number(word: str, names: Sequence[str]) -> int:
+    if word in names:
+        return list(names).index(word)
+    if word.isdecimal() and int(word) < len(names):
+        return int(word)
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    raise ConfigError(f"--rewrite: {word!r} is no class of the data; it has {shown}")
+
+
+def rewriting(
+    path: Path,
+    rewrite: str,
+    *,
+    data: str | None = None,
+    split: SplitName = "validation",
+    overrides: tuple[str, ...] = (),
+    weights: Choice = "trained",
+) -> dict[str, Any]:
+    """Scores a model before and after a rewrite, in one process or under torchrun.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is taken; its head is a muMoE.
+        rewrite: as in `FORM`; the mean coefficients are those of training images.
+        data: prepared images; None takes the run's.
+        split: `validation`, `test` or `train`.
+        overrides: `key=value` for keys that evaluation reads.
+        weights: which of the checkpoint's.
+
+    Returns:
+        JSON values, the same on each process.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    opened = open_evaluated(path, data, overrides, weights)
+    task, config = opened.images("--rewrite", attributes=True), opened.config
+    chosen = read_rewrite(rewrite, task)
+    task.check_split(split)
+    members = np.flatnonzero(_members(task.data.split("train").labels, chosen.of))
+    if not len(members):
+        raise ConfigError("--rewrite: no training image is of the subpopulation")
+    world = comm.initialize(config.parallel.timeout_minutes)
+    allow_tf32(config.train.tf32, world.device)
+    started = time.monotonic()
+    with explain_out_of_memory(lambda: "rewriting", world, to_evaluate(config)):
+        model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
+        head = routed_head(model)
+        if head is None:
+            raise ConfigError(
+                f"--rewrite: {path}: its head has no experts; it needs a model with "
+                f"model.head.kind: mumoe"
+            )
+        reading = _Reading(model, head, task, opened.batch_size, world)
+        mean_S = reading.mean_coefficients(task.held_out("train").subset(members.tolist()))
+        by = chosen.by if chosen.by is not None else _strength(chosen, head)
+        counted = _Counted(chosen, mean_S, by, has_attributes=task.has_attributes)
+        for logits_BK, a_BS, labels in reading.batches(task.held_out(split), f"score {split}"):
+            counted.add(logits_BK, a_BS, labels)
+        scores = counted.result(world)
+    names = task.data.manifest.class_names
+    return {
+        "checkpoint": str(opened.checkpoint.folder),
+        "step": opened.checkpoint.training_step,
+        "data": task.name,
+        "split": split,
+        "images_scored": task.units_of(split),
+        "class": names[chosen.output],
+        "of": "+".join(names[each.number] + ("" if each.value else ":0") for each in chosen.of),
+        "by": by,
+        "images_of_subpopulation": len(members),
+        "mean_coefficients": mean_S.tolist(),
+        **scores,
+        "weights": weights,
+        "precision": config.train.precision,
+        "processes": world.size,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _members(labels: npt.NDArray[np.integer], of: Sequence[Condition]) -> npt.NDArray[np.bool_]:
+    """Which images have all of the conditions."""
+    found = np.ones(len(labels), dtype=bool)
+    for number, value in of:
+        has = labels == number if labels.ndim == 1 else labels[:, number] == 1
+        found &= has == value
+    return found
+
+
+def _strength(chosen: Rewrite, head: RoutedLayer) -> float:
+    """The number of experts, negative where the subpopulation lacks the class."""
+    lacks = any(each.number == chosen.output and not each.value for each in chosen.of)
+    return float(-head.num_experts if lacks else head.num_experts)
+
+
+class _Reading:
+    """Passes over images that keep the head's coefficients.
+
+    Args:
+        model: in evaluation mode.
+        head: its last layer.
+        task: of the images.
+        batch_size: images in a forward pass.
+        world: this process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: RoutedLayer,
+        task: ImageClassification,
+        batch_size: int,
+        world: comm.World,
+    ) -> None:
+        self._model, self._head, self._task = model, head, task
+        self._batch_size, self._world = batch_size, world
+
+    @torch.inference_mode()
+    def batches(self, images: EvaluationImages, title: str) -> Any:
+        """Logits, coefficients and labels of this process's images."""
+        world, done = self._world, 0
+        report = Progress(title, len(images), "img") if world.is_main else None
+        for batch, counts_B in evaluation_batches(
+            images,
+            len(images),
+            self._batch_size,
+            rank=world.data_parallel_rank,
+            ranks=world.data_parallel_size,
+            num_workers=self._task.settings.num_workers,
+        ):
+            with deciding(self._model, [self._head]) as decisions:
+                output = self._model(self._task.inputs(batch.images_BCHW.to(world.device)))
+            a_BS = decisions[self._head.name].coefficients()
+            counts_B = counts_B.to(world.device)
+            labels = batch.labels_B.to(world.device)
+            yield output.logits.float()[counts_B], a_BS[counts_B], labels[counts_B]
+            done += len(counts_B) * world.data_parallel_size
+            if report is not None:
+                report(min(1.0, done / len(images)))
+
+    def mean_coefficients(self, images: EvaluationImages) -> Tensor:
+        """abar [S], over all of some images."""
+        sums = torch.zeros(self._head.num_experts, dtype=torch.float64, device=self._world.device)
+        for _, a_BS, _ in self.batches(images, "read the subpopulation"):
+            sums += a_BS.double().sum(0)
+        return (comm.sum_over_samples(sums, self._world) / len(images)).float()
+
+
+class _Counted:
+    """Counts what is right before and after, by subpopulation.
+
+    Of attributes the subpopulations are the output's value times whether the image has the other
+    conditions; of classes whether the image is of the output's class (2) or not (0).
+
+    Args:
+        chosen: the rewrite.
+        mean_S: abar.
+        by: lambda.
+        has_attributes: whether an image has any number of classes.
+    """
+
+    def __init__(self, chosen: Rewrite, mean_S: Tensor, by: float, *, has_attributes: bool) -> None:
+        self._chosen, self._mean_S, self._by = chosen, mean_S, by
+        self._has_attributes = has_attributes
+        # before and after; images and right ones of each subpopulation
+        self._counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=mean_S.device)
+
+    def add(self, logits_BK: Tensor, a_BS: Tensor, labels: Tensor) -> None:
+        """Counts a batch; labels are [B], or [B, K] of attributes."""
+        output = self._chosen.output
+        rewritten_BK = logits_BK.clone()
+        rewritten_BK[:, output] = moved(logits_BK[:, output], a_BS, self._mean_S, self._by)
+        if self._has_attributes:
+            value_B = labels[:, output] == 1
+            others = [each for each in self._chosen.of if each.number != output]
+            has_B = torch.stack([(labels[:, n] == 1) == value for n, value in others]).all(0)
+        else:
+            value_B, has_B = labels == output, torch.zeros_like(labels, dtype=torch.bool)
+        group_B = subpopulations(value_B, has_B)
+        for place, each_BK in enumerate((logits_BK, rewritten_BK)):
+            if self._has_attributes:
+                right_B = (each_BK[:, output] > 0) == value_B
+            else:
+                right_B = each_BK.argmax(-1) == labels
+            counted_B2 = torch.stack([torch.ones_like(group_B), right_B], dim=-1).double()
+            self._counts_2G2[place].index_add_(0, group_B, counted_B2)
+
+    def result(self, world: comm.World) -> dict[str, Any]:
+        """Scores over all processes, before and after."""
+        counts = comm.sum_over_samples(self._counts_2G2.flatten(), world).view(2, 4, 2).cpu()
+        value = next(
+            (each.value for each in self._chosen.of if each.number == self._chosen.output), True
+        )
+        target = 2 * value + (1 if self._has_attributes else 0)
+        before, after = (fairness_of(each[:, 1], each[:, 0], target) for each in counts)
+        if not self._has_attributes:
+            return {"before": _of_classes(before), "after": _of_classes(after)}
+        return {
+            "before": before.measures() | {"subpopulations": _groups(before)},
+            "after": after.measures() | {"subpopulations": _groups(after)},
+            "rewrite_score": after.rewrite_score(before),
+        }
+
+
+def _of_classes(found: Fairness) -> dict[str, Any]:
+    measures = found.measures()
+    others = float(found.accuracy_G[0]) if found.images_G[0] > 0 else None
+    return {
+        "accuracy": measures["accuracy"],
+        "target_accuracy": measures["target_accuracy"],
+        "others_accuracy": others,
+    }
+
+
+def _groups(found: Fairness) -> list[dict[str, Any]]:
+    """Of each subpopulation what it has, its images and its accuracy."""
+    return [
+        {
+            "has_class": bool(group // 2),
+            "has_others": bool(group % 2),
+            "images": int(found.images_G[group]),
+            "accuracy": float(found.accuracy_G[group]) if found.images_G[group] > 0 else None,
+        }
+        for group in (3, 2, 1, 0)
+    ]
+
+
+TITLES = {
+    "target_accuracy": "target's accuracy",
+    "others_accuracy": "others' accuracy",
+    "equality_of_opportunity": "equality of opportunity",
+    "standard_deviation": "standard deviation",
+    "lowest_accuracy": "lowest accuracy",
+    "accuracy": "accuracy",
+}
+
+
+def rewriting_table(result: dict[str, Any]) -> str:
+    """A result for a person."""
+    rows = [
+        ("checkpoint", f"{result['checkpoint']} (step {result['step']:,})"),
+        ("split", f"{result['split']} of {result['data']}, {result['images_scored']:,} images"),
+        ("output", result["class"]),
+        ("subpopulation", f"{result['of']}, {result['images_of_subpopulation']:,} training images"),
+        ("moved by", f"{result['by']:g} times the likeness of the experts"),
+        ("processes", f"{result['processes']}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {value}" for name, value in rows]
+    before, after = result["before"], result["after"]
+    width = max(len(TITLES[name]) for name in before if name in TITLES)
+    lines += ["", f"{'':{width}}   before    after"]
+    for name, title in TITLES.items():
+        if name in before:
+            lines.append(f"{title:{width}}  {_shown(before[name])}  {_shown(after[name])}")
+    if "rewrite_score" in result:
+        lines.append(f"{'rewrite score':{width}}  {'':7}  {_shown(result['rewrite_score'])}")
+    return "\n".join(lines)
+
+
+def _shown(value: float | None) -> str:
+    return f"{'none':>7}" if value is None else f"{value:7.4f}"

@@ -1,0 +1,92 @@
+"""Attribute classification: which of several attributes each image has, as of CelebA's faces.
+
+Shapes: B images of a micro-batch, K attributes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from data.images.config import AttributeDataConfig
+from parallel import comm
+from train.tasks.images import Counted, ImageClassification
+from train.tasks.task import Score
+
+
+class AttributeClassification(ImageClassification):
+    """The attributes of each image of a prepared folder, each with a logit of its own.
+
+    Args:
+        data: The prepared images.
+        sections: Sections of the configuration.
+    """
+
+    data_settings = AttributeDataConfig
+    scores = (
+        Score("accuracy", "accuracy", 4, "of attributes"),
+        Score("all_right", "all right", 4, "of images"),
+        Score("loss", "loss", 4, "nats an image"),
+    )
+    validation_score: ClassVar[str] = "validation_accuracy"
+    validated = ("accuracy", "all_right", "loss")
+    each_of = ("per_attribute", "attributes")
+    has_attributes = True
+
+    def counting(self, device: torch.device) -> Counted:
+        """Sums for the scores of a split."""
+        return CountedAttributes(len(self.data.manifest.class_names), device)
+
+
+class CountedAttributes:
+    """Sums over images that have attributes; a logit above 0 says yes.
+
+    Args:
+        attributes: K.
+        device: Of the logits.
+    """
+
+    def __init__(self, attributes: int, device: torch.device) -> None:
+        self._totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
+        self._sums_K3 = torch.zeros(attributes, 3, dtype=torch.float64, device=device)
+
+    def add(self, logits_BK: Tensor, labels_BK: Tensor, losses_B: Tensor) -> None:
+        """Counts images; none may be filling."""
+        has_BK = labels_BK > 0
+        right_BK = (logits_BK > 0) == has_BK
+        ones_B = torch.ones_like(losses_B, dtype=torch.float64)
+        sums = (losses_B.double(), right_BK.all(-1).double(), ones_B)
+        self._totals_3 += torch.stack([each_B.sum() for each_B in sums])
+        of_each = (right_BK, has_BK, right_BK & has_BK)
+        self._sums_K3 += torch.stack([each_BK.double().sum(0) for each_BK in of_each], dim=-1)
+
+    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
+        """The scores over all processes.
+
+        Args:
+            world: This process.
+            names: Of the attributes.
+
+        Returns:
+            Also of each attribute its `accuracy`, how many `images` have it, and the share of
+            those that the model finds, `true_positive_rate`.
+        """
+        parts = torch.cat([self._totals_3, self._sums_K3.flatten()])
+        summed = comm.sum_over_samples(parts, world).cpu()
+        loss, all_right, count = summed[:3].tolist()
+        sums = summed[3:].view(-1, 3).tolist()
+        return {
+            "accuracy": sum(right for right, _, _ in sums) / (count * len(sums)),
+            "all_right": all_right / count,
+            "loss": loss / count,
+            "images_scored": int(count),
+            "per_attribute": {
+                name: {
+                    "accuracy": right / count,
+                    "images": int(images),
+                    "true_positive_rate": found / images if images else None,
+                }
+                for name, (right, images, found) in zip(names, sums, strict=True)
+            },
+        }
