@@ -138,13 +138,23 @@ def evaluate_arguments(parser: Parser) -> None:
         metavar="N",
         help="for --compare: about how many tokens or images are read, evenly; default 65536",
     )
-    add("--attack", choices=("word-swap",), help="replace words by AAA before the text is read")
-    add("--rate", type=share, metavar="R", help="for --attack: share of the words, from 0 to 1")
+    add(
+        "--attack",
+        choices=("word-swap", "gaussian-noise"),
+        help="replace words of a text by AAA, or add noise to images, before they are read",
+    )
+    add(
+        "--rate",
+        type=share,
+        metavar="R",
+        help="for --attack: share of the words, or standard deviation of the noise on pixels from "
+        "0 to 1; from 0 to 1",
+    )
     add(
         "--seed",
         type=non_negative,
         metavar="S",
-        help="for --attack: which words are replaced; default 0",
+        help="for --attack: which words are replaced, or which noise; default 0",
     )
     add(
         "--leak",

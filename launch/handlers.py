@@ -108,6 +108,7 @@ def evaluate(options: Namespace) -> None:
 
     end_with_launcher()
     prepare_environment()
+    from data.images.noise import GaussianNoise
     from data.text.attack import WordSwap
     from parallel import comm
     from train.evaluation.evaluate import evaluate, result_table
@@ -142,7 +143,10 @@ def evaluate(options: Namespace) -> None:
             )
             table = robustness_table(result)
         else:
-            attack = WordSwap(options.rate, options.seed or 0) if options.attack else None
+            attack: WordSwap | GaussianNoise | None = None
+            if options.attack is not None:
+                kind = WordSwap if options.attack == "word-swap" else GaussianNoise
+                attack = kind(options.rate, options.seed or 0)
             result = evaluate(
                 options.path,
                 attack=attack,

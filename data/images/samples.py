@@ -20,6 +20,7 @@ from data.errors import DataError
 from data.images.augmentation import evaluation_image, mixing, training_image
 from data.images.config import ImageDataConfig
 from data.images.decoding import Pixels
+from data.images.noise import GaussianNoise
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3
 """Streams of random numbers, the last part of a seed."""
@@ -137,6 +138,7 @@ class EvaluationImages(Dataset[ImageBatch]):
         settings: Of the data.
         size: Side of an image, in pixels.
         numbers: Of the images that are read; None: all.
+        noise: Is added to each; None: they are as they are.
     """
 
     def __init__(
@@ -145,8 +147,10 @@ class EvaluationImages(Dataset[ImageBatch]):
         settings: ImageDataConfig,
         size: int,
         numbers: Sequence[int] | None = None,
+        noise: GaussianNoise | None = None,
     ) -> None:
         self._images, self._settings, self._size = images, settings, size
+        self._noise = noise
         self._numbers = range(len(images)) if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -156,14 +160,17 @@ class EvaluationImages(Dataset[ImageBatch]):
     def subset(self, numbers: Sequence[int]) -> "EvaluationImages":
         """Some of them, in the order of their numbers here."""
         chosen = [self._numbers[number] for number in numbers]
-        return EvaluationImages(self._images, self._settings, self._size, chosen)
+        return EvaluationImages(self._images, self._settings, self._size, chosen, self._noise)
 
     def __getitem__(self, place: int) -> ImageBatch:
         """Reads and decodes; a damaged image is an error: no score leaves images out."""
         number = self._numbers[place]
         pixels = self._images.decode(number)
+        image_CHW = evaluation_image(pixels, self._size, self._settings.evaluation_resize)
+        if self._noise is not None:
+            image_CHW = torch.from_numpy(self._noise(image_CHW.numpy(), number))
         return ImageBatch(
-            evaluation_image(pixels, self._size, self._settings.evaluation_resize),
+            image_CHW,
             _label(self._images, number),
             torch.tensor(1.0),
             torch.zeros(4, dtype=torch.int16),

@@ -1,8 +1,9 @@
-"""The data of a study: prepared if it is text that is not there, and what it decides of models."""
+"""The data of a study: prepared if it is not there, and what it decides of models."""
 
 from pathlib import Path
 
 from data.errors import DataError
+from data.images.prepare import prepare_images
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
 from model.gpt2 import GPT2Config
@@ -14,7 +15,7 @@ from train.tasks.registry import open_task
 
 
 def prepared(study: Study) -> str:
-    """Prepares the study's text if it is not there or not all of it.
+    """Prepares the study's data if it is not there or not all of it.
 
     Args:
         study: it has data, or its base has.
@@ -26,8 +27,13 @@ def prepared(study: Study) -> str:
         ConfigError: there is no data, or none to score runs on.
     """
     data, split = study.config.data, study.config.split
-    if data is None:
-        return open_task(study.baseline.config.for_task()).fingerprint
+    if data is not None and data.source is not None and study.has_images:
+        held_out = data.validation_fraction
+        prepare_images(data.source, data.path, held_out=held_out, overwrite=False)
+    if data is None or study.has_images:
+        task = open_task(study.baseline.config.for_task())
+        task.check_split(split)
+        return task.fingerprint
     if data.source is not None and data.tokenizer is not None:
         prepare(
             data.source,

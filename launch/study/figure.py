@@ -119,14 +119,17 @@ def _panels(result: Mapping[str, Any]) -> list[Panel]:
     score = result["scores"][0]
     unit = f", {score['unit']}" if score["unit"] else ""
     head = f"{score['title'].capitalize()} less that of {beside}{unit}"
+    what = "text" if result["unit"] == "token" else "data"
+    attacked = f"On attacked {what}, less that of {beside}"
     interval = f"dots: seeds; bar: {share} interval of the mean"
     plain = "dots: seeds; line: their mean"
     panels = [
         _differences(result, score["name"], head, interval),
-        _differences(result, "attacked_loss", f"On attacked text, less that of {beside}", interval),
+        _differences(result, f"attacked_{score['name']}", attacked, interval),
         _values(result, "changed_set", "Share of tokens that changed experts at the end", plain),
         _values(result, "effective_neighbours", "Effective neighbours in the graph", plain),
         _values(result, "entropy", "Entropy of routing, nats", plain),
+        _values(result, "polysemanticity", "Polysemanticity of experts", plain),
     ]
     return [panel for panel in panels if panel.rows]
 

@@ -1,15 +1,17 @@
 """What finished runs of a study are measured by, beside their loss: each a call of
 `polyad evaluate` on a checkpoint, whose result lies beside the run's.
 
-runs/VARIANT/seed-N.attack.json      the attacked text, if the study has `attack`
+runs/VARIANT/seed-N.attack.json      the attacked text or images, if the study has `attack`
 runs/VARIANT/seed-N.leak-STEP.json   the loss of a checkpoint whose tokens see later ones, with and
                                      without that, if the study has `leak`
+runs/VARIANT/seed-N.specialization.json   experts left out, if the study has `specialization`
 
 A measure that is added later is made of the checkpoints that are there: nothing is trained again.
 """
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
 from train.study.study import Run, Study
 
-KEYS = ("loss", "perplexity", "tokens_scored", "split", "step", "attack", "leak")
+KEYS = ("loss", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives, those that are read here."""
+LEFT_OUT = ("layers", "split", "step")
+"""Of what `polyad evaluate --specialization` gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ class Measure:
         """
         if not self.file.exists():
             return None
-        tree = _read(self.file)
+        tree = _read(self.file, LEFT_OUT if self.kind == "specialization" else KEYS)
         return tree if settings_of(tree) == self.settings else None
 
     def keep(self, written: Path) -> dict[str, Any]:
@@ -73,10 +77,14 @@ class Measure:
         Raises:
             RunError: a loss is not finite.
         """
-        tree = _read(written)
-        leak = tree["leak"] or {}
-        if None in (tree["loss"], *(v for k, v in leak.items() if k != "prefix_standard_error")):
-            raise RunError(f"{self}: a loss is not finite")
+        if self.kind == "specialization":
+            tree = _read(written, LEFT_OUT)
+        else:
+            tree = _read(written, KEYS)
+            leak = tree["leak"] or {}
+            known = (v for k, v in leak.items() if k != "prefix_standard_error")
+            if None in (tree["loss"], *known):
+                raise RunError(f"{self}: a loss is not finite")
         write_json(self.file, tree)
         written.unlink()
         return tree
@@ -84,6 +92,8 @@ class Measure:
 
 def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
     """How a result was made, as far as a study can ask for it one way or another."""
+    if "layers" in tree:
+        return {"split": tree["split"], "specialization": True}
     attack, leak = tree["attack"], tree["leak"]
     return {
         "split": tree["split"],
@@ -101,7 +111,7 @@ def measures_of(run: Run) -> Iterator[Measure]:
             run=run,
             name="attack",
             path=run.folder,
-            options=("--attack", "word-swap", "--rate", rate, "--seed", seed),
+            options=("--attack", f"{run.study.task.attack}", "--rate", rate, "--seed", seed),
             settings=_settings(run, attack=[attack.rate, attack.seed]),
         )
     if (leak := config.leak) is not None and run.variant.leaks:
@@ -113,6 +123,14 @@ def measures_of(run: Run) -> Iterator[Measure]:
                 options=("--leak", f"{leak.tokens}"),
                 settings=_settings(run, leak=[step, leak.tokens]),
             )
+    if config.specialization and run.variant.has_experts:
+        yield Measure(
+            run=run,
+            name="specialization",
+            path=run.folder,
+            options=("--specialization",),
+            settings={"split": config.split, "specialization": True},
+        )
 
 
 def _settings(run: Run, **given: Any) -> dict[str, Any]:
@@ -134,17 +152,23 @@ def read_measures(run: Run) -> dict[str, Any]:
     """What is known of a finished run, beside its result.
 
     Returns:
-        `attack`: loss and perplexity; `leak`: by step what `polyad evaluate --leak` says and the
-        loss; `fluctuation`: as `last_fluctuation`. Each only where it is known.
+        `attack`: the first two scores; `leak`: by step what `polyad evaluate --leak` says and the
+        loss; `specialization`: polysemanticity and the share of experts that matter to any class,
+        means over layers; `fluctuation`: as `last_fluctuation`. Each only where it is known.
     """
     found: dict[str, Any] = {}
+    task = run.study.task
     for measure in measures_of(run):
         tree = measure.read()
         if tree is None:
             continue
         if measure.name == "attack":
-            found["attack"] = {key: tree[key] for key in ("loss", "perplexity", "tokens_scored")}
-            found["attack"] |= {key: tree["attack"][key] for key in ("words", "replaced")}
+            names = [*(score.name for score in task.scores[:2]), f"{task.unit.name}s_scored"]
+            found["attack"] = {name: tree[name] for name in names}
+            counted = ("words", "replaced")
+            found["attack"] |= {k: v for k, v in tree["attack"].items() if k in counted}
+        elif measure.kind == "specialization":
+            found["specialization"] = _specialization(tree["layers"])
         else:
             leaks = found.setdefault("leak", {})
             leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
@@ -154,12 +178,20 @@ def read_measures(run: Run) -> dict[str, Any]:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _specialization(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Means over the layers; polysemanticity over those with an expert that matters."""
+    known = [each["polysemanticity"] for each in layers.values() if each["experts_that_matter"]]
+    matter = [each["experts_that_matter"] / each["experts"] for each in layers.values()]
+    mean = {"polysemanticity": statistics.fmean(known)} if known else {}
+    return mean | {"experts_that_matter": statistics.fmean(matter)}
+
+
+def _read(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     try:
         tree: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    missing = [key for key in KEYS if not isinstance(tree, dict) or key not in tree]
+    missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:
         raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it; remove it")
     return dict(tree)

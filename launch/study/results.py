@@ -97,12 +97,15 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
         score: the one to look at.
 
     Returns:
-        That score; `attacked_loss` and `attacked_perplexity`; what routers did, by name;
-        `changed_first` and `changed_set`, the fluctuation. What is not known is left out.
+        That score; those of attacked data, as `attacked_loss`; what routers did, by name;
+        polysemanticity; `changed_first` and `changed_set`, the fluctuation. What is not known is
+        left out.
     """
     found = {score: run[score], **run["routing"]}
-    if attack := run.get("attack"):
-        found |= {"attacked_loss": attack["loss"], "attacked_perplexity": attack["perplexity"]}
+    for name, value in run.get("attack", {}).items():
+        if name in run and not name.endswith("_scored"):
+            found[f"attacked_{name}"] = value
+    found |= run.get("specialization", {})
     if fluctuation := run.get("fluctuation"):
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
     return found

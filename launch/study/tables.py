@@ -11,9 +11,6 @@ from train.study.study import Run, Study
 
 Row = tuple[str, ...]
 
-ATTACKED = ("attacked_loss", "attacked_perplexity")
-"""Of a run's measures those of attacked text."""
-
 
 def plan_table(plan: Mapping[str, Any]) -> str:
     """The variants and what is to be done.
@@ -123,7 +120,7 @@ def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
     variants, score = result["variants"], result["scores"][0]["name"]
     found = [
         _score_rows(variants, result["scores"]),
-        _attacked_rows(variants),
+        _attacked_rows(variants, result["scores"]),
         _cost_rows(variants, result["unit"]),
         _routing_rows(variants, score),
         _routing_difference_rows(variants, score),
@@ -145,14 +142,18 @@ def _score_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]
     return rows
 
 
-def _attacked_rows(variants: Mapping[str, Any]) -> list[Row]:
-    rows: list[Row] = [("attacked", "loss", "perplexity", "difference", "95% interval", "pairs")]
+def _attacked_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """As `_score_rows`, of attacked data."""
+    names = [f"attacked_{score['name']}" for score in scores[:2]]
+    titles = (score["title"] for score in scores[:2])
+    rows: list[Row] = [("attacked", *titles, "difference", "95% interval", "pairs")]
     for name, variant in variants.items():
         known = variant["measures"]
-        if "attacked_loss" in known:
-            cells = (_pm(known["attacked_loss"], 4), _pm(known["attacked_perplexity"], 2))
-            beside = variant["differences"].get("attacked_loss")
-            rows.append((name, *cells, *_difference_cells(beside)))
+        if all(each in known for each in names):
+            digits = (scores[0]["digits"], 2)
+            cells = [_pm(known[n], d) for n, d in zip(names, digits, strict=False)]
+            beside = variant["differences"].get(names[0])
+            rows.append((name, *cells, *_difference_cells(beside, digits[0])))
     return rows
 
 
@@ -216,7 +217,12 @@ def _routing_difference_rows(variants: Mapping[str, Any], score: str) -> list[Ro
 def _routing_names(variants: Mapping[str, Any], score: str) -> list[str]:
     """What routers did; no line for what was 0 with all, as tokens dropped are mostly."""
     known = [variant["measures"] for variant in variants.values()]
-    names = {name: None for each in known for name in each if name not in (score, *ATTACKED)}
+    names = {
+        name: None
+        for each in known
+        for name in each
+        if name != score and not name.startswith("attacked_")
+    }
     return [name for name in names if any(each[name]["mean"] for each in known if name in each)]
 
 
@@ -279,9 +285,17 @@ def _notes(result: Mapping[str, Any]) -> str:
             f"changed: share of the probe set's tokens with another first expert, or other "
             f"experts, than {steps} steps before the end"
         )
-    if any("attacked_loss" in variant["measures"] for variant in variants):
+    if any(f"attacked_{score['name']}" in variant["measures"] for variant in variants):
         rate, seed = result["attack"]["rate"], result["attack"]["seed"]
-        notes.append(f"attacked: words of the text became AAA at a rate of {rate:g} (seed {seed})")
+        how = "words of the text became AAA at a rate of"
+        if result["unit"] == "image":
+            how = "pixels from 0 to 1 had Gaussian noise of"
+        notes.append(f"attacked: {how} {rate:g} (seed {seed})")
+    if any("polysemanticity" in variant["measures"] for variant in variants):
+        notes.append(
+            "polysemanticity: 0 where each expert matters to one class alone, mean over experts "
+            "that matter to any; experts_that_matter: their share"
+        )
     leaks = [leak for variant in variants for leak in variant["leak"].values()]
     if leaks:
         tokens = sorted({leak["prefix_tokens"] for leak in leaks})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from data.config import DataConfig
 from data.errors import DataError
 from data.images.config import ImageDataConfig
+from data.images.noise import GaussianNoise
 from data.text.attack import WordSwap, write_attacked
 from data.text.manifest import SplitName
 from parallel import comm
@@ -110,7 +111,7 @@ def evaluate(
     data: str | None = None,
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
-    attack: WordSwap | None = None,
+    attack: WordSwap | GaussianNoise | None = None,
     leak: int | None = None,
     weights: Choice = "trained",
 ) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def evaluate(
         data: prepared data; None takes the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
-        attack: what happens to the text before it is read.
+        attack: what happens to the text or the images before they are read.
         leak: of a model whose graphs have no mask: about how many tokens are scored again, each
             from what is before it alone; None: none.
         weights: which of the checkpoint's.
@@ -184,14 +185,22 @@ def evaluate(
 
 @contextmanager
 def _attacked(
-    opened: Evaluated, split: SplitName, attack: WordSwap | None, world: comm.World
+    opened: Evaluated,
+    split: SplitName,
+    attack: WordSwap | GaussianNoise | None,
+    world: comm.World,
 ) -> Iterator[tuple[Task[Any], dict[str, Any] | None]]:
     """The task with its split after an attack, in files of this process that are gone afterwards,
     and what is said of that."""
     if attack is None:
         yield opened.task, None
         return
-    task = opened.text("--attack")
+    if isinstance(attack, GaussianNoise):
+        images = opened.images("--attack gaussian-noise", attributes=True)
+        said = {"kind": "gaussian-noise", "rate": attack.rate, "seed": attack.seed}
+        yield images.with_noise(attack), said
+        return
+    task = opened.text("--attack word-swap")
     stream, _ = task.split(split)
     report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
     with ExitStack() as stack:
@@ -233,6 +242,9 @@ def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
 def _attack_row(attack: dict[str, Any] | None) -> list[tuple[str, str]]:
     if attack is None:
         return []
+    if attack["kind"] == "gaussian-noise":
+        noise = f"Gaussian noise of {attack['rate']:g} on pixels from 0 to 1"
+        return [("attack", f"{noise} (seed {attack['seed']})")]
     counts = f"{attack['replaced']:,} of {attack['words']:,} words are AAA"
     return [("attack", f"{counts} (rate {attack['rate']:g}, seed {attack['seed']})")]
 

@@ -18,34 +18,28 @@ NAME = r"[A-Za-z0-9][\w.+-]*"
 
 
 class StudyData(Config):
-    """The text of all runs."""
+    """The text or the images of all runs."""
 
     path: PathText
-    """Folder of prepared text; it is prepared from `source` if it is not there."""
+    """Folder of prepared data; it is prepared from `source` if it is not there."""
     source: str | None = None
-    """As `--source` of `polyad prepare`; null: the folder has to be there."""
+    """As `--source` of `polyad prepare`, or `--images`; null: the folder has to be there."""
     tokenizer: str | None = None
-    """As `--tokenizer` of `polyad prepare`; needed with a source."""
+    """As `--tokenizer` of `polyad prepare`; needed with a source of text."""
     validation_fraction: float = 0.05
-    """Share of the documents held out for validation."""
+    """Share of the documents, or of the training images, held out for validation."""
     test_fraction: float = 0.05
-    """Share of the documents held out for the test."""
-
-    @model_validator(mode="after")
-    def _source_has_a_tokenizer(self) -> "StudyData":
-        if (self.source is None) != (self.tokenizer is None):
-            there, missing = ("source", "tokenizer") if self.source else ("tokenizer", "source")
-            raise ValueError(f"data.{missing}: is missing beside data.{there}")
-        return self
+    """Share of the documents held out for the test; images have one or none."""
 
 
 class StudyAttack(Config):
-    """An attack on the text that every run is scored on once more, as that of `evaluate`."""
+    """An attack on what every run is scored on once more, as that of `evaluate`."""
 
     rate: Annotated[float, Field(ge=0, le=1)]
-    """Share of the words that become AAA."""
+    """Share of the words that become AAA; of images the standard deviation of Gaussian noise on
+    pixels from 0 to 1."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Which words; the same for all runs."""
+    """Which words, or which noise; the same for all runs."""
 
 
 class StudyLeak(Config):
@@ -72,7 +66,7 @@ class StudyConfig(Config):
     folder: PathText
     """Holds a run folder for each variant and seed, study.json and results.json."""
     data: StudyData | None = None
-    """The text of all runs, prepared if need be; null: the data that the base file names."""
+    """The data of all runs, prepared if need be; null: what the base file names."""
     split: Literal["validation", "test"] = "validation"
     """Whose tokens every run is scored on."""
     seeds: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
@@ -83,6 +77,9 @@ class StudyConfig(Config):
     """What finished runs are scored on beside the split itself; null: nothing."""
     leak: StudyLeak | None = None
     """How runs whose tokens see later ones are scored without that; null: they are not."""
+    specialization: bool = False
+    """Whether the experts of finished runs on images are left out one by one, as `evaluate
+    --specialization` does."""
     common: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys that every run has other than the base."""
     variants: dict[str, dict[str, Any]]

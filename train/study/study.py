@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from data.images.config import ImageDataConfig
 from model.config_yaml import Written
 from model.smoe.config import SparseMoEConfig
 from train.config.environment import check_compiler
@@ -21,7 +22,7 @@ from train.config.rules import validate
 from train.config.run import RunConfig, config_of, read_tree
 from train.config.text import DOTTED_KEY, apply_override, flatten, settle
 from train.errors import ConfigError, shown
-from train.study.config import StudyConfig
+from train.study.config import StudyConfig, StudyData
 from train.tasks.registry import task_class
 from train.tasks.task import Task
 
@@ -52,6 +53,13 @@ class Variant:
         """Whether its tokens choose experts by later tokens."""
         feed_forward = self.config.model.known_feed_forward()
         return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any part of it is a mixture of experts."""
+        model = self.config.model
+        parts = [*model.feed_forwards().values(), getattr(model, "head", None)]
+        return any(getattr(part, "kind", None) in ("mumoe", "smoe") for part in parts)
 
     def defining_keys(self) -> dict[str, Any]:
         """The keys that its results depend on, with their values, as JSON has them."""
@@ -103,6 +111,11 @@ class Study:
         return task_class(self.baseline.config.data.kind)
 
     @property
+    def has_images(self) -> bool:
+        """Whether the data of all runs are images."""
+        return isinstance(self.baseline.config.data, ImageDataConfig)
+
+    @property
     def runs(self) -> Iterator["Run"]:
         """All runs in their order: seed by seed, so that there is soon something to compare."""
         for seed in self.config.seeds:
@@ -138,7 +151,7 @@ class Run:
         return [
             *self.variant.overrides,
             f"seed={self.seed}",
-            *_place(self.study.config, str(self.folder)),
+            *_place(self.study.config, str(self.folder), self.variant.config.data.kind),
         ]
 
 
@@ -146,11 +159,12 @@ def _run_folder(study: StudyConfig, variant: str, seed: int) -> Path:
     return Path(study.folder) / "runs" / variant / f"seed-{seed}"
 
 
-def _place(study: StudyConfig, folder: str) -> list[str]:
-    """`key=value` for the folder of a run and the text of all."""
+def _place(study: StudyConfig, folder: str, kind: str) -> list[str]:
+    """`key=value` for the folder of a run and the data of all, of some kind."""
     place = [f"run.folder={json.dumps(folder)}"]
     if study.data is not None:
-        place += [f"data.path={json.dumps(study.data.path)}", "data.mixture=null"]
+        place.append(f"data.path={json.dumps(study.data.path)}")
+        place += ["data.mixture=null"] if kind == "text" else []
     return place
 
 
@@ -168,10 +182,12 @@ def load_study(file: Path) -> Study:
         config = StudyConfig.model_validate(settle(tree, StudyConfig))
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
-    base, place = Path(config.base), _place(config, config.folder)
     with _named(f"{file}: base"):
-        base_tree = read_tree(base)
+        base_tree = read_tree(Path(config.base))
+        kind = _kind(base_tree)
+        place = _place(config, config.folder, kind)
         config_of(base_tree, place, origin=config.base)
+    _check_source(config.data, kind, file)
     common = _overrides(config.common, f"{file}: common")
     with _named(f"{file}: common"):
         config_of(base_tree, [*common, *place], origin=config.base)
@@ -182,10 +198,32 @@ def load_study(file: Path) -> Study:
         variants[name] = _variant(name, base_tree, overrides, config, where)
     _check_pairs(variants, config.baseline, file)
     _check_leak(config, variants, file)
-    kind = variants[config.baseline].config.data.kind
-    if config.attack is not None and kind != "text":
-        raise ConfigError(f"{file}: attack: is not allowed with data.kind: {kind}; text has it")
+    if config.attack is not None and task_class(kind).attack is None:
+        raise ConfigError(f"{file}: attack: is not allowed with data.kind: {kind}")
+    if config.specialization and kind != "images":
+        raise ConfigError(
+            f"{file}: specialization: true is not allowed with data.kind: {kind}; images has it"
+        )
     return Study(file=file, config=config, variants=variants)
+
+
+def _kind(base: Mapping[str, Any]) -> str:
+    """The kind of data of a base file, which may say something else than data."""
+    data = base.get("data")
+    return str(data.get("kind", "text")) if isinstance(data, Mapping) else "text"
+
+
+def _check_source(data: StudyData | None, kind: str, file: Path) -> None:
+    """Checks that text has a tokenizer beside its source, and other data none."""
+    if data is None:
+        return
+    if kind != "text":
+        if data.tokenizer is not None:
+            raise ConfigError(f"{file}: data.tokenizer: is not allowed with data.kind: {kind}")
+        return
+    if (data.source is None) != (data.tokenizer is None):
+        there, missing = ("source", "tokenizer") if data.source else ("tokenizer", "source")
+        raise ConfigError(f"{file}: data.{missing}: is missing beside data.{there}")
 
 
 def _variant(
@@ -193,7 +231,8 @@ def _variant(
 ) -> Variant:
     with _named(where):
         longest = str(_run_folder(study, name, max(study.seeds)))
-        config = config_of(base, [*overrides, *_place(study, longest)], origin=study.base)
+        place = _place(study, longest, _kind(base))
+        config = config_of(base, [*overrides, *place], origin=study.base)
         validate(config, 1)
         check_compiler(config)
         config.model.filled()

@@ -3,11 +3,12 @@
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes, S bins of confidence.
 """
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from data.evaluation import evaluation_batches
 from data.images.config import ImageDataConfig
 from data.images.dataset import ImageData
+from data.images.noise import GaussianNoise
 from data.images.samples import EvaluationImages, ImageBatch, ImageSamples
 from model.output import RoutingStats
 from model.vision import ImageModelSettings
@@ -99,6 +101,7 @@ class ImageClassification(Task[ImageBatch]):
 
     data_settings: ClassVar[type[ImageDataConfig]] = ImageDataConfig
     unit = Unit("image", "img")
+    attack = "gaussian-noise"
     scores: ClassVar[tuple[Score, ...]] = (
         Score("top1", "top-1", 4),
         Score("top5", "top-5", 4),
@@ -124,6 +127,7 @@ class ImageClassification(Task[ImageBatch]):
                 f"read images; mixer and vit do"
             )
         self.data, self.settings = data, settings
+        self._noise: GaussianNoise | None = None
         self._seed, self._max_images = sections.seed, sections.evaluation.max_windows
         self.model = with_classes(model, data, self.place)
         if data.manifest.has_attributes != self.has_attributes:
@@ -317,7 +321,14 @@ class ImageClassification(Task[ImageBatch]):
 
     def held_out(self, split: str) -> EvaluationImages:
         """The images of a split without augmentation, in their order."""
-        return EvaluationImages(self.data.split(split), self.settings, self.model.image_size)
+        images, size = self.data.split(split), self.model.image_size
+        return EvaluationImages(images, self.settings, size, noise=self._noise)
+
+    def with_noise(self, noise: GaussianNoise) -> Self:
+        """A copy of this task whose held-out images have noise."""
+        task = copy.copy(self)
+        task._noise = noise
+        return task
 
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -103,6 +103,7 @@ class LanguageModelling(Task[TextBatch]):
     """
 
     data_settings = DataConfig
+    attack = "word-swap"
     unit = Unit("token", "tok")
     scores = (
         Score("loss", "loss", 4, "nats a token"),

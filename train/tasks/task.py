@@ -143,6 +143,8 @@ class Task(ABC, Generic[Batch]):
     """The unit of the training loss, as nats a token; empty: it has none that says more."""
     validation_score: ClassVar[str] = "validation_loss"
     """The most important key of what `validate` returns."""
+    attack: ClassVar[str | None] = None
+    """What `polyad evaluate --attack` does to data of this kind; None: there is nothing."""
     model: ModelSettings
 
     @classmethod
