@@ -426,3 +426,50 @@ def test_two_variants_of_one_seed_see_the_same_batches(finished: Path) -> None:
         other = TrainingData.open(config.data).samples(config.model.sequence_length, 2)
         assert [other[i].tolist() for i in range(16)] != batches[one.variant.name]
     assert batches["dense"] == batches["cp"]
+
+
+@pytest.mark.slow
+def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out(tmp_path: Path):
+    head = {"kind": "mumoe", "num_experts": [4], "rank": 4}
+    vision = {
+        **{"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16},
+        **{"num_heads": 2},
+    }
+    base = {
+        **SMALL,
+        "model": vision,
+        "data": {"kind": "images", "path": "nowhere"},
+        "evaluation": {"every": 0},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    data = {"path": str(tmp_path / "digits"), "source": "digits", "validation_fraction": 0.1}
+    tree = small_study(tmp_path, tmp_path / "base.yaml", tmp_path) | {
+        "data": data,
+        "attack": {"rate": 0.2},
+        "specialization": True,
+        "variants": {"dense": None, "head": {"model.head": head}},
+    }
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "== measure 3 of 3: specialization of head, seed 1" in err
+    variants = json.loads(out)["variants"]
+    known = {name: variants[name]["measures"] for name in ("dense", "head")}
+    assert 0 < known["head"]["experts_that_matter"]["mean"] <= 1
+    assert known["head"]["polysemanticity"]["mean"] >= 0
+    assert "polysemanticity" not in known["dense"]
+    for name in known:
+        attack = ("--attack", "gaussian-noise", "--rate", "0.2", "--json", str(tmp_path / "a.json"))
+        folder = tmp_path / "study" / "runs" / name / "seed-1"
+        assert run(["evaluate", str(folder), *attack]) == 0
+        alone = json.loads((tmp_path / "a.json").read_text())
+        assert known[name]["attacked_top1"]["mean"] == pytest.approx(alone["top1"])
+    assert run(["study", str(path)]) == 0  # nothing is left
+    tree["data"] = data | {"tokenizer": "words"}
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    process = start(path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "data.tokenizer: is not allowed with data.kind: images" in err

@@ -7,6 +7,7 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
+from data.images.noise import GaussianNoise
 from data.images.prepare import prepare_images
 from data.images.torchvision_door import available
 from parallel.checkpoint.checkpoint import Checkpoint
@@ -227,3 +228,18 @@ def test_a_vit_of_transformers_is_tuned_with_a_factorized_head(workers, config, 
     weights = weights_of(tmp_path / "run" / "checkpoints" / "step-00000012")
     assert {"head.gate.weight", "head.layer.output_factor"} <= weights.keys()
     assert workers(1).run(evaluation, tmp_path / "run")[0]["images_scored"] == 18
+
+
+def test_noisy_images_are_scored_alike_in_parallel(workers, config):
+    assert workers(1).run(run, config) == [12]
+    folder = config.parent / "run"
+    clean, still = (
+        workers(1).run(evaluation, folder, attack=attack)[0] for attack in (None, GaussianNoise(0))
+    )
+    assert still["attack"] == {"kind": "gaussian-noise", "rate": 0, "seed": 0}
+    assert still["loss"] == clean["loss"]
+    noise = GaussianNoise(0.3, seed=2)
+    one, two = (workers(n).run(evaluation, folder, attack=noise)[0] for n in (1, 2))
+    assert one["per_class"] == two["per_class"]
+    assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
+    assert abs(one["loss"] - clean["loss"]) > 1e-4
