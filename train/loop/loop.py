@@ -21,7 +21,7 @@ from train.loop.optimizer import OptimizerConfig
 from train.loop.routing import routing_record
 from train.loop.schedule import ScheduleConfig, learning_rate
 from train.loop.step import train_step
-from train.loop.timing import StepTimer
+from train.loop.timing import StepTimer, TimedBatches
 from train.loop.trace import profiler
 from train.state import TrainState
 from train.tasks.task import Task
@@ -71,7 +71,7 @@ class TrainLoop:
         hooks: Hooks,
         metrics: Metrics | None,
     ) -> None:
-        self._engine, self._task, self._batches = engine, task, micro_batches
+        self._engine, self._task, self._batches = engine, task, TimedBatches(micro_batches)
         self._state, self._config = state, config
         self._accumulation_steps, self._world = accumulation_steps, engine.world
         self._hooks, self._metrics = hooks, metrics
@@ -158,6 +158,7 @@ class TrainLoop:
             "learning_rate": rate,
             f"{units}_per_second": units_per_second,
             "step_seconds": seconds,
+            "data_seconds": self._batches.seconds(),
             **self._task.counted(state.samples),
             "mfu": flops / (self._peak * self._world.size) if self._peak else None,
             "skipped": not result.applied,
@@ -175,7 +176,7 @@ class TrainLoop:
         following = self._hooks.go_back(state, batch)
         if following is None:
             return False
-        self._batches, state.spikes = following, count
+        self._batches, state.spikes = TimedBatches(following), count
         self._guard.went_back(step, batch, limits, outcome, state.step)
         self._saved_at = state.step
         return True

@@ -1,8 +1,11 @@
-"""The duration of a step, with all the work between it and the step before."""
+"""The duration of a step, with all the work since the step before; the wait for data in it."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+Batch = TypeVar("Batch")
 
 
 class StepTimer:
@@ -29,3 +32,30 @@ class StepTimer:
             yield
         finally:
             self._since += time.monotonic() - started
+
+
+class TimedBatches(Generic[Batch]):
+    """Micro-batches, and how long they were waited for.
+
+    Args:
+        batches: in order.
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self._seconds = batches, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next one."""
+        started = time.monotonic()
+        try:
+            return next(self._batches)
+        finally:
+            self._seconds += time.monotonic() - started
+
+    def seconds(self) -> float:
+        """What was waited since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -2,7 +2,7 @@ import pytest
 
 from tests.helpers.runs import records, run_with_slow_records, write_config
 from train.loop import timing
-from train.loop.timing import StepTimer
+from train.loop.timing import StepTimer, TimedBatches
 
 
 def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch):
@@ -16,6 +16,24 @@ def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch)
         now = 109.0
     now = 111.0
     assert timer.step() == 3.0
+
+
+def test_the_wait_for_batches_is_that_of_a_step(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+
+    def late():
+        nonlocal now
+        for seconds in (2, 3, 4):
+            now += seconds
+            yield seconds
+
+    batches = TimedBatches(late())
+    assert [next(batches), next(batches)] == [2, 3]
+    now += 10  # a step
+    assert batches.seconds() == 5.0
+    assert list(batches) == [4]
+    assert batches.seconds() == 4.0
 
 
 @pytest.mark.distributed
