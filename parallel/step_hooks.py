@@ -77,7 +77,8 @@ class ZeroHook:
     """Refuses steps at stages 1 to 3, where DeepSpeed's optimizers offer no hook.
 
     Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
-    and skips the step if the answer is true. During a step this class answers instead.
+    and skips the step if the answer is true. During a step this class answers instead, and reads
+    the norm from the device once: the optimizers ask about it again for each group of parameters.
 
     Args:
         optimizer: DeepSpeed's, around ours.
@@ -88,21 +89,26 @@ class ZeroHook:
         self.refused = False
         """Always False: DeepSpeed itself knows whether the last step was refused."""
         self.grad_norm: float | None = None
-        """The norm of a refused step; DeepSpeed keeps that of any other step."""
+        """The norm of the last step; None if it was not asked for, as gradients had overflown."""
         self.replicas = 1
         """Divisor of DeepSpeed's gradients: 1 where they are means, else the number of summands."""
         module: Any = sys.modules[type(optimizer).__module__]
         is_invalid, step = module.is_invalid_grad_norm, optimizer.step
 
+        answer: list[bool] = []
+
         def judge(norm: Any) -> bool:
-            module.is_invalid_grad_norm = is_invalid  # answers one call only
-            invalid = is_invalid(norm)
-            if above(math.nan if invalid else float(norm), self.refuse_above):
-                self.grad_norm = None if invalid else float(norm)
-                return True
-            return invalid
+            if not answer:
+                value = float(norm)
+                # DeepSpeed's -1 says that a part of the norm is not finite.
+                valid = math.isfinite(value) and value >= 0
+                self.grad_norm = value if valid else None
+                judged = value if valid else math.nan
+                answer.append(above(judged, self.refuse_above) or not valid)
+            return answer[0]
 
         def watched_step(*args: Any, **kwargs: Any) -> Any:
+            answer.clear()
             if self.replicas > 1:
                 for sums in optimizer.averaged_gradients.values():
                     torch._foreach_div_(list(sums), self.replicas)

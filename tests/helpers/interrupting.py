@@ -22,14 +22,14 @@ def slow_saves(folder: Path, rank: int) -> None:
 
 def slow_steps(folder: Path, rank: int) -> None:
     """Has every step take a second more, with a file `step` there from its beginning."""
-    step = loop.train_step
+    step = loop.issue_step
 
     def slow(*arguments, **named):
         (folder / "step").touch()
         time.sleep(1.0)
         return step(*arguments, **named)
 
-    loop.train_step = slow
+    loop.issue_step = slow
 
 
 def leave_the_shell(folder: Path, rank: int) -> None:

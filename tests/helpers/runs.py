@@ -19,8 +19,9 @@ from train.evaluation.evaluate import evaluate
 from train.evaluation.rewriting import rewriting
 from train.evaluation.robustness import robustness
 from train.evaluation.specialization import specialization
-from train.loop.device import memory_statistics
+from train.loop.device import memory_of_process
 from train.loop.metrics import Metrics, peak_memory_bytes
+from train.loop.statistics import StepStatistics
 from train.pretrain import main
 
 
@@ -119,14 +120,16 @@ def process_id() -> int:
     return os.getpid()
 
 
-def ballast_statistics(rank: int, size: int) -> dict[str, Any]:
-    """What memory statistics say while one process holds much, and this process's own peak."""
+def memory_of_each(rank: int, size: int) -> tuple[list[list[int]], int]:
+    """What a step tells of each process's memory while one holds much; this one's own peak."""
     world = comm.initialize()
     ballast = torch.ones(size // 4) if world.rank == rank else None
     peak = peak_memory_bytes(world.device)
-    statistics = memory_statistics(world)
+    step = StepStatistics(world.device)
+    step.add(torch.zeros(()), ())
+    numbers = step.exchange(memory_of_process(world.device)).read()
     del ballast
-    return {"statistics": statistics, "peak": peak}
+    return numbers.of_each, peak
 
 
 FEED_FORWARDS: dict[str, dict[str, Any]] = {

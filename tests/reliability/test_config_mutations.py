@@ -169,7 +169,7 @@ def test_a_spoiled_file(path: Path) -> None:
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name)
 def test_a_spoiled_study(path: Path, tmp_path: Path) -> None:
-    try_studies(path, 40, tmp_path)
+    try_studies(path, 80, tmp_path)
 
 
 @pytest.mark.slow

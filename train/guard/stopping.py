@@ -103,14 +103,25 @@ class StopSignals:
         """
         self._failure = self._failure or reason
 
+    @property
+    def number(self) -> int:
+        """The signal that this process got, `FAILED`, or 0."""
+        return self._signal if self._failure is None else FAILED
+
+    def heard(self) -> None:
+        """Called by all processes when they know of a signal that some process got: from now on the
+        run only saves, which another signal does not interrupt."""
+        self._saving = True
+
     def agreed(self) -> int:
         """The signal that some process got, `FAILED`, or 0. All processes call this, and all get
         the same number.
 
         After a signal the run only saves, which another signal does not interrupt.
         """
-        number = comm.highest(self._signal if self._failure is None else FAILED)
-        self._saving = self._saving or number > 0
+        number = self.number if comm.size() == 1 else comm.highest(self.number)
+        if number:
+            self.heard()
         return number
 
     def end_if_failed(self) -> None:

@@ -5,7 +5,6 @@ from typing import Generic
 
 import torch
 
-from parallel import comm
 from train.loop.metrics import peak_memory_bytes
 from train.tasks.task import Batch
 
@@ -81,20 +80,18 @@ class Prefetch(Generic[Batch]):
             self._ahead = type(batch)(*moved)
 
 
-def memory_statistics(world: comm.World) -> dict[str, int | None]:
-    """Peak memory since the last call, of the process with the highest. All processes call it.
+def memory_of_process(device: torch.device) -> tuple[int, int]:
+    """Peak memory of this process since the last call, in bytes; a GPU does not wait for it.
 
     Args:
-        world: this process.
+        device: of the process.
 
     Returns:
-        `memory_bytes`: held by tensors on the GPU; on a CPU all of the process, since its start.
-        `memory_reserved_bytes`: taken from the GPU, with the allocator's reserve; None on a CPU.
+        Held by tensors on the GPU, or on a CPU all of the process, since its start; and taken from
+        the GPU with the allocator's reserve, 0 on a CPU.
     """
-    on_gpu = world.device.type == "cuda"
-    reserved = torch.cuda.max_memory_reserved(world.device) if on_gpu else 0
-    here = torch.tensor([peak_memory_bytes(world.device), reserved], dtype=torch.int64)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(world.device)
-    held, reserved = comm.max_over_ranks(here.to(world.device)).tolist()
-    return {"memory_bytes": held, "memory_reserved_bytes": reserved if on_gpu else None}
+    if device.type != "cuda":
+        return peak_memory_bytes(device), 0
+    held, reserved = peak_memory_bytes(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return held, reserved

@@ -13,18 +13,21 @@ from train.guard.monitor import MonitorConfig
 from train.guard.spikes import SpikeGuard, remember
 from train.guard.stopping import StopAsked
 from train.loop.config import TrainConfig
-from train.loop.device import memory_statistics
+from train.loop.device import memory_of_process
 from train.loop.hooks import Hooks
 from train.loop.losses import LossConfig
 from train.loop.metrics import LogConfig, Metrics, peak_flops
 from train.loop.optimizer import OptimizerConfig
 from train.loop.routing import routing_record
 from train.loop.schedule import ScheduleConfig, learning_rate
-from train.loop.step import train_step
+from train.loop.step import IssuedStep, issue_step
 from train.loop.timing import StepTimer, TimedBatches
 from train.loop.trace import profiler
 from train.state import TrainState
 from train.tasks.task import Task
+
+MEMORY = ("memory_bytes", "memory_reserved_bytes")
+"""Keys of a record, of the process that took the most since the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,21 @@ class LoopConfig:
     """Steps between validations; 0: only at the end."""
     save_every: int
     """Steps between checkpoints; 0: only at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A step that was issued, and whose numbers are not read yet."""
+
+    step: int
+    samples: int
+    """Of the run, with it."""
+    batch: int
+    """Its global batch."""
+    rate: float
+    seconds: float
+    data_seconds: float
+    issued: IssuedStep
 
 
 class TrainLoop:
@@ -81,6 +99,8 @@ class TrainLoop:
         self._guard = SpikeGuard(config.monitor, config.folder, hooks.sources, metrics)
         self._saved_at = state.step
         self._timer = StepTimer()
+        self._pending: Pending | None = None
+        self._told = 0
 
     def run(self) -> int:
         """Trains, and waits for the last checkpoint.
@@ -92,7 +112,12 @@ class TrainLoop:
         Raises:
             RunError: too many steps in a row were not finite, or there were too many spikes.
         """
-        signal = self._train()
+        try:
+            signal = self._train()
+        except BaseException:
+            if self._pending is not None and self._pending.issued.exchanged.arrived:
+                self._write(self._close(self._pending))
+            raise
         with self._hooks.stop.saving():
             self._hooks.checkpoints.finish()
         return signal
@@ -102,33 +127,49 @@ class TrainLoop:
         self._engine.train()
         if state.unfinished is not None:
             unfinished, state.unfinished = state.unfinished, None
-            self._finish(unfinished, saves=False)
+            memory = _memory_record(*memory_of_process(self._world.device))
+            self._finish(unfinished | memory, saves=False)
         self._timer = StepTimer()  # the first step starts here, not in the constructor
         with profiler(self._config.log.profile, self._config.folder, self._world) as tick:
             while state.step < self._config.train.steps:
-                signal = hooks.stop.agreed()
+                signal = self._signal()
                 if signal or state.unfinished is not None:
+                    self._settle()
                     self._save()
-                    return signal
+                    return signal or hooks.stop.agreed()
                 hooks.at(f"step {state.step + 1}")
-                record = self._step()
+                issued = self._issue()
                 tick()
-                if record is not None:
-                    self._finish(record)
+                self._settle()
+                self._pending = issued
+                if self._waits_for(issued):
+                    self._finish(self._settle())
         if state.unfinished is not None:  # the last validation was not finished
             self._save()
             return hooks.stop.agreed()
         return 0
 
-    def _step(self) -> dict[str, Any] | None:
-        """Does one step; returns its record, or None if the run went back to a checkpoint."""
+    def _signal(self) -> int:
+        """The signal that some process got, as `StopSignals.agreed`; of several processes as they
+        told each other in the last step whose numbers were read."""
+        return self._hooks.stop.agreed() if self._world.size == 1 else self._told
+
+    def _waits_for(self, pending: "Pending") -> bool:
+        """Whether the numbers of a step are needed before the next one is issued."""
+        config, step = self._config, pending.step
+        done = step == config.train.steps
+        due = _due(step, config.validate_every, done) or _due(step, config.save_every, done)
+        return due or self._guard.holds or not pending.issued.result.applied
+
+    def _issue(self) -> "Pending":
+        """Issues one step; its numbers are read when the next one is under way."""
         state, config = self._state, self._config
         rate = learning_rate(
             config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
         )
         batch = batch_of_step(state.step, state.left_out)
-        limits = self._guard.limits(state)
-        outcome = train_step(
+        limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
+        issued = issue_step(
             self._engine,
             self._task.losses,
             self._batches,
@@ -136,37 +177,78 @@ class TrainLoop:
             rate,
             losses=config.loss,
             progress=(state.step + 1) / config.train.steps,
-            limits=limits if self._guard.holds else NO_LIMITS,
+            limits=limits,
+            own=lambda: (self._hooks.stop.number, *memory_of_process(self._world.device)),
         )
-        loss, result, routing, sane = outcome
         seconds = self._timer.step()
+        state.step += 1
+        state.samples += config.train.global_batch_size
+        state.seconds += seconds
+        return Pending(
+            step=state.step,
+            samples=state.samples,
+            batch=batch,
+            rate=rate,
+            seconds=seconds,
+            data_seconds=self._batches.seconds(),
+            issued=issued,
+        )
+
+    def _settle(self) -> dict[str, Any] | None:
+        """Reads the numbers of the step before, if that was not done, and writes its record unless
+        that waits for validation; returns it, or None if the run went back to a checkpoint."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        record = self._close(pending)
+        if not self._waits_for(pending):
+            self._write(record)
+        return record
+
+    def _close(self, pending: "Pending") -> dict[str, Any] | None:
+        """The record of a step; None if the run went back to a checkpoint."""
+        state, config = self._state, self._config
+        outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
+        signals, held, reserved = map(max, zip(*numbers.of_each, strict=True))
+        self._told = signals
+        if signals:
+            self._hooks.stop.heard()
+        loss, result, routing, sane = outcome
+        limits = self._guard.limits(state)
         spike = limits.exceeded(loss, result.grad_norm) or not sane
-        _advance(state, config, seconds, loss, result, spike=spike)
+        _advance(state, config, loss, result, spike=spike)
         if (
             spike
             and config.monitor.spike_action == "rewind"
-            and self._went_back(batch, limits, outcome)
+            and self._went_back(pending.batch, limits, outcome)
         ):
             return None
         units = f"{self._task.unit.name}s"
-        units_per_second = config.train.global_batch_size * self._units_per_sample / seconds
+        units_per_second = config.train.global_batch_size * self._units_per_sample / pending.seconds
         flops = self._flops_per_unit * units_per_second
         record: dict[str, Any] = {
-            "step": state.step,
+            "step": pending.step,
             "loss": loss,
             "grad_norm": result.grad_norm,
-            "learning_rate": rate,
+            "learning_rate": pending.rate,
             f"{units}_per_second": units_per_second,
-            "step_seconds": seconds,
-            "data_seconds": self._batches.seconds(),
-            **self._task.counted(state.samples),
+            "step_seconds": pending.seconds,
+            "data_seconds": pending.data_seconds,
+            **self._task.counted(pending.samples),
             "mfu": flops / (self._peak * self._world.size) if self._peak else None,
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,
-        } | routing_record(routing)
+        } | _memory_record(held, reserved)
+        if self._metrics is not None:  # of all processes one writes it
+            record |= routing_record(routing)
         if spike:
-            record |= self._guard.stayed(state.step, batch, limits, outcome)
+            record |= self._guard.stayed(pending.step, pending.batch, limits, outcome)
         return record | self._guard.rewound()
+
+    def _write(self, record: dict[str, Any] | None) -> None:
+        if self._metrics is not None and record is not None:
+            self._metrics.write(record)
+        self._hooks.checkpoints.poll()
 
     def _went_back(self, batch: int, limits: Limits, outcome: StepOutcome) -> bool:
         """Goes back to the newest checkpoint; returns False if there is none."""
@@ -181,8 +263,15 @@ class TrainLoop:
         self._saved_at = state.step
         return True
 
-    def _finish(self, record: dict[str, Any], *, saves: bool = True) -> None:
-        """Validates if that is due, writes the step's record, and saves if that is due."""
+    def _finish(self, record: dict[str, Any] | None, *, saves: bool = True) -> None:
+        """Validates if that is due, writes the step's record, and saves if that is due.
+
+        Args:
+            record: None if the run went back to a checkpoint: then nothing is due.
+            saves: whether to save if that is due.
+        """
+        if record is None:
+            return
         state, config, hooks = self._state, self._config, self._hooks
         reason = _why_to_end(state, config)
         done = state.step == config.train.steps
@@ -193,7 +282,7 @@ class TrainLoop:
                 with self._timer.aside():
                     record = record | hooks.validate()
             except StopAsked:  # the next start of the run validates, with the same weights
-                state.unfinished = record
+                state.unfinished = {k: v for k, v in record.items() if k not in MEMORY}
                 return
             finally:
                 self._engine.train()
@@ -202,10 +291,7 @@ class TrainLoop:
             with self._timer.aside():
                 record |= hooks.fluctuation()
             self._engine.train()
-        record |= memory_statistics(self._world)
-        if self._metrics is not None:
-            self._metrics.write(record)
-        hooks.checkpoints.poll()
+        self._write(record)
         if reason is not None:
             hooks.checkpoints.finish()
             raise RunError(
@@ -218,10 +304,16 @@ class TrainLoop:
         """Writes a checkpoint, unless this step was saved with the same state."""
         if self._saved_at == self._state.step and self._state.unfinished is None:
             return
+        if self._metrics is not None:
+            self._metrics.flush()  # or the run would go on from here without these records
         self._hooks.at(f"saving step {self._state.step}")
         with self._hooks.stop.saving():
             self._hooks.checkpoints.save(self._state)
         self._saved_at = self._state.step
+
+
+def _memory_record(held: int, reserved: int) -> dict[str, int | None]:
+    return dict(zip(MEMORY, (held, reserved or None), strict=True))
 
 
 def _why_to_end(state: TrainState, config: LoopConfig) -> str | None:
@@ -242,15 +334,11 @@ def _why_to_end(state: TrainState, config: LoopConfig) -> str | None:
 def _advance(
     state: TrainState,
     config: LoopConfig,
-    seconds: float,
     loss: float,
     result: StepResult,
     *,
     spike: bool,
 ) -> None:
-    state.step += 1
-    state.samples += config.train.global_batch_size
-    state.seconds += seconds
     not_finite = not result.applied and not spike
     state.skipped_steps += not_finite
     state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0

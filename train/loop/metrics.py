@@ -4,6 +4,8 @@ import json
 import math
 import resource
 import sys
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
@@ -41,8 +43,8 @@ class LogConfig(Config):
     """What a run reports."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between console lines, and between records of every single expert; of all else
-    metrics.jsonl and TensorBoard get every step."""
+    """Steps between console lines, between points in TensorBoard, and between records of every
+    single expert; of all else metrics.jsonl gets every step."""
     tensorboard: bool = True
     """Whether `tensorboard/` is written."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
@@ -92,7 +94,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Metrics:
-    """Writes the record of every step. Only the main process makes one.
+    """Writes the record of every step, in a thread. Only the main process makes one.
 
     Args:
         folder: the run's.
@@ -121,6 +123,8 @@ class Metrics:
         self._clock = Clock(done_steps, total_steps)
         self._folder = folder
         self._console = Console(sys.stderr)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="polyad-metrics")
+        self._writing: deque[Future[None]] = deque()
         self._open(done_steps)
 
     def _open(self, done_steps: int) -> None:
@@ -140,24 +144,42 @@ class Metrics:
         Args:
             done_steps: of the checkpoint that the run went back to.
         """
-        self.close()
+        self._close_files()
         self._clock = Clock(done_steps, self._total)
         self._open(done_steps)
 
     def say(self, line: str) -> None:
         """Prints a line that stays, between those of steps."""
+        self.flush()
         self._console.end()
         self._console.show(line)
         self._console.end()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a step's record everywhere.
+        """Adds a step's record everywhere, soon; `flush` waits for it.
 
         Args:
             record: JSON values by name, `step` among them. Numbers that are not finite become null
                 in the file, since JSON has no way to write them. Lists, one number an expert, are
                 written with the console's lines alone: they are most of a record.
+
+        Raises:
+            OSError: An earlier record could not be written.
         """
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().result()
+        self._writing.append(self._thread.submit(self._write, record))
+
+    def flush(self) -> None:
+        """Waits until every record is in its file.
+
+        Raises:
+            OSError: One could not be written.
+        """
+        while self._writing:
+            self._writing.popleft().result()
+
+    def _write(self, record: dict[str, Any]) -> None:
         step = record["step"]
         due = (
             step % self._config.every == 0
@@ -177,7 +199,7 @@ class Metrics:
             self._console.end()
         self._file.write(json.dumps(json_number(record)) + "\n")
         self._file.flush()
-        if self._writer is not None:
+        if due and self._writer is not None:
             for name, value in record.items():
                 if name.startswith(PREFIX):  # one number per start makes no curve: written as text
                     continue
@@ -193,6 +215,13 @@ class Metrics:
 
     def close(self) -> None:
         """Flushes everything to its file."""
+        try:
+            self._close_files()
+        finally:
+            self._thread.shutdown()
+
+    def _close_files(self) -> None:
+        self.flush()
         self._console.end()
         self._file.close()
         if self._writer is not None:

@@ -1,75 +1,14 @@
-"""Routing statistics of an optimizer step: averaged, reported, and used to update the routers."""
+"""Routing statistics of an optimizer step: reported, and used to update the routers."""
 
 import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model.interface import FeedForward
 from model.mumoe.head import MuMoEHead
 from model.output import RoutingStats
-from parallel import comm
-
-Routing = tuple[RoutingStats, ...]
-
-
-class RoutingMean:
-    """The mean of routing statistics over the micro-batches of a step, on all processes.
-
-    All micro-batches have equally many tokens, so means of means are means over tokens.
-    """
-
-    def __init__(self) -> None:
-        self._last: Routing = ()
-        self._sum: Tensor | None = None
-        self._count = 0
-
-    def add(self, routing: Routing) -> None:
-        """Adds a micro-batch.
-
-        Args:
-            routing: As the model returned it.
-        """
-        self._last, self._count = routing, self._count + 1
-        parts = [
-            value.detach().reshape(-1).float()
-            for stats in routing
-            for _, value in _named_tensors(stats)
-        ]
-        if parts:
-            flat = torch.cat(parts)
-            self._sum = flat if self._sum is None else self._sum + flat
-
-    def over_ranks(self, loss: Tensor) -> tuple[Tensor, Routing]:
-        """Averages over micro-batches and processes, in one exchange.
-
-        Args:
-            loss: Of this process, averaged over its micro-batches; sent in the same exchange.
-
-        Returns:
-            The loss, and the statistics, on the CPU; the same on every process.
-        """
-        parts = [loss.detach().reshape(1).float()]
-        if self._sum is not None:
-            parts.append(self._sum / self._count)
-        mean = comm.mean_over_ranks(torch.cat(parts)).cpu()
-        first, routing = 1, []
-        for stats in self._last:
-            values = {}
-            for name, value in _named_tensors(stats):
-                values[name] = mean[first : first + value.numel()].view(value.shape)
-                first += value.numel()
-            routing.append(_with(stats, values))
-        return mean[0], tuple(routing)
-
-
-def _named_tensors(stats: RoutingStats) -> list[tuple[str, Tensor]]:
-    return [(name, v) for name, v in stats._asdict().items() if isinstance(v, Tensor)]
-
-
-def _with(stats: RoutingStats, tensors: dict[str, Tensor]) -> RoutingStats:
-    return RoutingStats(**(stats._asdict() | tensors))
+from train.loop.statistics import Routing, tensors_of
 
 
 def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:
@@ -77,15 +16,13 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
 
     Args:
         module: The model.
-        routing: Averaged over the step.
+        routing: Averaged over the step, on the module's device.
         progress: Share of the run's steps that are done.
     """
     for stats in routing:
         layer = module.get_submodule(stats.name)
         assert isinstance(layer, FeedForward | MuMoEHead)
-        device = next(layer.parameters()).device
-        on_device = {name: value.to(device) for name, value in _named_tensors(stats)}
-        layer.update(_with(stats, on_device), progress)
+        layer.update(stats, progress)
 
 
 def routing_record(routing: Routing) -> dict[str, Any]:
@@ -133,7 +70,7 @@ def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
         "load_max": max(load_N.max().item() * load_N.numel() for load_N in levels),
         "unused": (load_E == 0).float().mean().item(),
     }
-    for name, value in _named_tensors(stats):
+    for name, value in tensors_of(stats).items():
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
     return values

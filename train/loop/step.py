@@ -1,18 +1,18 @@
 """One optimizer step over the global batch, which may be refused before the weights change."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from model.output import RoutingStats
 from parallel import comm
-from parallel.zero import Engine
+from parallel.zero import Engine, StepResult
 from train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
 from train.loop.losses import LossConfig, routing_loss
-from train.loop.routing import RoutingMean, update_routers
+from train.loop.routing import update_routers
+from train.loop.statistics import Exchanged, StepStatistics
 from train.tasks.task import Batch, Predictor
 
 NO_OTHER_LOSS = LossConfig()
@@ -23,7 +23,21 @@ REFUSE = -1.0
 TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
 
 
-def train_step(
+class IssuedStep(NamedTuple):
+    """An optimizer step over the global batch, of which a GPU may still be computing the end."""
+
+    result: StepResult
+    sane: bool
+    """See `StepOutcome`."""
+    exchanged: Exchanged
+
+    def outcome(self) -> StepOutcome:
+        """Waits for its numbers, if they are not on the host yet."""
+        numbers = self.exchanged.read()
+        return StepOutcome(numbers.loss, self.result, numbers.routing, self.sane)
+
+
+def issue_step(
     engine: Engine,
     task_losses: TaskLosses[Batch],
     micro_batches: Iterator[Batch],
@@ -33,8 +47,9 @@ def train_step(
     losses: LossConfig = NO_OTHER_LOSS,
     progress: float = 0.0,
     limits: Limits = NO_LIMITS,
-) -> StepOutcome:
-    """One optimizer step over the global batch.
+    own: Callable[[], Sequence[int]] = tuple,
+) -> IssuedStep:
+    """One optimizer step over the global batch; see `train_step`.
 
     Args:
         engine: model and optimizer.
@@ -46,29 +61,35 @@ def train_step(
         progress: share of the run's steps that are done after this one, for routers that change
             over a run.
         limits: the same on all processes; a step with a loss or a norm above them changes nothing.
+            Finite ones are asked before the weights change, which waits for the loss.
+        own: gives numbers of this process that all are to know; see `StepStatistics.exchange`.
 
     Returns:
-        The loss, the norm, the routing statistics, and whether the step was applied.
+        Whether the step was applied, and its numbers, which the host has not waited for.
     """
-    total, routing_mean = torch.zeros((), device=engine.device), RoutingMean()
+    statistics = StepStatistics(engine.device)
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
         of_targets, routing = task_losses(engine, next(micro_batches))
         loss = of_targets.mean()
-        total += loss.detach() / accumulation_steps
-        routing_mean.add(routing)
+        statistics.add(loss, routing)
         auxiliary = routing_loss(routing, losses)
         if auxiliary is not None:
             loss = loss + auxiliary
         engine.backward(loss)
-    loss_mean, routing = routing_mean.over_ranks(total)
+    exchanged = statistics.exchange(own())
     limited, sane = math.isfinite(limits.loss), True
     if limited:
         sane = not comm.highest(not engine.largest_weight() <= LARGEST_WEIGHT)
-    refused = limited and (loss_mean.item() > limits.loss or not sane)
+    refused = limited and (exchanged.read().loss > limits.loss or not sane)
     result = engine.step(learning_rate, REFUSE if refused else limits.grad_norm)
     assert result is not None
     if result.applied:
-        update_routers(engine.module, routing, progress)
-    return StepOutcome(loss_mean.item(), result, routing, sane)
+        update_routers(engine.module, exchanged.routing, progress)
+    return IssuedStep(result, sane, exchanged)
+
+
+def train_step(*arguments: Any, **named: Any) -> StepOutcome:
+    """`issue_step`, and waits for its numbers."""
+    return issue_step(*arguments, **named).outcome()

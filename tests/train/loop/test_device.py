@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.helpers.runs import ballast_statistics, records, run, write_config
+from tests.helpers.runs import memory_of_each, records, run, write_config
 from train.loop.device import Prefetch, allow_tf32
 
 CPU = torch.device("cpu")
@@ -65,13 +65,13 @@ def test_tf32_changes_nothing_on_a_cpu() -> None:
 
 
 @pytest.mark.distributed
-def test_memory_is_that_of_the_process_that_took_the_most(workers) -> None:
+def test_every_process_learns_the_memory_of_each(workers) -> None:
     mib = 2**20
-    both = workers(2).run(ballast_statistics, rank=1, size=700 * mib)
-    assert both[0]["statistics"] == both[1]["statistics"]
-    assert both[0]["statistics"]["memory_bytes"] == pytest.approx(both[1]["peak"], abs=32 * mib)
-    assert both[1]["peak"] > both[0]["peak"] + 300 * mib
-    assert both[0]["statistics"]["memory_reserved_bytes"] is None  # there is no allocator's reserve
+    (first, peak_0), (second, peak_1) = workers(2).run(memory_of_each, rank=1, size=700 * mib)
+    assert first == second
+    assert [held for held, _ in first] == pytest.approx([peak_0, peak_1], abs=32 * mib)
+    assert peak_1 > peak_0 + 300 * mib
+    assert [reserved for _, reserved in first] == [0, 0]  # there is no allocator's reserve
 
 
 @pytest.mark.distributed

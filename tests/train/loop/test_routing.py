@@ -8,7 +8,8 @@ import torch
 from model.mumoe.gating import GateOutput
 from model.mumoe.statistics import gate_statistics
 from parallel import comm
-from train.loop.routing import RoutingMean, console_summary, measures, routing_record
+from train.loop.routing import console_summary, measures, routing_record
+from train.loop.statistics import StepStatistics
 
 pytestmark = pytest.mark.distributed
 
@@ -21,11 +22,14 @@ def statistics(rows):
 def averaged(*ranks):
     """The statistics of a step, from the micro-batches of each rank."""
     comm.initialize()
-    mean = RoutingMean()
+    step = StepStatistics(torch.device("cpu"))
     for rows in ranks[comm.rank()]:
-        mean.add((statistics(rows),))
-    _, (stats,) = mean.over_ranks(torch.zeros(()))
-    return stats
+        step.add(torch.tensor(float(len(rows))), (statistics(rows),))
+    numbers = step.exchange([comm.rank(), 3 << 36]).read()
+    assert numbers.of_each == [[rank, 3 << 36] for rank in range(comm.size())]
+    rows = [len(micro_batch) for batches in ranks for micro_batch in batches]
+    assert numbers.loss == pytest.approx(sum(rows) / len(rows))
+    return numbers.routing[0]
 
 
 def test_an_expert_is_unused_if_no_token_of_the_step_used_it_on_any_process(workers):

@@ -40,6 +40,6 @@ def test_the_wait_for_batches_is_that_of_a_step(monkeypatch):
 def test_the_throughput_of_a_step_pays_for_the_record_before(workers, tmp_path, prepared_path):
     config = write_config(tmp_path / "config.yaml", prepared_path)
     workers(1).run(run_with_slow_records, config, 0.5, "train.steps=4")
-    for line in records(tmp_path / "run")[1:]:
+    for line in records(tmp_path / "run")[2:]:  # a record is written while the next step runs
         assert line["step_seconds"] > 0.5
         assert line["tokens_per_second"] < 2 * 8 * 32  # tokens of a step in half a second

@@ -1,0 +1,127 @@
+"""Counts where a step would make the host wait for a GPU, while it runs on a CPU.
+
+A CPU has nothing to wait for, so what would wait is recognized by its kind: a number or a list read
+from a tensor, a copy to NumPy, and operations whose output's size depends on values.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.gpt2 import GPT2Config
+from tests.helpers.training import Case, batches_of, build_engine, image_losses
+from train.loop.device import Prefetch
+from train.loop.step import issue_step
+from train.tasks.language import text_losses
+
+READS = {
+    Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__,
+    Tensor.__int__, Tensor.__index__, Tensor.__array__,
+}  # fmt: skip
+SIZED_BY_VALUES = (
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+    "_local_scalar_dense", "equal", "is_nonzero",
+)  # fmt: skip
+OURS = ("/model/", "/parallel/", "/train/", "/deepspeed/", "/megatron/")
+
+
+class HostReads(TorchFunctionMode):
+    """Inside this context reads from Python are counted by the place that asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+        self._inner = _SizedByValues(self.places)
+
+    def __enter__(self) -> Any:
+        self._inner.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inner.__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in READS:
+            if not _of_an_optimizer():
+                self.places[f"{getattr(func, '__name__', func)} at {_place()}"] += 1
+            with self._inner.silent():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _SizedByValues(TorchDispatchMode):
+    def __init__(self, places: Counter[str]) -> None:
+        super().__init__()
+        self._places, self._silent = places, 0
+
+    def silent(self) -> "_Silent":
+        """A context that counts nothing: the read was counted above."""
+        return _Silent(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        by_mask = name in ("index", "index_put", "index_put_", "_unsafe_index") and any(
+            isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)
+            for each in (args[1] or ())
+        )
+        if by_mask and name.startswith("index_put"):
+            by_mask = args[2].dim() > 0  # a number is filled in without counting the places
+        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if not self._silent and (name in SIZED_BY_VALUES or by_mask or unsized):
+            self._places[f"{name} at {_place()}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Silent:
+    def __init__(self, mode: _SizedByValues) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._mode._silent += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode._silent -= 1
+
+
+def _of_an_optimizer() -> bool:
+    """Whether torch's optimizer asks: it keeps the numbers of its steps on the host."""
+    return any("/torch/optim/" in frame.filename for frame in traceback.extract_stack()[-6:])
+
+
+def _place() -> str:
+    """The nearest line of the program, or of DeepSpeed or megatron-core."""
+    for frame in reversed(traceback.extract_stack()):
+        if any(part in frame.filename for part in OURS) and "/tests/" not in frame.filename:
+            return f"{'/'.join(frame.filename.split('/')[-3:])}:{frame.lineno}"
+    return "?"
+
+
+def reads_of_a_step(case: Case) -> dict[str, int]:
+    """How often the host reads in the third step of a run, by place; called in worker processes."""
+    engine, world = build_engine(case)
+    losses = text_losses if isinstance(case.model, GPT2Config) else image_losses
+    for step in range(3):
+        batches = batches_of(step, world, case)
+        reads = HostReads()
+        with reads:
+            issued = issue_step(
+                engine,
+                losses,
+                Prefetch(iter(batches), world.device),
+                len(batches),
+                case.learning_rate,
+                losses=case.losses,
+                progress=0.1,
+                own=lambda: (0, 1, 2),
+            )
+            issued.outcome()
+    return dict(reads.places)

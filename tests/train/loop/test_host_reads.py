@@ -1,0 +1,95 @@
+"""A step waits for the device at few places, whatever the number of layers."""
+
+import pytest
+import torch
+
+from model.build import read_model_config
+from tests.helpers.host_reads import HostReads, reads_of_a_step
+from tests.helpers.training import MODEL, Case, moe_model, mumoe_model
+from train.loop.losses import LossConfig
+
+pytestmark = pytest.mark.distributed
+
+LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
+IMAGES = {"image_size": 8, "patch_size": 4, "num_classes": 4, "num_layers": 2, "hidden_size": 16}
+MODELS = {
+    "dense": MODEL,
+    "sparse": moe_model(balancing_rate=0.01),
+    "similarity": moe_model(graph="similarity"),
+    "attention": moe_model(graph="attention", balancing_rate=0.01),
+    "cp": mumoe_model(),
+    "ring": mumoe_model(factorization="tr", expert_rank=2),
+    "vit": read_model_config(IMAGES | {
+        "kind": "vit", "num_heads": 2,
+        "feed_forward": {"kind": "smoe", "num_experts": 4, "router_noise": 1.0},
+        "head": {"kind": "mumoe", "num_experts": [4], "rank": 3},
+    }),
+    "mixer": read_model_config(IMAGES | {
+        "kind": "mixer",
+        "token_feed_forward": {"kind": "mumoe", "num_experts": [4], "rank": 3, "hidden_size": 8,
+                               "gate_input": "normalized", "gate_norm": "batch"},
+        "channel_feed_forward": {"kind": "smoe", "num_experts": 4},
+    }),
+}  # fmt: skip
+ONE = [
+    *((name, Case(stage=stage, precision=precision))
+      for name in ("dense", "sparse") for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
+    *((name, Case(stage=1, precision="bf16")) for name in list(MODELS)[2:]),
+]  # fmt: skip
+TWO = [
+    *((name, Case(stage=stage, precision="bf16"))
+      for name in ("dense", "sparse") for stage in (1, 2, 3)),
+    ("dense", Case(stage=1, tensor=2)),
+    ("sparse", Case(stage=1, tensor=2, precision="bf16")),
+    ("cp", Case(stage=2, precision="bf16")),
+]  # fmt: skip
+CASES = [(name, n, case) for n, cases in ((1, ONE), (2, TWO)) for name, case in cases]
+
+
+def name_of(value):
+    if isinstance(value, Case):
+        return f"zero{value.stage}-{value.precision}-tp{value.tensor}"
+    return str(value)
+
+
+@pytest.mark.parametrize(("model", "processes", "case"), CASES, ids=name_of)
+def test_the_host_reads_at_most_four_times_in_a_step(workers, model, processes, case):
+    losses = LOSSES if model in ("sparse", "similarity", "attention") else LossConfig()
+    found = workers(processes).run(reads_of_a_step, case.but(model=MODELS[model], losses=losses))
+    for places in found:
+        assert 0 < sum(places.values()) <= 4, places
+
+
+@pytest.mark.parametrize("model", ["sparse", "similarity", "attention"])
+def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, model):
+    case = Case(stage=2, precision="bf16", expert=2, model=MODELS[model], losses=LOSSES)
+    for places in workers(2).run(reads_of_a_step, case):
+        ours = {place: n for place, n in places.items() if "parallel/expert.py" in place}
+        assert list(ours.values()) == [4]  # 2 layers, 2 micro-batches
+        assert sum(places.values()) - 4 <= 4, places
+
+
+def test_a_capacity_is_read_once_for_each_layer_and_micro_batch(workers):
+    """How many rows are left, for which memory is taken. None of the language models has one."""
+    vit = MODELS["vit"].model_dump()
+    vit["feed_forward"] |= {"capacity_factor": 1.0, "capacity_order": "priority"}
+    case = Case(stage=1, precision="bf16", model=read_model_config(vit))
+    (places,) = workers(1).run(reads_of_a_step, case)
+    kept = {place: n for place, n in places.items() if "smoe/dispatch.py" in place}
+    assert list(kept.values()) == [8]  # 2 layers, 4 micro-batches
+    assert sum(places.values()) - 8 <= 4, places
+
+
+def test_what_would_wait_is_counted():
+    x = torch.arange(6.0)
+    with HostReads() as reads:
+        x.sum().item()
+        x.tolist()
+        x[x > 2]
+        x[x > 2] = 0.0  # filled in by a mask: nothing to count
+        torch.nonzero(x)
+        if x[0] > 1:
+            pass
+    assert sorted(place.split()[0] for place in reads.places) == [
+        "__bool__", "index", "item", "nonzero", "tolist",
+    ]  # fmt: skip
