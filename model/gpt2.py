@@ -23,6 +23,7 @@ from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers, normal
 from model.interface import FeedForwardContext
+from model.kernels.linear_cross_entropy import CHUNK, losses
 from model.layers import Embedding, LayerNorm
 from model.output import ModelOutput, RoutingStats
 from model.settings import Count, CutSizes, ModelSettings
@@ -160,15 +161,18 @@ class GPT2Config(ModelSettings):
         feed-forward, and its inner values before and after the activation function (Korthikanti et
         al. 2022, section 4, without the attention matrix, which fused attention never stores).
         Recomputation keeps the block's input alone, and one block at a time is whole again. The
-        output adds logits, and their log-softmax and gradient in fp32.
+        loss adds the logits of a chunk of tokens in both precisions with their gradient, and the
+        head's gradient in fp32 and in its own precision.
         """
         width = self.hidden_size
         each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
         blocks = sum(each)
         if self.recompute == "block":
             blocks = self.num_layers * width + max(each)
-        output = self.known_vocab_size() * (number_bytes + 8)
-        return micro_batch_size * self.sequence_length * (blocks * number_bytes + output)
+        tokens, vocabulary = micro_batch_size * self.sequence_length, self.known_vocab_size()
+        chunk = min(tokens * vocabulary, CHUNK) * (2 * number_bytes + 4)
+        head = vocabulary * width * (number_bytes + 4)
+        return tokens * blocks * number_bytes + chunk + head
 
 
 class TiedHead(nn.Module):
@@ -178,16 +182,21 @@ class TiedHead(nn.Module):
     place.
     """
 
-    def forward(self, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, weight_VD: Tensor, target_ids_BT: Tensor | None = None
+    ) -> Tensor:
         """Scores every token of the vocabulary.
 
         Args:
             x_BTD: The residual stream after the last LayerNorm.
             weight_VD: The token embedding.
+            target_ids_BT: The right tokens, for a loss.
 
         Returns:
-            Logits [B, T, V].
+            Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
         """
+        if target_ids_BT is not None:
+            return losses(x_BTD, weight_VD, target_ids_BT)
         return linear(x_BTD, weight_VD)
 
 
@@ -209,16 +218,24 @@ class UntiedHead(nn.Module):
         """Starts as the token embedding does; see `model/initialization.py`."""
         return {"weight": normal(self._initializer_std)}
 
-    def forward(self, x_BTD: Tensor, embedding_VD: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        embedding_VD: Tensor | None = None,
+        target_ids_BT: Tensor | None = None,
+    ) -> Tensor:
         """Scores every token of the vocabulary.
 
         Args:
             x_BTD: The residual stream after the last LayerNorm.
             embedding_VD: None; the tied head takes it.
+            target_ids_BT: The right tokens, for a loss.
 
         Returns:
-            Logits [B, T, V].
+            Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
         """
+        if target_ids_BT is not None:
+            return losses(x_BTD, self.weight, target_ids_BT)
         return linear(x_BTD, self.weight)
 
 
@@ -260,15 +277,23 @@ class GPT2(nn.Module):
             **norm_initializers("final_norm", self.final_norm),
         }
 
-    def forward(self, input_ids_BT: Tensor, cache: KeyValueCache | None = None) -> ModelOutput:
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        cache: KeyValueCache | None = None,
+        target_ids_BT: Tensor | None = None,
+    ) -> ModelOutput:
         """Predicts, at every position, the token after it.
 
         Args:
             input_ids_BT: Token ids, T at most `sequence_length`.
             cache: In generation: keys and values of earlier tokens; those of these are added.
+            target_ids_BT: The token after each position, for the loss alone.
 
         Returns:
-            Logits [B, T, V] and one `RoutingStats` per block whose feed-forward routes.
+            Logits [B, T, V], or in their place, with targets, the mean loss, and without gradients
+            the loss of each target [B, T]; and one `RoutingStats` per block whose feed-forward
+            routes.
 
         Raises:
             ValueError: The input, with what is in the cache, is longer than `sequence_length`.
@@ -293,8 +318,8 @@ class GPT2(nn.Module):
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
         # Read only if it is needed: ZeRO 3 would gather it.
         embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
-        logits_BTV = self.head(self.final_norm(x_BTD), embedding_VD)
-        return ModelOutput(logits_BTV, tuple(routing))
+        scored = self.head(self.final_norm(x_BTD), embedding_VD, target_ids_BT)
+        return ModelOutput(scored, tuple(routing))
 
     def _run(
         self, block: nn.Module, x_BTD: Tensor, cache: BlockCache | None

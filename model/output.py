@@ -62,6 +62,7 @@ class ModelOutput(NamedTuple):
     """What `forward` of every model returns."""
 
     logits: Tensor
-    """[B, T, V] in a language model."""
+    """[B, T, V] in a language model; where it was given targets, their mean loss instead, or
+    without gradients the loss of each [B, T]."""
     routing: tuple[RoutingStats, ...]
     """One entry per routed feed-forward, in the order of the blocks; empty in a dense model."""

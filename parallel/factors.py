@@ -28,7 +28,7 @@ from model.mumoe.tr import TensorRing, TensorTrain
 from model.mumoe.tucker import Tucker
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_rows_and_rest
-from parallel.tensor import cut, tensor_parallel_library
+from parallel.tensor import cut, tensor_parallel_group, tensor_parallel_library
 
 Region = Callable[[Tensor], Tensor]
 
@@ -285,11 +285,11 @@ class _Group:
 
     def gather(self, part: Tensor, axis: int) -> Tensor:
         """Forward gathers all parts; backward each process gets a part of the summed gradients."""
-        return _wait(_all_gather_autograd(part, axis, _group()))
+        return _wait(_all_gather_autograd(part, axis, tensor_parallel_group()))
 
     def scatter(self, whole: Tensor, axis: int) -> Tensor:
         """Forward each process receives a part of the sum; backward gathers the gradients."""
-        return _wait(_reduce_scatter_autograd(whole, "sum", axis, _group()))
+        return _wait(_reduce_scatter_autograd(whole, "sum", axis, tensor_parallel_group()))
 
     def gather_equal(self, part: Tensor, axis: int) -> Tensor:
         """Forward gathers all parts; backward each takes its part: gradients are equal on all."""
@@ -301,18 +301,12 @@ class _GatherAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, axis: int) -> Tensor:
         ctx.axis = axis
-        return _wait(_all_gather(part, axis, _group()))
+        return _wait(_all_gather(part, axis, tensor_parallel_group()))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        group = _group()
+        group = tensor_parallel_group()
         return gradient.chunk(group.size(), ctx.axis)[group.rank()].contiguous(), None
-
-
-def _group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _wait(tensor: Tensor) -> Tensor:

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from model.attention import SelfAttention
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2, UntiedHead
+from model.kernels.linear_cross_entropy import VocabularyPart, losses
 from model.layers import embed
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
@@ -100,6 +102,13 @@ def tensor_parallel_library() -> Any:
     return tensor_parallel
 
 
+def tensor_parallel_group() -> Any:
+    """The processes that share this one's layers."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 class _Layers:
     """Makes the parallel twin of a layer, on the current default device, without values."""
 
@@ -159,7 +168,8 @@ class _Layers:
         assert isinstance(weight, nn.Parameter)
         place = placement_of(weight)
         real = sum(piece.num_rows for piece in place.pieces)
-        made = _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, real)
+        first = place.pieces[0].origin[0] if real else 0
+        made = _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, first, real)
         if isinstance(layer, UntiedHead):
             made.weight = nn.Parameter(torch.empty(place.shape))
             cut(made.weight, place)
@@ -202,24 +212,41 @@ def _embedding_class(library: Any) -> type:
     return VocabParallelEmbedding
 
 
+def _highest(values: Tensor) -> Tensor:
+    group = tensor_parallel_group()
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return values
+
+
+def _total(values: Tensor) -> Tensor:
+    dist.all_reduce(values, group=tensor_parallel_group())
+    return values
+
+
 class _ParallelHead(nn.Module):
-    """The output head: logits of this process's part of the vocabulary.
+    """The output head: logits of this process's part of the vocabulary, or a loss over all parts.
 
     Args:
         copy: identity, whose gradient is summed over the tensor-parallel processes.
+        first: the first token id of the part.
         real: rows of the part that are no padding.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, copy: Callable[[Tensor], Tensor], real: int) -> None:
+    def __init__(self, copy: Callable[[Tensor], Tensor], first: int, real: int) -> None:
         super().__init__()
         self._copy, self._real = copy, real
+        self._part = VocabularyPart(first, real, _highest, _total)
         self.register_parameter("weight", None)  # of its own, unless the embedding is the head
 
-    def forward(self, x_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, embedding_VD: Tensor | None, target_ids_BT: Tensor | None = None
+    ) -> Tensor:
         weight_VD = self.weight if embedding_VD is None else embedding_VD
         assert weight_VD is not None
+        if target_ids_BT is not None:
+            return losses(self._copy(x_BTD), weight_VD, target_ids_BT, self._part)
         logits_BTV = linear(self._copy(x_BTD), weight_VD)
         if self._real == weight_VD.shape[0]:
             return logits_BTV

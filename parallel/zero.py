@@ -174,9 +174,9 @@ class Engine:
         """The model that was handed in."""
         return self.deepspeed.module
 
-    def __call__(self, *inputs: torch.Tensor) -> ModelOutput:
+    def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> ModelOutput:
         """The model's forward pass on this process's micro-batch."""
-        return self.deepspeed(*inputs)
+        return self.deepspeed(*inputs, **named)
 
     def train(self, mode: bool = True) -> None:
         """Switches dropout on or off."""

@@ -18,8 +18,8 @@ from train.loop.optimizer import OptimizerConfig, build_optimizer
 from train.tasks.cross_entropy import cross_entropy
 
 Step = Callable[[], None]
-Call = Callable[[Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]
-"""From token ids [B, T] to logits [B, T, V], and what routers did."""
+Call = Callable[[Tensor, Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]
+"""From token ids and targets [B, T] to the mean loss, and what routers did."""
 FEED_FORWARDS = ("dense", "mumoe-cp", "mumoe-tr", "smoe-16", "smoe-64")
 """Variants that differ in the feed-forward alone."""
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
@@ -87,8 +87,7 @@ def make_step(
     optimizer = build_optimizer(OptimizerConfig(), named)
 
     def step() -> None:
-        logits_BTV, routing = call(tokens[:, :-1])
-        loss = cross_entropy(logits_BTV, tokens[:, 1:].contiguous()).mean()
+        loss, routing = call(tokens[:, :-1], tokens[:, 1:])
         of_routing = routing_loss(routing, LOSSES)
         loss = loss if of_routing is None else loss + of_routing
         loss.backward()  # type: ignore[no-untyped-call]
@@ -111,8 +110,8 @@ def _ours(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module, C
     module = build_model(config)
     materialize(module, seed=0, device=device, dtype=DTYPES[precision])
 
-    def call(ids_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        output = module(ids_BT)
+    def call(ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        output = module(ids_BT, target_ids_BT=targets_BT)
         return output.logits, output.routing
 
     return module, call
@@ -133,4 +132,8 @@ def _theirs(config: GPT2Config, device: str, precision: str) -> tuple[nn.Module,
         **dropout,
     )
     module: nn.Module = transformers.GPT2LMHeadModel(reference).to(device, DTYPES[precision])
-    return module.train(), lambda ids_BT: (module(ids_BT).logits, ())
+
+    def call(ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        return cross_entropy(module(ids_BT).logits, targets_BT.contiguous()).mean(), ()
+
+    return module.train(), call

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -204,17 +203,18 @@ def poisoned(engine: Engine, case: Case, world: comm.World) -> Iterator[None]:
     """
     micro_batches = itertools.count()
 
-    def spoiled_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def spoil(head: Any, inputs: Any, loss: torch.Tensor) -> torch.Tensor:
         here = next(micro_batches) == case.poison_micro_batch and world.rank == world.size - 1
         if here and case.poison == "gradient":
             column = torch.tensor(3)
-            logits.register_hook(lambda gradient: gradient.index_fill(-1, column, torch.nan))
-        losses = cross_entropy(logits, targets)
-        return losses + torch.nan if here and case.poison == "loss" else losses
+            inputs[0].register_hook(lambda gradient: gradient.index_fill(-1, column, torch.nan))
+        return loss + torch.nan if here and case.poison == "loss" else loss
 
-    cross_entropy = engine.cross_entropy
-    with mock.patch.object(engine, "cross_entropy", spoiled_loss):
+    handle = engine.module.head.register_forward_hook(spoil)
+    try:
         yield
+    finally:
+        handle.remove()
 
 
 def model_yaml(case: Case) -> str:

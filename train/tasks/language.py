@@ -53,9 +53,9 @@ class TextBatch(NamedTuple):
 
 
 def text_losses(model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """The loss of every token [B, T], and the routing statistics of the layers."""
-    logits_BTV, routing = model(batch.input_ids_BT)
-    return model.cross_entropy(logits_BTV, batch.target_ids_BT), routing
+    """The mean loss of the tokens, and the routing statistics of the layers."""
+    loss, routing = model(batch.input_ids_BT, target_ids_BT=batch.target_ids_BT)
+    return loss, routing
 
 
 class TextSamples(Dataset[TextBatch]):
@@ -207,7 +207,6 @@ class LanguageModelling(Task[TextBatch]):
                 self.windows(part.stream, self.evaluation.max_windows),
                 batch_size=batch_size,
                 world=world,
-                losses=model.cross_entropy,
                 report=report,
             ).loss
             for part in parts
@@ -259,7 +258,6 @@ class LanguageModelling(Task[TextBatch]):
             windows,
             batch_size=batch_size,
             world=world,
-            losses=model.cross_entropy,
             report=report,
         )
         return {

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from data.text.windows import EvaluationWindows, window_batches
 from model.output import ModelOutput
 from parallel import comm
-from parallel.zero import CrossEntropy
-from train.tasks.cross_entropy import cross_entropy
 
 
 class TokenScore(NamedTuple):
@@ -34,22 +31,20 @@ class TokenScore(NamedTuple):
 
 @torch.no_grad()
 def score_windows(
-    forward: Callable[[Tensor], ModelOutput],
+    forward: Callable[..., ModelOutput],
     windows: EvaluationWindows,
     *,
     batch_size: int,
     world: comm.World,
-    losses: CrossEntropy = cross_entropy,
     report: Callable[[float], None] | None = None,
 ) -> TokenScore:
     """Scores a split over all processes, which run equally many forward passes.
 
     Args:
-        forward: input ids [B, T] -> output; dropout off.
+        forward: the model: input ids and targets [B, T] -> the loss of each; dropout off.
         windows: of the split.
         batch_size: windows in a forward pass.
         world: this process.
-        losses: the loss of each target, given the logits that `forward` returns.
         report: is told the share done after every batch.
 
     Returns:
@@ -61,7 +56,7 @@ def score_windows(
     count = math.ceil(len(windows) / (batch_size * size))
     for done, batch in enumerate(batches, start=1):
         input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
-        losses_BT = losses(forward(input_BT).logits, target_BT).double()
+        losses_BT = forward(input_BT, target_ids_BT=target_BT).logits.double()
         # Selected, not multiplied by a mask: a padded position may have a loss that is not finite.
         total += torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
         if report is not None:

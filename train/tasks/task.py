@@ -74,7 +74,7 @@ class Predictor(Protocol):
     def cross_entropy(self) -> CrossEntropy:
         """The loss for the logits that this model returns; a layout may have cut them by class."""
 
-    def __call__(self, *inputs: Tensor) -> ModelOutput:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
 
 
@@ -337,6 +337,6 @@ class OneDevice:
     model: Callable[..., ModelOutput]
     cross_entropy: CrossEntropy
 
-    def __call__(self, *inputs: Tensor) -> ModelOutput:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
-        return self.model(*inputs)
+        return self.model(*inputs, **named)

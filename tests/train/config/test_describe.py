@@ -89,10 +89,15 @@ def test_a_moving_average_takes_as_much_as_a_moment() -> None:
 
 
 def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> None:
-    # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes.
-    assert small().model.activation_bytes(2, 4) == 2 * 3 * (2 * 128 * 4 + 60)
+    # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes; the head's
+    # gradient: 5 x 8 numbers of 8 bytes.
+    assert small().model.activation_bytes(2, 4) == 2 * 3 * (2 * 128 * 4 + 60) + 320
     recomputing = small(model={"recompute": "block"}).model
-    assert recomputing.activation_bytes(2, 4) == 2 * 3 * ((2 * 8 + 128) * 4 + 60)
+    assert recomputing.activation_bytes(2, 4) == 2 * 3 * ((2 * 8 + 128) * 4 + 60) + 320
+    # Of many tokens the logits of some exist at a time.
+    large = small(model={"vocab_size": 50_000, "sequence_length": 1024}).model
+    more = large.activation_bytes(65, 4) - large.activation_bytes(64, 4)
+    assert more == 1024 * 2 * 128 * 4
 
 
 @pytest.mark.parametrize(

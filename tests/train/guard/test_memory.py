@@ -18,8 +18,12 @@ from train.guard.memory import is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = "1.5"  # GiB beside the libraries; a small run and the stacks of its threads take a third
-LOGITS = ("model.vocab_size=200000", "train.global_batch_size=72", "evaluation.max_windows=null")
-"""72 samples x 32 tokens x 2e5 logits x 4 bytes = 1.7 GiB; weights and moments take 0.1."""
+INNER = (
+    "model.feed_forward.hidden_size=200000",
+    "train.global_batch_size=72",
+    "evaluation.max_windows=null",
+)
+"""72 samples x 32 tokens x 2e5 inner units x 4 bytes = 1.7 GiB; weights and moments take 0.4."""
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def error_line(stderr: str) -> str:
 
 
 def test_a_step_that_does_not_fit_names_size_use_and_keys(config: Path) -> None:
-    line = error_line(limited(0, "train", config, *LOGITS, "train.micro_batch_size=72"))
+    line = error_line(limited(0, "train", config, *INNER, "train.micro_batch_size=72"))
     assert line.startswith("polyad: error: out of memory in step 1, on rank 0 of 1: ")
     asked = re.search(r": ([\d.]+) GiB more were asked for; the process holds [\d.]+ GiB", line)
     assert asked
@@ -65,9 +69,10 @@ def test_a_step_that_does_not_fit_names_size_use_and_keys(config: Path) -> None:
 
 def test_validation_that_does_not_fit_names_its_own_batch_size(config: Path) -> None:
     small = ("train.global_batch_size=1", "train.micro_batch_size=1", "train.steps=1")
-    line = error_line(limited(0, "train", config, *LOGITS, *small, "evaluation.batch_size=90"))
+    inner = ("model.feed_forward.hidden_size=50000", "evaluation.max_windows=null")
+    line = error_line(limited(0, "train", config, *inner, *small, "evaluation.batch_size=360"))
     assert "out of memory in validation, on rank 0 of 1: " in line
-    assert "change evaluation.batch_size=45 (now 90)" in line
+    assert "change evaluation.batch_size=180 (now 360)" in line
 
 
 def test_an_engine_that_does_not_fit_is_one_line(config: Path) -> None:
@@ -81,7 +86,7 @@ def test_an_engine_that_does_not_fit_is_one_line(config: Path) -> None:
 @pytest.mark.distributed
 def test_the_rank_that_fails_speaks_and_the_other_does_not_wait_for_it(config: Path) -> None:
     keys = ("train.global_batch_size=144", "train.micro_batch_size=72")
-    stderr = limited(1, "train", config, *LOGITS, *keys, processes=2)  # a collective waits 30 min
+    stderr = limited(1, "train", config, *INNER, *keys, processes=2)  # a collective waits 30 min
     line = error_line(stderr)
     assert "out of memory in step 1, on rank 1 of 2: " in line
     assert (
@@ -94,8 +99,8 @@ def test_the_rank_that_fails_speaks_and_the_other_does_not_wait_for_it(config: P
 @pytest.mark.distributed
 def test_going_on_and_evaluating_know_the_run(workers, config: Path, tmp_path: Path) -> None:
     few = ("train.micro_batch_size=4", "train.steps=1", "evaluation.max_windows=1")
-    workers(1).run(run, config, *LOGITS, *few)
-    line = error_line(limited(0, "train", config, *LOGITS, "train.micro_batch_size=72"))
+    workers(1).run(run, config, *INNER, *few)
+    line = error_line(limited(0, "train", config, *INNER, "train.micro_batch_size=72"))
     assert "in step 2, on rank 0" in line
     assert line.endswith("; the last checkpoint is of step 1")
     line = error_line(limited(0, "evaluate", tmp_path / "run", "evaluation.batch_size=90"))

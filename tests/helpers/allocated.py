@@ -1,0 +1,45 @@
+"""Counts bytes that operations take, also on the meta device, where nothing is really there."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocated(TorchDispatchMode):
+    """Inside this context bytes of new storages are counted until nobody holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0
+        self.peak = 0
+        """The most that were held at once, in bytes."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            each.untyped_storage()._cdata
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:
+                self._add(each.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, size: int) -> None:
+        self._now -= size

@@ -1,0 +1,158 @@
+"""The loss without whole logits, beside PyTorch's cross-entropy of whole ones."""
+
+import math
+
+import pytest
+import torch
+
+from model.build import build_model, materialize, read_model_config
+from model.kernels import linear_cross_entropy as kernel
+from model.kernels.linear_cross_entropy import VocabularyPart, by_definition, linear_cross_entropy
+from tests.helpers.allocated import Allocated
+
+N, D, V = 37, 16, 101
+
+
+def drawn(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    return x, weight, torch.randint(0, V, (N,), generator=generator)
+
+
+def gradients(operation, *arguments, factor=1.0):
+    loss = operation(*arguments)
+    return loss, *torch.autograd.grad(factor * loss, arguments[:2])
+
+
+@pytest.mark.parametrize("chunk", [1, 7 * V, 1 << 26])
+def test_loss_and_gradients_are_those_of_whole_logits(monkeypatch, chunk):
+    monkeypatch.setattr(kernel, "CHUNK", chunk)
+    x, weight, targets = drawn()
+    ours = gradients(linear_cross_entropy, x, weight, targets, factor=3.0)
+    theirs = gradients(by_definition, x, weight, targets, factor=3.0)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [3 * V, 1 << 26])
+def test_in_bf16_it_is_as_near_to_the_truth_as_whole_logits(monkeypatch, chunk):
+    monkeypatch.setattr(kernel, "CHUNK", chunk)
+    x, weight, targets = drawn(torch.bfloat16)
+    exact = gradients(
+        by_definition, *(t.detach().double().requires_grad_() for t in (x, weight)), targets
+    )
+    ours = gradients(linear_cross_entropy, x, weight, targets)
+    theirs = gradients(by_definition, x, weight, targets)
+    for one, other, true in zip(ours, theirs, exact, strict=True):
+        assert one.dtype == other.dtype
+        errors = [((each.double() - true).norm() / true.norm()).item() for each in (one, other)]
+        assert errors[0] < 1.5 * errors[1] + 1e-6
+
+
+def test_only_what_is_wanted_has_a_gradient():
+    x, weight, targets = drawn()
+    (of_x,) = torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), [x])
+    torch.testing.assert_close(of_x, gradients(by_definition, x, weight, targets)[1])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            linear_cross_entropy(x, weight, targets), by_definition(x, weight, targets)
+        )
+    each = torch.nn.functional.cross_entropy(x @ weight.t(), targets, reduction="none")
+    torch.testing.assert_close(kernel.token_losses(x, weight, targets), each.detach())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_so(bad):
+    x, weight, targets = drawn()
+    with torch.no_grad():
+        x[3, 2] = bad
+    loss, of_x, of_weight = gradients(linear_cross_entropy, x, weight, targets)
+    assert not loss.isfinite()
+    assert not of_x.isfinite().all()
+    assert not of_weight.isfinite().all()
+
+
+def test_parts_of_the_vocabulary_are_the_whole(monkeypatch):
+    """Two parts of unequal size with padding, whose exchanges are made by hand: of one pass the
+    numbers of the other part are known from a pass before."""
+    monkeypatch.setattr(kernel, "CHUNK", 60 * 10)
+    x, weight, targets = drawn()
+    whole = gradients(by_definition, x, weight, targets)
+    size, sums = 60, []
+    padded = torch.full((2 * size, D), 7.0)
+    padded[:V] = weight.detach()
+    logits = x.detach() @ weight.detach().t()
+    highest, total = logits.amax(1, keepdim=True), (logits - logits.amax(1, keepdim=True)).exp()
+    target = logits.gather(1, targets.unsqueeze(1)) - highest
+    truth = torch.cat([total.sum(1, keepdim=True), target], dim=1)
+    of_x, of_weight = torch.zeros_like(x), []
+    for rank in range(2):
+        place = {"highest": 0, "total": 0}
+
+        def take(name, values, whole_N, place=place):
+            first = place[name]
+            place[name] += len(values)
+            sums.append(values) if name == "total" else None
+            return whole_N[first : first + len(values)].clone()
+
+        part = VocabularyPart(
+            rank * size,
+            min(size, V - rank * size),
+            lambda values: take("highest", values, highest),
+            lambda values: take("total", values, truth),
+        )
+        here = padded[rank * size : (rank + 1) * size].clone().requires_grad_()
+        loss, grad_x, grad_weight = gradients(
+            lambda x, w, t, part=part: linear_cross_entropy(x, w, t, part), x, here, targets
+        )
+        torch.testing.assert_close(loss, whole[0])
+        of_x = of_x + grad_x
+        of_weight.append(grad_weight[: part.real])
+        assert not grad_weight[part.real :].any()
+    torch.testing.assert_close(of_x, whole[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(of_weight), whole[2], rtol=1e-5, atol=1e-6)
+    half = len(sums) // 2  # what the parts put in adds up
+    for one, other, first in zip(sums[:half], sums[half:], range(0, N, 10), strict=True):
+        torch.testing.assert_close(one + other, truth[first : first + 10], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_given_targets_returns_its_loss(tied):
+    config = read_model_config(
+        {
+            **{"kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2},
+            **{"sequence_length": 9, "vocab_size": V, "tied_embeddings": tied},
+        }
+    )
+    model = build_model(config)
+    materialize(model, 0)
+    ids = torch.randint(0, V, (3, 10), generator=torch.Generator().manual_seed(1))
+    loss = model(ids[:, :-1], target_ids_BT=ids[:, 1:]).logits
+    logits = model(ids[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+    with torch.no_grad():
+        each = model(ids[:, :-1], target_ids_BT=ids[:, 1:]).logits
+    assert each.shape == (3, 9)
+    torch.testing.assert_close(each.mean(), expected.detach())
+    ours = torch.autograd.grad(loss, list(model.parameters()))
+    theirs = torch.autograd.grad(expected, list(model.parameters()))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_memory_of_the_loss_at_full_size():
+    """Counted on the meta device: 32 x 1,024 tokens of GPT-2's vocabulary in bf16."""
+    tokens, width, vocabulary = 32 * 1024, 768, 50_257
+    peaks = {}
+    for name, operation in (("whole", by_definition), ("chunks", linear_cross_entropy)):
+        with torch.device("meta"):
+            x = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
+            targets = torch.empty(tokens, dtype=torch.int64)
+            with Allocated() as allocated:
+                operation(x, weight, targets).backward()
+        peaks[name] = allocated.peak
+    assert peaks["whole"] > 15e9
+    assert peaks["chunks"] < 2e9
