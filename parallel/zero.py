@@ -8,8 +8,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -93,6 +93,12 @@ def deepspeed_config(
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "round_robin_gradients": False,  # the checkpoint reads DeepSpeed's fragment map
+            # Buckets are reduced while the backward pass goes on, each part to the process that
+            # owns it: half of what an all-reduce sends.
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "use_multi_rank_bucket_allreduce": False,
         },
     }
     if stage == 3:
@@ -147,9 +153,10 @@ class Engine:
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
             dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
-            self.deepspeed, *_ = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config, mpu=mpu
-            )
+            with _one_optimizer_for_stages_1_and_2():
+                self.deepspeed, *_ = deepspeed.initialize(
+                    model=module, optimizer=optimizer, config=config, mpu=mpu
+                )
         assert self.deepspeed.basic_optimizer is optimizer
         self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
         if config["bf16"]["enabled"]:
@@ -163,7 +170,7 @@ class Engine:
         """Averages gradients in fp32 at the stages where DeepSpeed would round them to bf16."""
         if isinstance(self._hook, StageZeroHook):
             self._hook.gradients = Fp32Gradients(self.deepspeed, bucket_size, self.world)
-        elif self.stage == 2:
+        elif self.stage in (1, 2):
             # DeepSpeed would divide by the number of processes in bf16 before it sums in fp32,
             # which rounds unless the number is a power of two.
             self.deepspeed.optimizer.gradient_average = False
@@ -259,6 +266,29 @@ class Engine:
         if norm is None and self.stage:
             norm = self.deepspeed.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
+
+
+@contextmanager
+def _one_optimizer_for_stages_1_and_2() -> Iterator[None]:
+    """Inside this context DeepSpeed takes the optimizer of stage 2 for stage 1 in bf16 too.
+
+    It reduces buckets of gradients while the backward pass goes on. The one that DeepSpeed takes
+    otherwise for bf16 weights with gradients in fp32 reduces everything after it, all at once.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    usual = DeepSpeedEngine._do_optimizer_sanity_check
+
+    def chosen(engine: Any, optimizer: Any) -> Any:
+        kind = usual(engine, optimizer)
+        return ZERO_OPTIMIZATION if engine.zero_optimization() else kind
+
+    DeepSpeedEngine._do_optimizer_sanity_check = chosen
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._do_optimizer_sanity_check = usual
 
 
 def _restore_dtypes(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:

@@ -1,5 +1,6 @@
 """Gradients that say in which precision they were summed, called in worker processes."""
 
+from traceback import extract_stack
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class Exchanges(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.numbers: dict[tuple[str, str], int] = {}
+        self.in_backward: dict[str, int] = {}
+        """Calls while the backward pass goes on, by name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.rpartition("::")[2].rstrip("_")
@@ -81,11 +84,22 @@ class Exchanges(TorchDispatchMode):
             if isinstance(first, Tensor) and first.is_floating_point():
                 key = name, str(first.dtype).removeprefix("torch.")
                 self.numbers[key] = self.numbers.get(key, 0) + first.numel()
+                if any(frame.name == "_engine_run_backward" for frame in extract_stack()):
+                    self.in_backward[name] = self.in_backward.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 
 
 def exchanges_of_a_step(case: Case) -> dict[tuple[str, str], int]:
     """Numbers in each kind of collective of one training step."""
+    return _exchanges(case).numbers
+
+
+def calls_in_backward(case: Case) -> dict[str, int]:
+    """Collectives of one training step that begin before its backward passes end, by name."""
+    return _exchanges(case).in_backward
+
+
+def _exchanges(case: Case) -> Exchanges:
     engine, world = build_engine(case)
     batches = local_batches(0, world, case.model)
     with Exchanges() as mode:
@@ -98,4 +112,4 @@ def exchanges_of_a_step(case: Case) -> dict[tuple[str, str], int]:
             losses=case.losses,
             progress=0.0,
         )
-    return mode.numbers
+    return mode

@@ -82,6 +82,7 @@ class Case:
     average: float | None = None
     """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
+    bucket_size: int = 50_000_000
 
     def but(self, **changes: Any) -> "Case":
         """The case with some values changed."""
@@ -137,7 +138,11 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
             tensor_parallel_size=case.tensor,
             expert_parallel_size=case.expert,
         ),
-        ParallelConfig(zero_stage=case.stage, timeout_minutes=case.timeout_minutes),
+        ParallelConfig(
+            zero_stage=case.stage,
+            timeout_minutes=case.timeout_minutes,
+            bucket_size=case.bucket_size,
+        ),
         world=world,
         make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
         precision=case.precision,

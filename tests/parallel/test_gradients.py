@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.gradients import exchanges_of_a_step, mean_gradient
+from tests.helpers.gradients import calls_in_backward, exchanges_of_a_step, mean_gradient
 from tests.helpers.training import Case, moe_model, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -54,3 +54,39 @@ def test_exchanged_in_fp32_are_gradients_and_in_bf16_weights_and_tokens(workers)
         assert bool(weights) == (stage > 0)
     sent = workers(2).run(exchanges_of_a_step, case.but(stage=1, model=moe_model(), expert=2))[0]
     assert {kind[1] for kind in sent if "all_to_all" in kind[0]} == {"bfloat16"}
+
+
+PADDED = 34_920
+"""Numbers of the tiny model, aligned to what DeepSpeed cuts."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_each_stage_sends(workers, precision):
+    """In a step of 2 micro-batches a process. A reduction to the owner of a part sends half of what
+    an all-reduce sends."""
+    weights = "bfloat16" if precision == "bf16" else "float32"
+    expected = {
+        0: {("allreduce", "float32"): PADDED},
+        1: {("reduce", "float32"): PADDED, ("_allgather_base", weights): PADDED},
+        2: {("reduce", "float32"): 2 * PADDED, ("_allgather_base", weights): PADDED},
+    }
+    case = Case(precision=precision)
+    for stage, kinds in expected.items():
+        sent = workers(2).run(exchanges_of_a_step, case.but(stage=stage))[0]
+        small = {kind: n for kind, n in sent.items() if kind not in kinds}
+        assert {kind: n for kind, n in sent.items() if kind in kinds} == {
+            kind: pytest.approx(n, abs=3) for kind, n in kinds.items()
+        }
+        assert sum(small.values()) <= 4, small  # the norm, and a step's loss
+    sent = workers(2).run(exchanges_of_a_step, case.but(stage=3))[0]
+    assert sent["_reduce_scatter_base", "float32"] == PADDED
+    assert sent["_allgather_base", weights] < 3 * PADDED  # in 2 forward and backward passes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_buckets_are_reduced_while_the_backward_pass_goes_on(workers, stage, precision):
+    case = Case(precision=precision, stage=stage, bucket_size=4_000)
+    calls = workers(2).run(calls_in_backward, case)[0]
+    times = 1 if stage == 1 else 2  # stage 1 once a step, stage 2 after every micro-batch
+    assert calls["reduce"] >= 5 * times
