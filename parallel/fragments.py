@@ -174,13 +174,14 @@ def _locate_replicated(engine: Engine) -> Any:
 
 def _locate_flat(engine: Engine) -> Any:
     """Stages 1 and 2: an equal part of each flattened parameter group."""
-    groups = engine.deepspeed.basic_optimizer.param_groups
+    # Not the optimizer's own groups: while it steps, DeepSpeed shows it one group at a time.
+    masters = engine.deepspeed.optimizer.single_partition_of_fp32_groups
 
     def find(parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
-        (key,) = groups[mapping.param_group_index]["params"]
+        key = masters[mapping.param_group_index]
         whole, part = mapping.hp_fragment_address, mapping.lp_fragment_address
         return key, whole.start, part.start, part.numel
 
