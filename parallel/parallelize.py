@@ -22,7 +22,7 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.factors import parallelize_factors
 from parallel.fragments import Source, fill
-from parallel.tensor import Mpu, parallelize_tensors, placement_of
+from parallel.tensor import Mpu, pad_vocabulary, parallelize_tensors, placement_of
 from parallel.zero import (
     DTYPES,
     CrossEntropy,
@@ -135,6 +135,8 @@ def parallelize(
             if isinstance(module, MuMoE):
                 parallelize_factors(module, world)
         mpu, cross_entropy = Mpu(), tensor.token_losses
+    else:
+        pad_vocabulary(model)
     synchronize_norms(model, world)
     routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
     if routed:

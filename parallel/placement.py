@@ -23,6 +23,10 @@ class Piece:
     """Position of its first element in the global tensor."""
 
 
+ROWS = 128
+"""A part of a vocabulary is a multiple of this: products of other sizes are slow on a GPU."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """A shard of a parameter in the global tensor.
@@ -151,14 +155,14 @@ def split_rows_and_rest(shape: tuple[int, ...], rows: int, rank: int, parts: int
 
 
 def split_padded(shape: tuple[int, ...], rank: int, parts: int) -> Placement:
-    """An equal number of rows, the last ones padding where `parts` does not divide them.
+    """An equal number of rows, a multiple of `ROWS`, the last ones padding.
 
     Args:
         shape: global.
         rank: which part.
         parts: how many.
     """
-    size, rest = -(-shape[0] // parts), shape[1:]
+    size, rest = ROWS * -(-shape[0] // (ROWS * parts)), shape[1:]
     first = min(rank * size, shape[0])
     real = min(size, shape[0] - first)
     pieces = (Piece(0, real, (first, *[0] * len(rest))),) if real else ()

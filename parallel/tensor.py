@@ -22,7 +22,7 @@ from model.attention import SelfAttention
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2, UntiedHead
 from model.kernels.linear_cross_entropy import VocabularyPart, losses
-from model.layers import embed
+from model.layers import Embedding, embed
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
@@ -49,6 +49,35 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
                 elif isinstance(layer, DenseFeedForward):  # others are cut in files of their own
                     _swap(layer, "up", layers.column(layer.up))
                     _swap(layer, "down", layers.row(layer.down))
+
+
+def pad_vocabulary(model: nn.Module) -> None:
+    """Rounds the rows of a GPT-2's embedding and output head up, in place, where they are not cut.
+
+    As in a layout that cuts them the padding exists only here: no checkpoint and no count has it.
+
+    Args:
+        model: on the meta device.
+    """
+    if not isinstance(model, GPT2):
+        return
+    shape = tuple(model.token_embedding.weight.shape)
+    place = split_padded(shape, 0, 1)
+    if place.shape == shape:
+        return
+    with torch.device("meta"):
+        embedding = Embedding(place.shape[0], place.shape[1])
+        embedding.weight.placement = place  # type: ignore[attr-defined]
+        head = _ParallelHead(_same, VocabularyPart(0, shape[0], _same, _same))
+        if isinstance(model.head, UntiedHead):
+            head.weight = nn.Parameter(torch.empty(place.shape))
+            head.weight.placement = place  # type: ignore[attr-defined]
+    _swap(model, "token_embedding", embedding)
+    _swap(model, "head", head)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
 
 
 def _swap(parent: nn.Module, name: str, layer: nn.Module) -> None:
@@ -157,9 +186,10 @@ class _Layers:
 
     def embedding(self, layer: nn.Embedding) -> nn.Module:
         """Cut by vocabulary, padded to equal parts."""
-        padded = -(-layer.num_embeddings // self.parts) * self.parts
+        place = split_padded(tuple(layer.weight.shape), self.rank, self.parts)
+        padded = place.shape[0] * self.parts
         made = _embedding_class(self.parallel)(padded, layer.embedding_dim, **self.settings)
-        cut(made.weight, split_padded(tuple(layer.weight.shape), self.rank, self.parts))
+        cut(made.weight, place)
         return made
 
     def head(self, layer: nn.Module, embedding: nn.Module) -> nn.Module:
@@ -169,7 +199,8 @@ class _Layers:
         place = placement_of(weight)
         real = sum(piece.num_rows for piece in place.pieces)
         first = place.pieces[0].origin[0] if real else 0
-        made = _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, first, real)
+        part = VocabularyPart(first, real, _highest, _total)
+        made = _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, part)
         if isinstance(layer, UntiedHead):
             made.weight = nn.Parameter(torch.empty(place.shape))
             cut(made.weight, place)
@@ -228,16 +259,14 @@ class _ParallelHead(nn.Module):
 
     Args:
         copy: identity, whose gradient is summed over the tensor-parallel processes.
-        first: the first token id of the part.
-        real: rows of the part that are no padding.
+        part: this process's.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, copy: Callable[[Tensor], Tensor], first: int, real: int) -> None:
+    def __init__(self, copy: Callable[[Tensor], Tensor], part: VocabularyPart) -> None:
         super().__init__()
-        self._copy, self._real = copy, real
-        self._part = VocabularyPart(first, real, _highest, _total)
+        self._copy, self._part = copy, part
         self.register_parameter("weight", None)  # of its own, unless the embedding is the head
 
     def forward(
@@ -248,9 +277,11 @@ class _ParallelHead(nn.Module):
         if target_ids_BT is not None:
             return losses(self._copy(x_BTD), weight_VD, target_ids_BT, self._part)
         logits_BTV = linear(self._copy(x_BTD), weight_VD)
-        if self._real == weight_VD.shape[0]:
+        if self._copy is _same:
+            return logits_BTV[..., : self._part.real]
+        if self._part.real == weight_VD.shape[0]:
             return logits_BTV
-        padding_V = torch.arange(weight_VD.shape[0], device=x_BTD.device) >= self._real
+        padding_V = torch.arange(weight_VD.shape[0], device=x_BTD.device) >= self._part.real
         return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.manifest import CheckpointError
 from parallel.weights import load_model
-from tests.helpers.training import MODEL, Case, global_batch, mumoe_model, resave, tensors, train
+from tests.helpers import training
+from tests.helpers.training import MODEL, global_batch, mumoe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -31,8 +33,11 @@ PAIRS = [
 ]
 
 
+# With more words than a part of a padded vocabulary has rows, so that each process has some.
+DENSE = MODEL.model_copy(update={"vocab_size": 251})
+Case = partial(training.Case, model=DENSE)
 MODELS = {
-    "dense": MODEL,
+    "dense": DENSE,
     "cp": mumoe_model(factorization="cp"),
     "tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
 }
@@ -222,7 +227,7 @@ def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
         return original(self, about, chunk)
 
     monkeypatch.setattr(Checkpoint, "_stored", record)
-    shape = (MODEL.vocab_size, MODEL.hidden_size)
+    shape = (DENSE.vocab_size, DENSE.hidden_size)
     box = checkpoint.read("token_embedding.weight", "master", shape, (1, 2), (2, 3))
     assert len(opened) == 1  # of the several chunks of that tensor
     assert len(checkpoint.tensors["token_embedding.weight"]["master"].chunks) > 1
@@ -236,7 +241,7 @@ def test_load_model_gives_the_weights_on_one_device(workers, saved, kind):
     assert not model.training
     case = Case(resume=str(path), first_step=3, last_step=4, model=MODELS[kind])
     expected = workers(1).run(train, case)[0]["losses"][0]
-    batch = global_batch(3, MODEL)
+    batch = global_batch(3, MODELS[kind])
     with torch.no_grad():
         logits = model(batch[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -320,7 +325,7 @@ def test_a_newer_format_is_refused(saved, tmp_path):
 def test_another_model_is_refused_with_the_differing_names(saved):
     from model.build import build_model
 
-    other = build_model(MODEL.model_copy(update={"num_layers": 3}))
+    other = build_model(DENSE.model_copy(update={"num_layers": 3}))
     with pytest.raises(CheckpointError, match=r"another model: blocks\.2.* missing there"):
         Checkpoint(saved((2, 1, 1))).check_model(other)
 
