@@ -112,10 +112,13 @@ class SelfAttention(nn.Module):
         batch, length, _ = x_BTD.shape
         # -1 and not A: under tensor parallelism a process holds some of the heads.
         qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
+        # Cut where they are stored, the kernel's three gradients become that of qkv in one pass.
         of_head_BT3H = None
-        if traced_head is not None:
-            qkv_BT3AH, of_head_BT3H = _WithHead.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
-        q_BATH, k_BATH, v_BATH = qkv_BT3AH.permute(2, 0, 3, 1, 4).unbind(0)
+        if traced_head is None:
+            q_BTAH, k_BTAH, v_BTAH = qkv_BT3AH.unbind(2)
+        else:
+            q_BTAH, k_BTAH, v_BTAH, of_head_BT3H = _Traced.apply(qkv_BT3AH, traced_head)  # type: ignore[no-untyped-call]
+        q_BATH, k_BATH, v_BATH = (x.transpose(1, 2) for x in (q_BTAH, k_BTAH, v_BTAH))
         if cache is not None:
             heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
         else:
@@ -148,7 +151,7 @@ class SelfAttention(nn.Module):
         )
 
 
-class _WithHead(torch.autograd.Function):
+class _Traced(torch.autograd.Function):
     """Returns q, k and v of all heads, and a copy of those of one head.
 
     Its backward pass adds the gradient of the one head to that of all in place. Autograd would
@@ -156,13 +159,14 @@ class _WithHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv_BT3AH: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, qkv_BT3AH: Tensor, head: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(head)
-        return qkv_BT3AH.view_as(qkv_BT3AH), qkv_BT3AH.index_select(3, head).squeeze(3)
+        return *qkv_BT3AH.unbind(2), qkv_BT3AH.index_select(3, head).squeeze(3)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, for_qkv_BT3AH: Tensor, for_head_BT3H: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (head,) = ctx.saved_tensors
-        whole_BT3AH = for_qkv_BT3AH.clone(memory_format=torch.contiguous_format)
-        return whole_BT3AH.index_add_(3, head, for_head_BT3H.unsqueeze(3)), None
+        *of_all_BTAH, of_head_BT3H = gradients
+        whole_BT3AH = torch.stack(of_all_BTAH, 2)
+        return whole_BT3AH.index_add_(3, head, of_head_BT3H.unsqueeze(3)), None

@@ -17,6 +17,8 @@ class Allocated(TorchDispatchMode):
         self._now = 0
         self.peak = 0
         """The most that were held at once, in bytes."""
+        self.total = 0
+        """All that were taken, in bytes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -37,6 +39,7 @@ class Allocated(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
+        self.total += storage.nbytes()
         self._now += storage.nbytes()
         self.peak = max(self.peak, self._now)
         weakref.finalize(storage, self._free, storage.nbytes())

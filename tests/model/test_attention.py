@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from model.attention import SelfAttention
+from tests.helpers.allocated import Allocated
 
 
 @pytest.fixture
@@ -80,3 +81,19 @@ def test_dropout_acts_on_the_weights_and_on_the_output():
     # All inputs are equal: without dropout on the weights, a unit's kept outputs were equal too.
     kept = dropped_BTD[..., 0][dropped_BTD[..., 0] != 0]
     assert kept.std() > 0
+
+
+@pytest.mark.parametrize("head", [None, 1])
+def test_gradients_of_q_k_and_v_are_copied_once(attention, head):
+    x_BTD = torch.randn(2, 5, 24, requires_grad=True)
+    asked = None if head is None else torch.tensor([head])
+    y_BTD, trace = attention(x_BTD, traced_head=asked)
+    total = y_BTD.sum() if trace is None else y_BTD.sum() + trace.of_head_BT3H.sum()
+    written = Allocated()
+    with written:
+        total.backward()
+    # The kernel's three gradients, all of them in one tensor, those of the parameters, and some of
+    # the size of the input. Any other copy of the three would be 2 x 5 x 72 numbers more.
+    of_qkv = 4 * 2 * 5 * 72
+    parameters = 4 * sum(p.numel() for p in attention.parameters())
+    assert 2 * of_qkv < written.total - parameters < 3 * of_qkv
