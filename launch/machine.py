@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -35,14 +36,21 @@ def prepare_environment() -> None:
 def _keep_compiled_code() -> None:
     """Makes torch.compile cache its code where the next start finds it; torch's default is in /tmp.
 
-    `TORCHINDUCTOR_CACHE_DIR` names another one. What cannot be made is left to torch.
+    A home folder that several computers share would be read and written by all of their processes
+    at once, so there each keeps its own. `TORCHINDUCTOR_CACHE_DIR` names another one. What cannot
+    be made, or belongs to somebody else, is left to torch.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(caches) / "polyad" / "compiled"
+    folder = Path(caches) / "polyad"
+    if int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        folder = Path(tempfile.gettempdir()) / f"polyad-{os.getuid()}"
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code that is run
-        if os.access(folder, os.W_OK | os.X_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        (folder / "compiled").mkdir(parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            return
+        for each in (folder, folder / "compiled"):
+            each.chmod(0o700)  # it holds code that is run
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
 
 
 END_WITH_PARENT = "POLYAD_END_WITH_PARENT"

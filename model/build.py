@@ -274,16 +274,24 @@ def _find_initializer(model: nn.Module, name: str) -> Initializer:
     raise AssertionError(f"no module says how {name} starts: add it to `initializers()`")
 
 
-def compile_model(model: nn.Module) -> None:
-    """Compiles every block of a model with torch.compile, in place.
+def compile_model(model: nn.Module, backend: str = "inductor") -> None:
+    """Compiles a model with torch.compile, in place: each block, and what is before and after them.
 
     Call it after the weights exist and after parallel layers have taken their places. Names of
-    modules and parameters do not change. Equal blocks share one compiled program. A model without
-    `blocks` is compiled whole.
+    modules and parameters do not change. Equal blocks share one compiled program: that of a whole
+    model would hold each block again. A model without `blocks` is compiled whole.
 
     Args:
         model: Any.
+        backend: What turns a graph into a program.
     """
+    # The host learns there how many rows each process sends; without this the program ends there.
+    torch._dynamo.config.capture_scalar_outputs = True
     blocks = getattr(model, "blocks", None)
-    for part in [model] if blocks is None else blocks.children():
-        part.compile()
+    if blocks is None:
+        model.compile(backend=backend)
+        return
+    for block in blocks.children():
+        block.compile(backend=backend)
+    for name in ("embed", "score"):
+        setattr(model, name, torch.compile(getattr(model, name), backend=backend))

@@ -306,8 +306,7 @@ class GPT2(nn.Module):
                 f"{self.config.sequence_length}"
             )
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
-        x_BTD = self.token_embedding(input_ids_BT) + self.position_embedding(positions_T)
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self.embed(input_ids_BT, positions_T)
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
             block_cache = None if cache is None else cache.blocks[index]
@@ -316,10 +315,20 @@ class GPT2(nn.Module):
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+        return ModelOutput(self.score(x_BTD, target_ids_BT), tuple(routing))
+
+    def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """What the first block gets [B, T, D]."""
+        x_BTD = self.token_embedding(input_ids_BT) + self.position_embedding(positions_T)
+        embedded_BTD: Tensor = self.dropout(x_BTD)
+        return embedded_BTD
+
+    def score(self, x_BTD: Tensor, target_ids_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] from what the last block gives; with targets see `forward`."""
         # Read only if it is needed: ZeRO 3 would gather it.
         embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
-        scored = self.head(self.final_norm(x_BTD), embedding_VD, target_ids_BT)
-        return ModelOutput(scored, tuple(routing))
+        scored: Tensor = self.head(self.final_norm(x_BTD), embedding_VD, target_ids_BT)
+        return scored
 
     def _run(
         self, block: nn.Module, x_BTD: Tensor, cache: BlockCache | None

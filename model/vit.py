@@ -210,7 +210,7 @@ class ViT(nn.Module):
             x_BTD, stats = run_block(block, x_BTD, self.config.recompute)
             if stats is not None:
                 routing.append(stats._replace(name=f"blocks.{number}.feed_forward"))
-        logits_BK, of_head = classified(self.head, self.pool(x_BTD))
+        logits_BK, of_head = self.score(x_BTD)
         return ModelOutput(logits_BK, (*routing, *of_head))
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
@@ -226,7 +226,11 @@ class ViT(nn.Module):
         """Logits [B, K] from what a block gets."""
         for block in self.blocks[first_block:]:
             x_BTD, _ = block(x_BTD)
-        return classified(self.head, self.pool(x_BTD))[0]
+        return self.score(x_BTD)[0]
+
+    def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """Logits [B, K] from what the last block gives, and the statistics of a head that routes."""
+        return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:
         """What the head reads [B, D], from what the last block gives."""

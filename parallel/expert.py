@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
-from model.smoe.dispatch import Dispatcher, Plan, make_plan, take_rows
+from model.kernels.rows import permute
+from model.smoe.dispatch import Dispatcher, Plan, make_plan
 from model.smoe.experts import Experts
 from model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from model.smoe.layer import SparseMoE
@@ -177,22 +179,25 @@ class _Exchange:
     def __init__(self, num_experts: int, parts: int) -> None:
         self.parts, self.experts_here = parts, num_experts // parts
 
-    def __call__(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts, group: Any) -> Tensor:
+    def __call__(self, rows_MD: Tensor, plan: Plan, experts: Experts, group: Any) -> Tensor:
         """Computes the experts of all rows; see `Dispatcher.compute`."""
+        counts_E, num_rows = plan.counts_E, rows_MD.shape[0]
         counts_PX = counts_E.view(self.parts, self.experts_here)
         arriving_E = _wait(collectives.all_to_all_single(counts_E, None, None, group))
         arriving_PX = arriving_E.view(self.parts, self.experts_here)
         # The only place where the CPU waits for the GPU.
         send, receive = torch.stack([counts_PX.sum(1), arriving_PX.sum(1)]).tolist()
+        if plan.drops:
+            rows_MD = rows_MD[: sum(send)]
         arrived_MD = _all_to_all(rows_MD, receive, send, group)
         if self.experts_here == 1:
             done_MD = experts(arrived_MD, arriving_PX.sum(0))
         else:
-            plan = self._by_expert(arriving_PX, sum(receive))
-            sorted_MD = experts(take_rows(arrived_MD, plan), plan.counts_E)
-            back = Plan(plan.row_A, plan.assignment_M, plan.counts_E)
-            done_MD = take_rows(sorted_MD, back)
-        return _all_to_all(done_MD, send, receive, group)
+            order_M, place_M, here_E, _ = self._by_expert(arriving_PX, sum(receive))
+            sorted_MD = experts(permute(arrived_MD, order_M, place_M), here_E)
+            done_MD = permute(sorted_MD, place_M, order_M)
+        done_MD = _all_to_all(done_MD, send, receive, group)
+        return pad(done_MD, (0, 0, 0, num_rows - sum(send))) if plan.drops else done_MD
 
     def _by_expert(self, arriving_PX: Tensor, total: int) -> Plan:
         """A plan to sort the rows by expert: they arrive sorted by sender, then by expert."""
@@ -244,8 +249,8 @@ def _expert_parallel_dispatcher() -> type:
             kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
             return kind.forward(self, tokens_ND, selected, experts, capacity_factor)
 
-        def compute(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
-            return self._exchange(rows_MD, counts_E, experts, self._group)
+        def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts) -> Tensor:
+            return self._exchange(rows_MD, plan, experts, self._group)
 
     return ExpertParallelDispatcher
 

@@ -33,7 +33,9 @@ def one_by_one(
     """As `grouped`, by definition; reads the counts from the device."""
     # Not by index: autograd would fill a gradient of all experts for each one.
     biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
-    of_each = torch.split(rows_MD, counts_E.tolist()), up_EDF.unbind(0), biases, down_EFD.unbind(0)
+    counts = counts_E.tolist()
+    *rows_of_each, rest = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
+    of_each = rows_of_each, up_EDF.unbind(0), biases, down_EFD.unbind(0)
     outputs = []
     for rows_mD, up_DF, bias_F, down_FD in zip(*of_each, strict=True):
         inner_mF = rows_mD @ up_DF
@@ -41,7 +43,7 @@ def one_by_one(
             inner_mF = inner_mF + bias_F
         inner_mF = gelu(inner_mF, approximate="tanh")
         outputs.append((drop(inner_mF) if drop else inner_mF) @ down_FD)
-    return torch.cat(outputs)
+    return torch.cat([*outputs, rest])
 
 
 def grouped(
@@ -59,11 +61,11 @@ def grouped(
         up_EDF: First layers.
         bias_EF: Of the first layers; None: they have none.
         down_EFD: Second layers.
-        counts_E: Rows of each expert; 0 is allowed.
+        counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
         drop: What happens to the inner units after the activation; None: nothing.
 
     Returns:
-        [M, D], in the same order.
+        [M, D], in the same order; of rows after the last expert's anything, as is their gradient.
     """
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
@@ -123,7 +125,8 @@ class _OfEachRow(torch.autograd.Function):
     def forward(ctx: Any, bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(offsets_E)
         rows_M = torch.arange(num_rows, device=bias_EF.device, dtype=offsets_E.dtype)
-        return bias_EF.index_select(0, torch.searchsorted(offsets_E, rows_M, right=True))
+        expert_M = torch.searchsorted(offsets_E, rows_M, right=True)
+        return bias_EF.index_select(0, expert_M.clamp_max(len(bias_EF) - 1))
 
     @staticmethod
     @once_differentiable

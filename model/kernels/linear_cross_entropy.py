@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_x, of_weight, *_ = ctx.needs_input_grad
         num_tokens = x_ND.shape[0]
         size = max(1, CHUNK // weight_VD.shape[0])
-        grad_x_ND = torch.empty_like(x_ND) if of_x else None
+        grads_CD: list[Tensor] = []
         grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if of_weight else None
         total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         for first in range(0, num_tokens, size):
@@ -107,12 +107,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_CV is None:
                 continue
             grad_CV = grad_CV.div_(num_tokens).to(x_ND.dtype)
-            if grad_x_ND is not None:
-                torch.mm(grad_CV, weight_VD, out=grad_x_ND[first : first + size])
+            if of_x:
+                grads_CD.append(grad_CV @ weight_VD)
             if grad_VD is not None:
                 grad_VD += grad_CV.t() @ x_CD
         kept = None if grad_VD is None else grad_VD.to(weight_VD.dtype)
-        ctx.save_for_backward(grad_x_ND, kept)
+        ctx.save_for_backward(torch.cat(grads_CD) if of_x else None, kept)
         return total / num_tokens
 
     @staticmethod

@@ -6,8 +6,7 @@ on a CPU sums of rows are one operation, `embedding_bag`'s.
 
 Assignment a = n K + k is the k-th expert of token n.
 
-Shapes: N tokens, K experts of a token, A = N K assignments, M rows (A unless some are dropped), D
-width.
+Shapes: N tokens, K experts of a token, M = N K rows of as many assignments (A), D width.
 """
 
 from typing import Any
@@ -29,8 +28,7 @@ def combine_by_definition(
     rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor
 ) -> Tensor:
     """`combine` in plain PyTorch."""
-    rows_AD = torch.cat([rows_MD, rows_MD.new_zeros(1, rows_MD.shape[1])]).index_select(0, row_A)
-    rows_NKD = rows_AD.view(*weights_NK.shape, rows_MD.shape[1])
+    rows_NKD = rows_MD.index_select(0, row_A).view(*weights_NK.shape, rows_MD.shape[1])
     return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
 
 
@@ -40,7 +38,7 @@ def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
     Args:
         tokens_ND: Tokens.
         assignment_M: Of each row.
-        row_A: Of each assignment; M for one that is dropped.
+        row_A: Of each assignment.
 
     Returns:
         [M, D].
@@ -52,7 +50,7 @@ def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
 
 
 def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
-    """The weighted sum of the rows of each token; a dropped one counts as zero.
+    """The weighted sum of the rows of each token.
 
     Args:
         rows_MD: Rows.
@@ -69,16 +67,26 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Te
     return y_ND
 
 
+def permute(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
+    """The rows in another order.
+
+    Args:
+        rows_MD: Rows.
+        order_M: Which row comes at each place.
+        place_M: At which place each row comes: the inverse.
+
+    Returns:
+        [M, D].
+    """
+    if switch.REFERENCE:
+        return rows_MD.index_select(0, order_M)
+    permuted_MD: Tensor = _Permute.apply(rows_MD, order_M, place_M)  # type: ignore[no-untyped-call]
+    return permuted_MD
+
+
 def _top_k(tokens_ND: Tensor, row_A: Tensor) -> int:
     """K; 1 of a process that gets no row at all."""
     return max(1, row_A.shape[0] // max(1, tokens_ND.shape[0]))
-
-
-def _padded(rows: Tensor, row_A: Tensor) -> Tensor:
-    """With a row of zeros at the end, if an assignment that was dropped points there."""
-    if rows.shape[0] < row_A.shape[0]:
-        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-    return rows
 
 
 def _takes_bags(rows_MD: Tensor) -> bool:
@@ -91,7 +99,6 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     num_tokens, top_k = row_NK.shape
     if not row_NK.numel():  # a process that no row was sent to
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
-    rows_MD = _padded(rows_MD, row_NK.view(-1))
     if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
     if _takes_bags(rows_MD):
@@ -111,11 +118,10 @@ def _scaled_rows(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor
 
 
 def _products_with_rows(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """token_n . row_nk; 0 for one that is dropped. [N, K]."""
+    """token_n . row_nk. [N, K]."""
     num_tokens, top_k = row_NK.shape
     if not row_NK.numel():
         return tokens_ND.new_zeros(num_tokens, top_k)
-    rows_MD = _padded(rows_MD, row_NK.view(-1))
     if not _takes_bags(rows_MD):
         rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
         return (rows_NKD * tokens_ND.unsqueeze(1)).sum(2)
@@ -129,6 +135,19 @@ def _products_with_rows(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> T
         mode=0,
     )
     return products_A.view(num_tokens, top_k)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
+        ctx.save_for_backward(place_M)
+        return rows_MD.index_select(0, order_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (place_M,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place_M), None, None
 
 
 class _Take(torch.autograd.Function):

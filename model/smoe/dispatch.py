@@ -5,8 +5,7 @@ expert, and each expert takes the rows that it has. A capacity counts the assign
 micro-batch of one process, wherever the experts are: the same tokens are dropped on any layout that
 cuts a step into the same micro-batches.
 
-Shapes: N tokens, K experts of a token, M rows: assignments that are computed (N K unless some are
-dropped), E experts, D width.
+Shapes: N tokens, K experts of a token, M = N K rows, E experts, D width.
 """
 
 import math
@@ -25,11 +24,19 @@ class Plan(NamedTuple):
     """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
     assignment_M: Tensor
-    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority."""
+    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority, and
+    those that no expert takes come last."""
     row_A: Tensor
-    """The row of each assignment; M for one that is dropped."""
+    """The row of each assignment."""
     counts_E: Tensor
     """Rows of each expert."""
+    drops: bool = False
+    """Whether there may be rows that no expert takes. How many is known on the device alone."""
+
+    def kept_M(self) -> Tensor:
+        """Whether an expert takes the row."""
+        row_M = torch.arange(self.row_A.shape[0], device=self.row_A.device)
+        return row_M < self.counts_E.sum()
 
 
 def make_plan(
@@ -71,11 +78,10 @@ def make_plan(
     # In floating point 1.1 x 50 / 5 is a little more than 11; it must give 11.
     capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
     first_E = counts_E.cumsum(0) - counts_E
-    kept_A = rank_A - first_E[sorted_A] < capacity
-    assignment_M = assignment_A[kept_A]
-    row_A = torch.full_like(rank_A, assignment_M.numel())
-    row_A = row_A.scatter(0, assignment_M, rank_A[: assignment_M.numel()])
-    return Plan(assignment_M, row_A, counts_E.clamp_max(capacity))
+    dropped_A = rank_A - first_E[sorted_A] >= capacity
+    assignment_M = assignment_A[dropped_A.sort(stable=True).indices]
+    row_A = torch.empty_like(rank_A).scatter(0, assignment_M, rank_A)
+    return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
 
 
 def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
@@ -111,23 +117,29 @@ class Dispatcher(nn.Module):
             selected.expert_ids_NK, config.num_experts, capacity_factor, selected.priority_N
         )
         rows_MD = take_rows(tokens_ND, plan)
-        rows_MD = self.compute(rows_MD, plan.counts_E, experts)
+        if plan.drops:
+            # Neither has a meaning where no expert takes a row: its output, the input's gradient.
+            kept_M1 = plan.kept_M().unsqueeze(1)
+            rows_MD = self.compute(torch.where(kept_M1, rows_MD, 0), plan, experts)
+            rows_MD = torch.where(kept_M1, rows_MD, 0)
+        else:
+            rows_MD = self.compute(rows_MD, plan, experts)
         if config.expert_dropout:
             rows_MD = dropout(rows_MD, config.expert_dropout, experts.training)
         return combine(rows_MD, selected.weights_NK.to(rows_MD.dtype), plan), plan
 
-    def compute(self, rows_MD: Tensor, counts_E: Tensor, experts: Experts) -> Tensor:
+    def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts) -> Tensor:
         """Runs rows, sorted by expert, through the experts.
 
         Args:
             rows_MD: The rows.
-            counts_E: How many of them each expert has.
+            plan: How many of them each expert has.
             experts: The experts.
 
         Returns:
-            [M, D], in the same order.
+            [M, D], in the same order; of rows that no expert takes anything.
         """
-        output_MD: Tensor = experts(rows_MD, counts_E)
+        output_MD: Tensor = experts(rows_MD, plan.counts_E)
         return output_MD
 
 
@@ -145,10 +157,10 @@ def take_rows(tokens_ND: Tensor, plan: Plan) -> Tensor:
 
 
 def combine(rows_MD: Tensor, weights_NK: Tensor, plan: Plan) -> Tensor:
-    """The weighted sum of the rows of each token; a dropped one counts as zero.
+    """The weighted sum of the rows of each token.
 
     Args:
-        rows_MD: The experts' outputs.
+        rows_MD: The experts' outputs; zeros where an assignment was dropped.
         weights_NK: Of the rows' dtype.
         plan: Where they come from.
 

@@ -46,10 +46,10 @@ class Experts(nn.Module):
 
         Args:
             rows_MD: First all rows of expert 0, then all of expert 1, and so on.
-            counts_E: Rows of each expert; 0 is allowed.
+            counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
 
         Returns:
-            [M, D], in the same order.
+            [M, D], in the same order; of rows after the last expert's anything.
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.config.expert_dropout else None

@@ -62,8 +62,8 @@ class SparseMoE(FeedForward):
             normalized_BTD.flatten(0, 1), selected, self.experts, capacity_factor
         )
         weights_NK = selected.weights_NK
-        if capacity_factor is not None:
-            kept_A = plan.row_A < plan.assignment_M.shape[0]
+        if plan.drops:
+            kept_A = plan.kept_M()[plan.row_A]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
             stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:

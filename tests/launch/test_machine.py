@@ -17,7 +17,8 @@ SHOW = (
 
 def environment(**changes: object) -> dict[str, str]:
     """This process's, without what says where caches are."""
-    names = {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "RANK", "WORLD_SIZE"}
+    names = {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "RANK", "WORLD_SIZE",
+             "LOCAL_WORLD_SIZE"}
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return kept | {name: str(value) for name, value in changes.items()}
 
@@ -38,6 +39,14 @@ def test_compiled_code_is_kept_among_the_users_caches(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # nobody else puts code there
     other = tmp_path / "caches"
     assert compiled_code(HOME=tmp_path, XDG_CACHE_HOME=other) == f"{other}/polyad/compiled"
+
+
+def test_computers_that_share_a_home_keep_their_own(tmp_path: Path) -> None:
+    there = {"HOME": tmp_path / "home", "TMPDIR": tmp_path, "LOCAL_WORLD_SIZE": 2}
+    folder = tmp_path / f"polyad-{os.getuid()}" / "compiled"
+    assert compiled_code(**there, WORLD_SIZE=4) == str(folder)
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    assert compiled_code(**there, WORLD_SIZE=2) == str(tmp_path / "home/.cache/polyad/compiled")
 
 
 def test_a_folder_named_by_the_user_stays(tmp_path: Path) -> None:

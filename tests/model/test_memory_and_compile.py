@@ -81,7 +81,39 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
     compile_model(model)
     assert_same_step(step(model, ids), expected, tolerance=1e-5)
     assert list(model.state_dict()) == names
-    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1  # of three blocks: all share it
+    # What is before the three blocks, one for all of them, and what is after them.
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+FEED_FORWARDS = {
+    "dense": {"kind": "dense"},
+    "cp": {"kind": "mumoe", "num_experts": [6], "rank": 8},
+    "levels": {"kind": "mumoe", "num_experts": [4, 3], "rank": 4},
+    "ring": {"kind": "mumoe", "factorization": "tr", "num_experts": [4, 3], "rank": 4},
+    "sparse": {"kind": "smoe", "num_experts": 4},
+    "similarity": {"kind": "smoe", "num_experts": 4, "graph": "similarity"},
+    "attention": {"kind": "smoe", "num_experts": 4, "graph": "attention"},
+    "noisy": {"kind": "smoe", "num_experts": 4, "router_noise": 1.0},
+    "capacity": {"kind": "smoe", "num_experts": 4, "capacity_factor": 1.0, "allow_leak": True},
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("name", FEED_FORWARDS)
+def test_a_compiler_traces_model_and_loss_whole(small_model, random_ids, name, dtype):
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    model = small_model(feed_forward=FEED_FORWARDS[name], dropout=0.1).to(dtype)
+    compile_model(model, backend="aot_eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        ids = random_ids(2, 16)
+        model(ids, target_ids_BT=ids.roll(-1, 1)).logits.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not _dynamo.utils.counters["graph_break"]
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.slow

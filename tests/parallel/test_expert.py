@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.experts import (
     PATTERNS,
     dispatch_against_one_process,
@@ -197,6 +198,12 @@ def test_recomputation_and_compilation_change_nothing(workers, references, chang
     assert close(result["norms"], expected["norms"])
     pairs = zip(result["routing"], expected["routing"], strict=True)
     assert all(same_routing(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_compiler_traces_exchanging_experts_whole(workers, graph):
+    case = Case(stage=1, expert=2, model=model("linear", graph))
+    assert workers(2).run(breaks_of_a_step, case) == [[], []]
 
 
 @pytest.mark.parametrize(("parts", "processes"), [(2, 2), (2, 4), (4, 4)])

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from model.build import read_model_config
+from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -144,6 +145,12 @@ def test_the_running_statistics_of_a_gate_move(workers, references):
     assert len(buffers) == 4
     values = tensors(saved / "step-00000004")
     assert all(bool((values[key] != 1).all()) for key in buffers)
+
+
+@pytest.mark.parametrize("name", ["mixer cp", "vit similarity"])
+def test_a_compiler_traces_models_of_images_whole(workers, name):
+    case = case_of(name, 2).but(stage=1)
+    assert workers(2).run(breaks_of_a_step, case) == [[], []]
 
 
 @pytest.mark.slow

@@ -42,10 +42,10 @@ def experts_on_cpu(
         up_EDF: First layers.
         bias_EF: Of the first layers.
         down_EFD: Second layers.
-        counts_E: Rows of each expert; 0 is allowed.
+        counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
 
     Returns:
-        [M, D], in the same order.
+        [M, D], in the same order; of rows after the last expert's anything, as is their gradient.
     """
     output_MD: Tensor = _forward(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)[0]
     return output_MD

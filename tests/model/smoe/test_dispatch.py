@@ -38,6 +38,11 @@ CASES = {
 every_case = pytest.mark.parametrize(("ids", "experts", "factor"), CASES.values(), ids=CASES)
 
 
+def taken(plan):
+    """The assignments that experts take."""
+    return plan.assignment_M[plan.kept_M()].tolist()
+
+
 def test_plan_equals_numbers_worked_out_by_hand():
     # Assignments 0 to 5 go to the experts 2, 0, 0, 1, 2, 0: expert 0 has 1, 2, 5; 1 has 3; 2 has
     # 0, 4; 3 has none.
@@ -50,8 +55,9 @@ def test_plan_equals_numbers_worked_out_by_hand():
 def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
     # An even share is 6 / 4 = 1.5, rounded up to 2: expert 0 lets go of its last, assignment 5.
     plan = make_plan(IDS, 4, capacity_factor=1.0)
-    assert plan.assignment_M.tolist() == [1, 2, 3, 0, 4]
-    assert plan.row_A.tolist() == [3, 0, 1, 2, 4, 5]  # 5 is behind the last row
+    assert plan.assignment_M.tolist() == [1, 2, 3, 0, 4, 5]
+    assert plan.row_A.tolist() == [3, 0, 1, 2, 4, 5]
+    assert plan.kept_M().tolist() == [True] * 5 + [False]
     assert plan.counts_E.tolist() == [2, 1, 2, 0]
 
 
@@ -63,7 +69,7 @@ def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
 def test_capacity_is_a_multiple_of_the_even_share_rounded_up(factor, capacity):
     plan = make_plan(torch.zeros(50, 1, dtype=torch.int64), 5, factor)
     assert plan.counts_E.tolist() == [capacity, 0, 0, 0, 0]
-    assert plan.assignment_M.tolist() == list(range(capacity))  # the first come
+    assert taken(plan) == list(range(capacity))  # the first come
 
 
 def test_plan_by_priority_equals_numbers_worked_out_by_hand():
@@ -72,8 +78,9 @@ def test_plan_by_priority_equals_numbers_worked_out_by_hand():
     # expert 0 the first choice of token 1 and the second of token 2, but not that of token 0.
     priority_N = torch.tensor([0.5, 0.4, 0.9])
     plan = make_plan(IDS, 4, 1.0, priority_N)
-    assert plan.assignment_M.tolist() == [2, 5, 3, 4, 0]
-    assert plan.row_A.tolist() == [4, 5, 0, 2, 3, 1]  # 1 is behind the last row
+    assert plan.assignment_M.tolist() == [2, 5, 3, 4, 0, 1]
+    assert plan.row_A.tolist() == [4, 5, 0, 2, 3, 1]
+    assert plan.kept_M().tolist() == [True] * 5 + [False]
     assert plan.counts_E.tolist() == [2, 1, 2, 0]
 
 
@@ -98,25 +105,22 @@ def test_priority_keeps_what_a_loop_over_choices_and_sorted_tokens_keeps(top_k):
     ids_NK = scores_NE.topk(top_k).indices
     plan = make_plan(ids_NK, 5, 0.7, scores_NE.amax(-1))
     expected = by_vmoe(scores_NE, top_k, -(-int(0.7 * 40 * top_k) // 5))
-    assert set(plan.assignment_M.tolist()) == expected
+    assert set(taken(plan)) == expected
     assert 0 < len(expected) < 40 * top_k
     arrived = make_plan(ids_NK, 5, 0.7)
     assert torch.equal(arrived.counts_E, plan.counts_E)  # as many, but others
-    assert set(arrived.assignment_M.tolist()) != expected
+    assert set(taken(arrived)) != expected
 
 
 @every_case
 @pytest.mark.parametrize("by_priority", [False, True])
 def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor, by_priority):
     plan = make_plan(ids, experts, factor, torch.rand(len(ids)) if by_priority else None)
-    expert_M = ids.flatten()[plan.assignment_M]
+    expert_M = ids.flatten()[taken(plan)]
     assert torch.equal(expert_M, expert_M.sort().values)
     assert torch.equal(plan.counts_E, expert_M.bincount(minlength=experts))
-    rows = plan.assignment_M.numel()
-    kept = plan.row_A < rows
-    assert kept.sum() == rows
-    assert torch.equal(plan.assignment_M[plan.row_A[kept]], kept.nonzero().flatten())
-    assert (plan.row_A[~kept] == rows).all()
+    assert torch.equal(plan.assignment_M[plan.row_A], torch.arange(ids.numel()))
+    assert plan.drops or plan.kept_M().all()
 
 
 @every_case

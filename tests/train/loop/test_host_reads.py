@@ -69,15 +69,12 @@ def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, mo
         assert sum(places.values()) - 4 <= 4, places
 
 
-def test_a_capacity_is_read_once_for_each_layer_and_micro_batch(workers):
-    """How many rows are left, for which memory is taken. None of the language models has one."""
+def test_how_many_rows_a_capacity_drops_is_not_read(workers):
     vit = MODELS["vit"].model_dump()
     vit["feed_forward"] |= {"capacity_factor": 1.0, "capacity_order": "priority"}
     case = Case(stage=1, precision="bf16", model=read_model_config(vit))
     (places,) = workers(1).run(reads_of_a_step, case)
-    kept = {place: n for place, n in places.items() if "smoe/dispatch.py" in place}
-    assert list(kept.values()) == [8]  # 2 layers, 4 micro-batches
-    assert sum(places.values()) - 8 <= 4, places
+    assert 0 < sum(places.values()) <= 4, places
 
 
 def test_what_would_wait_is_counted():

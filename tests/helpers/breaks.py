@@ -1,0 +1,34 @@
+"""Where a compiler would hand a step back to Python."""
+
+from functools import partial
+from unittest import mock
+
+from torch import _dynamo
+
+from model.build import compile_model
+from model.gpt2 import GPT2Config
+from parallel import parallelize
+from tests.helpers.training import Case, batches_of, build_engine, image_losses
+from train.loop.device import Prefetch
+from train.loop.step import train_step
+from train.tasks.language import text_losses
+
+
+def breaks_of_a_step(case: Case) -> list[str]:
+    """Takes a step of a model that is traced, but not made into programs, which takes long.
+
+    Returns:
+        Reasons for which a trace ended early.
+    """
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    traced = partial(compile_model, backend="aot_eager")
+    model = case.model.model_copy(update={"compile": True})
+    with mock.patch.object(parallelize, "compile_model", traced):
+        engine, world = build_engine(case.but(model=model))
+    batches = batches_of(0, world, case)
+    losses = text_losses if isinstance(model, GPT2Config) else image_losses
+    ahead = Prefetch(iter(batches), world.device)
+    assert train_step(engine, losses, ahead, len(batches), case.learning_rate).result.applied
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+    return list(_dynamo.utils.counters["graph_break"])
