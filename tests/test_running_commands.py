@@ -43,10 +43,12 @@ DRY = {"torchrun": "needs several hosts that meet", "slurm": "needs Slurm"}
 TINY = (
     *("model.hidden_size=32", "model.num_heads=2", "model.sequence_length=128"),
     *("train.global_batch_size=4", "train.micro_batch_size=2", "evaluation.max_windows=8"),
+    "model.compile=false",
 )
 TINY_IMAGES = (
     *("model.hidden_size=32", "train.global_batch_size=4", "train.micro_batch_size=2"),
     *("evaluation.max_windows=8", "schedule.warmup_steps=2"),
+    "model.compile=false",
 )
 TINY_EXPERTS = ("model.feed_forward.expert_hidden_size=32",)
 TINY_STUDY = {

@@ -51,16 +51,23 @@ def write_environment(folder: Path, world_size: int) -> None:
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Checks that there is a C++ compiler if one is wanted: torch.compile needs it, nothing else.
+    """Checks that there is the compiler that torch.compile needs, for C on a GPU, for C++ on a CPU.
 
     Raises:
         ConfigError: there is none.
     """
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if config.model.compile and shutil.which(compiler) is None:
+    if not config.model.compile:
+        return
+    if torch.cuda.is_available():
+        language, key, usual = "C", "CC", ["gcc", "clang"]
+    else:
+        language, key, usual = "C++", "CXX", ["clang++" if sys.platform == "darwin" else "g++"]
+    wanted = [os.environ[key]] if os.environ.get(key) else usual
+    if not any(shutil.which(compiler) for compiler in wanted):
         raise ConfigError(
-            f"model.compile: true needs a C++ compiler, and there is no {compiler}; install one "
-            f"(Debian: apt install g++), name it in CXX, or set model.compile=false"
+            f"model.compile: true needs a {language} compiler, and there is no "
+            f"{' and no '.join(wanted)}; install one (Debian: apt install {usual[0]}), name it in "
+            f"{key}, or set model.compile=false"
         )
 
 
