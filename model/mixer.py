@@ -231,7 +231,7 @@ class Mixer(nn.Module):
         return self.score(x_BTD)[0]
 
     def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Logits [B, K] from what the last block gives, and the statistics of a head that routes."""
+        """Logits [B, K] from what the last block gives; statistics of a head that routes."""
         return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down.
 
 By definition one expert after the other. Faster: on a CPU one operation over all of them
-(`cpu/experts.py`), on a GPU, and where inner units are dropped, grouped products, which need not
-wait for the counts.
+(`cpu/experts.py`), on a GPU, and where inner units are dropped, grouped products. On a GPU before
+compute capability 9.0 torch's wait for the counts; those in Triton (`triton/grouped.py`) do not.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
@@ -70,7 +70,8 @@ def grouped(
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
         return one_by_one(*tensors, drop)
-    if rows_MD.device.type in {"cpu", "meta"} and drop is None:
+    on_cpu = rows_MD.device.type in {"cpu", "meta"} and not switch.takes_triton(rows_MD)
+    if on_cpu and drop is None:
         return experts_on_cpu(*tensors)
     return by_grouped_products(*tensors, drop)
 
@@ -87,25 +88,18 @@ def by_grouped_products(
     if not _takes_grouped(rows_MD.dtype, up_EDF):
         return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop)
     offsets_E = counts_E.cumsum(0).to(torch.int32)
-    inner_MF = _product(rows_MD, up_EDF, offsets_E)
+    inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
         inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
     inner_MF = gelu(inner_MF, approximate="tanh")
-    return _product(drop(inner_MF) if drop else inner_MF, down_EFD, offsets_E)
+    output_MD: Tensor = _grouped_mm(drop(inner_MF) if drop else inner_MF, down_EFD, offsets_E)
+    return output_MD
 
 
 def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
     """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
     aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])
     return aligned and dtype != torch.float64
-
-
-def _product(rows_MD: Tensor, weight_EDF: Tensor, offsets_E: Tensor) -> Tensor:
-    """Each expert's rows, which end at its offset, times its weight: [M, F]."""
-    if rows_MD.dtype == torch.bfloat16:
-        return grouped_mm(rows_MD, weight_EDF, offs=offsets_E)
-    product_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
-    return product_MF
 
 
 def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
@@ -134,23 +128,32 @@ class _OfEachRow(torch.autograd.Function):
         (offsets_E,) = ctx.saved_tensors
         # The grouped product takes rows of whole 16 bytes, so there are 8 equal columns of ones.
         ones_8M = gradient_MF.new_ones(gradient_MF.shape[0], 8).t()
-        sums_E8F = _product(ones_8M, gradient_MF.contiguous(), offsets_E)
+        sums_E8F = _grouped_mm(ones_8M, gradient_MF.contiguous(), offsets_E)
         return sums_E8F[:, 0], None, None
 
 
 # grouped_mm takes fp32, but torch.compile and the meta device believe that it takes bf16 alone
-# (PyTorch 2.13). As an operation of our own, it says itself what comes out.
+# (PyTorch 2.13). As an operation of our own, it says itself what comes out, and a process that no
+# row was sent to calls no kernel.
 @torch.library.custom_op("polyad::grouped_mm", mutates_args=())
 def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
+    if not a.numel():
+        return torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
+    if switch.takes_triton(a):
+        from model.kernels.triton.grouped import grouped_mm as by_triton
+
+        return by_triton(a, b, offsets_E)
     return grouped_mm(a, b, offs=offsets_E).contiguous()
 
 
-@_grouped_mm.register_fake
 def _like_grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     if b.dim() == 3:
         return a.new_empty(a.shape[0], b.shape[2])
     return a.new_empty(offsets_E.shape[0], a.shape[0], b.shape[1])
+
+
+_grouped_mm.register_fake(_like_grouped_mm)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -101,6 +101,12 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
+    if switch.takes_triton(rows_MD):
+        from model.kernels.triton.rows import sum_rows
+
+        weights = None if weights_NK is None else weights_NK.contiguous()
+        sums_ND: Tensor = sum_rows(rows_MD.contiguous(), row_NK, weights)
+        return sums_ND
     if _takes_bags(rows_MD):
         return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")
     rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
@@ -178,6 +184,11 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,) = gradients
+        if switch.takes_triton(rows_MD) and row_A.numel():
+            from model.kernels.triton.rows import spread_rows
+
+            tensors = gradient_ND, rows_MD, weights_NK, assignment_M
+            return (*spread_rows(*(x.contiguous() for x in tensors)), None, None)
         token_M = assignment_M // weights_NK.shape[1]
         weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
         for_rows_MD = _scaled_rows(gradient_ND, token_M, weight_M)

@@ -1,13 +1,18 @@
 """The choice between fast kernels and definitions: `POLYAD_KERNELS`.
 
 fast        the default: the fastest that the device, the precision and the installation allow
+triton      as `fast`, with kernels in Triton on a GPU that nobody has measured yet
 reference   the definition of every operation, in plain PyTorch
 """
 
+import importlib.util
 import os
 
+import torch
+from torch import Tensor
+
 VARIABLE = "POLYAD_KERNELS"
-WAYS = ("fast", "reference")
+WAYS = ("fast", "triton", "reference")
 
 
 class KernelsError(ValueError):
@@ -26,15 +31,31 @@ def chosen_way(value: str | None) -> str:
         One of `WAYS`.
 
     Raises:
-        KernelsError: It has another value.
+        KernelsError: It has another value, or what it asks for is not installed.
     """
     if not value:
         return WAYS[0]
     if value not in WAYS:
-        raise KernelsError(f"{VARIABLE}: {value[:200]!r} is not allowed: {' or '.join(WAYS)}")
+        raise KernelsError(f"{VARIABLE}: {value[:200]!r} is not allowed: {', '.join(WAYS)}")
+    if value == "triton" and importlib.util.find_spec("triton") is None:
+        raise KernelsError(f"{VARIABLE}: triton is not allowed without the package triton")
     return value
 
 
 # Read once, not in every forward pass: a process computes in one way.
-REFERENCE = chosen_way(os.environ.get(VARIABLE)) == "reference"
+_WAY = chosen_way(os.environ.get(VARIABLE))
+REFERENCE = _WAY == "reference"
 """Whether every operation is computed by its definition."""
+TRITON = _WAY == "triton"
+"""Whether kernels in Triton are taken where they can run."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether those run on a CPU, one program after the other."""
+
+
+def takes_triton(x: Tensor) -> bool:
+    """Whether a kernel in Triton is to compute with this tensor: they sum in fp32.
+
+    Triton's interpreter has no products in bf16.
+    """
+    runs = x.is_cuda or (INTERPRETED and x.device.type == "cpu" and x.dtype != torch.bfloat16)
+    return TRITON and runs and x.dtype != torch.float64

@@ -8,7 +8,6 @@ sequence-to-sequence models"; its threshold here without sorting.
 Shapes: M tokens, D width, N experts of a level, S experts of all levels together.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer
+from model.kernels.entmax import above_threshold
 
 EPSILON = 1e-5
 """Added to the variance of the scores."""
@@ -34,7 +34,7 @@ class _Entmax15(torch.autograd.Function):
         # p = s^2 with s = max(x - tau, 0), x = scores / 2, and tau such that p sums to 1. Adding a
         # number to all x changes nothing; with 0 as the highest, tau is between -1 and 0.
         x_MN = (scores_MN - scores_MN.amax(-1, keepdim=True)).div_(2)
-        s_MN = _above_threshold(x_MN)
+        s_MN = above_threshold(x_MN)
         ctx.save_for_backward(s_MN)  # a root of p would take longer than what it would save
         return s_MN.square()
 
@@ -47,24 +47,6 @@ class _Entmax15(torch.autograd.Function):
         mean_M1 = scaled_MN.sum(-1, keepdim=True) / s_MN.sum(-1, keepdim=True)
         result: Tensor = scaled_MN.addcmul_(s_MN, mean_M1, value=-1)
         return result
-
-
-def _above_threshold(x_MN: Tensor) -> Tensor:
-    """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
-
-    The norm is convex and falling in tau, so Newton's steps from -1 never pass the root. Each step
-    divides the product of the norm's excess and its slope by at least 4. It starts below N, and
-    the slope is never below 1: n steps with 4^n >= N / epsilon are enough. All of them are
-    taken, since a test for convergence would wait for the device at each step.
-    """
-    epsilon = torch.finfo(x_MN.dtype).eps
-    tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
-    s_MN = (x_MN - tau_M1).clamp_(min=0)
-    for _ in range(math.ceil(math.log(x_MN.shape[-1] / epsilon, 4))):
-        norm_M1 = torch.linalg.vector_norm(s_MN, dim=-1, keepdim=True)
-        tau_M1 = tau_M1 + (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
-        s_MN = (x_MN - tau_M1).clamp_(min=0)
-    return s_MN
 
 
 def entmax15(scores_MN: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ class Plan(NamedTuple):
     """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
     assignment_M: Tensor
-    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority, and
-    those that no expert takes come last."""
+    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority,
+    and those that no expert takes come last."""
     row_A: Tensor
     """The row of each assignment."""
     counts_E: Tensor
@@ -61,12 +61,14 @@ def make_plan(
         The plan.
     """
     expert_A = expert_ids_NK.reshape(-1)
+    # A GPU sorts a few bits at a time.
+    key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
     total = expert_A.numel()
     if priority_N is None:
-        sorted_A, assignment_A = expert_A.sort(stable=True)
+        sorted_A, assignment_A = key_A.sort(stable=True)
     else:
         order_A = _by_priority(priority_N, expert_ids_NK.shape[1])
-        sorted_A, place_A = expert_A[order_A].sort(stable=True)
+        sorted_A, place_A = key_A[order_A].sort(stable=True)
         assignment_A = order_A[place_A]
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_A.device)
     counts_E = counts_E.scatter_add(0, expert_A, torch.ones_like(expert_A))
@@ -78,8 +80,8 @@ def make_plan(
     # In floating point 1.1 x 50 / 5 is a little more than 11; it must give 11.
     capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
     first_E = counts_E.cumsum(0) - counts_E
-    dropped_A = rank_A - first_E[sorted_A] >= capacity
-    assignment_M = assignment_A[dropped_A.sort(stable=True).indices]
+    dropped_A = rank_A - first_E[sorted_A.long()] >= capacity
+    assignment_M = assignment_A[dropped_A.to(torch.uint8).sort(stable=True).indices]
     row_A = torch.empty_like(rank_A).scatter(0, assignment_M, rank_A)
     return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
 

@@ -17,8 +17,14 @@ SHOW = (
 
 def environment(**changes: object) -> dict[str, str]:
     """This process's, without what says where caches are."""
-    names = {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "RANK", "WORLD_SIZE",
-             "LOCAL_WORLD_SIZE"}
+    names = {
+        "XDG_CACHE_HOME",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+    }
     kept = {name: value for name, value in os.environ.items() if name not in names}
     return kept | {name: str(value) for name, value in changes.items()}
 

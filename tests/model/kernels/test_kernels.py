@@ -61,6 +61,11 @@ def experts_inputs(bias=True):
     return [rows, up, up_bias, down] if bias else [rows, up, down]
 
 
+def order(of):
+    """The assignments of rows and the rows of assignments, on a tensor's device."""
+    return ASSIGNMENTS.to(of.device), ROWS.to(of.device)
+
+
 def leaving_out(compute):
     """Experts that do not take the last rows, whose outputs and gradients have no meaning."""
 
@@ -104,18 +109,18 @@ OPERATIONS = {
         experts_inputs(),
     ),
     "rows permuted": (
-        lambda given: rows.permute(given, ASSIGNMENTS, ROWS),
-        lambda given: given[ASSIGNMENTS],
+        lambda given: rows.permute(given, *order(given)),
+        lambda given: given[order(given)[0]],
         numbers((8, 6)),
     ),
     "rows taken": (
-        lambda tokens: rows.take(tokens, ASSIGNMENTS, ROWS),
-        lambda tokens: rows.take_by_definition(tokens, ASSIGNMENTS, ROWS),
+        lambda tokens: rows.take(tokens, *order(tokens)),
+        lambda tokens: rows.take_by_definition(tokens, *order(tokens)),
         numbers((4, 6)),
     ),
     "rows combined": (
-        lambda *both: rows.combine(*both, ASSIGNMENTS, ROWS),
-        lambda *both: rows.combine_by_definition(*both, ASSIGNMENTS, ROWS),
+        lambda *both: rows.combine(*both, *order(both[0])),
+        lambda *both: rows.combine_by_definition(*both, *order(both[0])),
         numbers((8, 6), (4, 2)),
     ),
 }
@@ -134,7 +139,7 @@ def with_gradients(compute, inputs, dtype, context=None):
     with context or nullcontext():
         output = compute(*leaves)
         (direction,) = numbers(output.shape)
-        gradients = torch.autograd.grad(output, leaves, direction.to(dtype))
+        gradients = torch.autograd.grad(output, leaves, direction.to(output))
     return [output.detach(), *gradients]
 
 
@@ -374,5 +379,5 @@ def test_another_value_is_one_line_and_exit_status_2():
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    line = "polyad: error: POLYAD_KERNELS: 'quick' is not allowed: fast or reference\n"
+    line = "polyad: error: POLYAD_KERNELS: 'quick' is not allowed: fast, triton, reference\n"
     assert done.stderr == line

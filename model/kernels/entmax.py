@@ -1,0 +1,40 @@
+"""The threshold of entmax-1.5.
+
+Shapes: M tokens, N experts.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model.kernels import switch
+
+
+def above_threshold(x_MN: Tensor) -> Tensor:
+    """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
+
+    The norm is convex and falling in tau, so Newton's steps from -1 never pass the root. Each step
+    divides the product of the norm's excess and its slope by at least 4. It starts below N, and
+    the slope is never below 1: n steps with 4^n >= N / epsilon are enough. All of them are
+    taken, since a test for convergence would wait for the device at each step.
+
+    Args:
+        x_MN: In fp32 or float64.
+
+    Returns:
+        Of the same shape.
+    """
+    steps = math.ceil(math.log(x_MN.shape[-1] / torch.finfo(x_MN.dtype).eps, 4))
+    if switch.takes_triton(x_MN):
+        from model.kernels.triton.entmax import entmax_root
+
+        above_MN: Tensor = entmax_root(x_MN.contiguous(), steps)
+        return above_MN
+    tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
+    s_MN = (x_MN - tau_M1).clamp_(min=0)
+    for _ in range(steps):
+        norm_M1 = torch.linalg.vector_norm(s_MN, dim=-1, keepdim=True)
+        tau_M1 = tau_M1 + (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
+        s_MN = (x_MN - tau_M1).clamp_(min=0)
+    return s_MN

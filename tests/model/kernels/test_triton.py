@@ -1,0 +1,106 @@
+"""Kernels in Triton against definitions in float64: on the GPU, or by Triton's interpreter.
+
+Of products in bf16, which the interpreter has none of, fp16 stands in the place.
+"""
+
+import pytest
+import torch
+
+from model.kernels import switch
+from model.mumoe.gating import entmax15
+from tests.model.kernels.test_kernels import OPERATIONS, with_gradients
+
+pytest.importorskip("triton", reason="triton is not installed")
+from model.kernels.triton import entmax, grouped, rows
+
+DEVICE = "cpu" if switch.INTERPRETED else "cuda"
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
+if DEVICE == "cuda":
+    TOLERANCES[torch.bfloat16] = 0.02
+every_precision = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch):
+    monkeypatch.setattr(switch, "TRITON", True)
+
+
+def assert_near(actual, exact, dtype):
+    assert actual.dtype == dtype
+    assert (actual.double().cpu() - exact).norm() <= TOLERANCES[dtype] * exact.norm().clamp_min(
+        1e-3
+    )
+
+
+@every_precision
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATIONS if name.startswith(("experts", "rows"))]
+)
+def test_outputs_and_gradients_are_the_definitions(name, dtype, monkeypatch):
+    called = []
+    for module, kernels in ((grouped, ["grouped_mm"]), (rows, ["sum_rows", "spread_rows"])):
+        for kernel in kernels:
+            original = getattr(module, kernel)
+            monkeypatch.setattr(
+                module, kernel, lambda *given, o=original, k=kernel: called.append(k) or o(*given)
+            )
+    compute, definition, inputs = OPERATIONS[name]
+    inputs = [x.to(dtype).double() for x in inputs]
+    exact = with_gradients(definition, inputs, torch.float64)
+    ours = with_gradients(compute, [x.to(DEVICE) for x in inputs], dtype)
+    for mine, other in zip(ours, exact, strict=True):
+        assert_near(mine, other, dtype)
+    of = {"rows taken": {"sum_rows"}, "rows combined": {"sum_rows", "spread_rows"}}
+    of["rows permuted"] = set()
+    assert set(called) == of.get(name, {"grouped_mm"})
+
+
+SIZES = [[5, 0, 9, 3], [0, 0, 17, 0], [130, 1, 0, 256], [1] * 40, [0, 0]]
+
+
+@every_precision
+@pytest.mark.parametrize("counts", SIZES, ids=lambda counts: f"{len(counts)} of {sum(counts)}")
+@pytest.mark.parametrize("spare", [0, 7])
+def test_groups_of_any_sizes_are_products_one_by_one(counts, spare, dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows_here, groups = sum(counts), len(counts)
+    a_MD = torch.randn(rows_here + spare, 24, generator=generator).to(dtype)
+    b_EDF = torch.randn(groups, 24, 40, generator=generator).to(dtype)
+    g_MF = torch.randn(rows_here + spare, 40, generator=generator).to(dtype)
+    a_MD[rows_here:] = g_MF[rows_here:] = torch.nan  # nobody's
+    offsets_E = torch.tensor(counts).cumsum(0).to(torch.int32)
+    split = [x[:rows_here].double().split(counts) for x in (a_MD, g_MF)]
+    forward = [a @ b.double() for a, b in zip(split[0], b_EDF, strict=True)]
+    back = [g @ b.double().t() for g, b in zip(split[1], b_EDF, strict=True)]
+    outer = [a.t() @ g for a, g in zip(*split, strict=True)]
+    a_MD, b_EDF, g_MF, offsets_E = (x.to(DEVICE) for x in (a_MD, b_EDF, g_MF, offsets_E))
+    for actual, exact in (
+        (grouped.grouped_mm(a_MD, b_EDF, offsets_E)[:rows_here], torch.cat(forward)),
+        (grouped.grouped_mm(g_MF, b_EDF.mT, offsets_E)[:rows_here], torch.cat(back)),
+        (grouped.grouped_mm(a_MD.t(), g_MF, offsets_E), torch.stack(outer)),
+    ):
+        assert_near(actual, exact, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (7, 5), (130, 64), (3, 3000)])
+def test_entmax_is_that_of_newtons_steps_one_by_one(tokens, experts, monkeypatch):
+    scores_MN = 3 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(1))
+    called = []
+    root = entmax.entmax_root
+    monkeypatch.setattr(entmax, "entmax_root", lambda *x: called.append(1) or root(*x))
+    ours = with_gradients(entmax15, [scores_MN.to(DEVICE)], torch.float32)
+    assert called
+    exact = with_gradients(entmax15, [scores_MN.double()], torch.float64)
+    for mine, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.double().cpu(), other, atol=3e-6, rtol=1e-5)
+    assert torch.equal(ours[0].cpu() == 0, exact[0] == 0)
+
+
+@pytest.mark.parametrize("name", ["experts", "rows combined", "rows taken"])
+def test_a_compiler_traces_them_whole(name):
+    compute, _, inputs = OPERATIONS[name]
+    inputs = [x.to(DEVICE) for x in inputs]
+    torch._dynamo.reset()
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    plain = with_gradients(compute, inputs, torch.float32)
+    torch.testing.assert_close(with_gradients(compiled, inputs, torch.float32), plain)
