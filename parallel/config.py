@@ -19,6 +19,10 @@ class ParallelConfig(Config):
     """Data-parallel processes that the experts are spread over; it divides them, and the experts.
     The more there are, the fewer experts each holds, and the more tokens travel."""
 
+    expert_overlap: bool = False
+    """Whether half of the experts of a process compute while rows of the others travel, forward and
+    backward; the numbers stay the same."""
+
     zero_stage: int = Field(default=1, ge=0, le=3)
     """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
     parameters too. 0 shards nothing."""

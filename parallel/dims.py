@@ -43,6 +43,25 @@ class Dims:
         """Processes that see different samples."""
         return self.world_size // self.tensor_parallel_size
 
+    def crossing(self, processes_of_node: int) -> str | None:
+        """Says that processes which exchange something in every layer are on different nodes.
+
+        Args:
+            processes_of_node: on each.
+
+        Returns:
+            A line; None if none are.
+        """
+        together = self.tensor_parallel_size * self.expert_parallel_size
+        if self.world_size <= processes_of_node or processes_of_node % together == 0:
+            return None
+        return (
+            f"parallel.tensor_parallel_size: {self.tensor_parallel_size} x "
+            f"parallel.expert_parallel_size: {self.expert_parallel_size} = {together} processes do "
+            f"not stay within nodes of {processes_of_node}: what they exchange in every layer "
+            f"crosses the network"
+        )
+
     def accumulation_steps(self, global_batch_size: int, micro_batch_size: int) -> int:
         """Micro-batches that each process runs in one optimizer step.
 

@@ -142,7 +142,7 @@ def parallelize(
     if routed:
         expert.forget_groups(dims.tensor_parallel_size)
     for layer in routed:
-        expert.parallelize_experts(layer, world)
+        expert.parallelize_experts(layer, world, parallel.expert_overlap)
     _allocate(model, world, DTYPES[precision], config, mpu)
     if compiled:
         compile_model(model)

@@ -115,9 +115,8 @@ class Dispatcher(nn.Module):
             y [N, D], and where the assignments went.
         """
         config = experts.config
-        plan = make_plan(
-            selected.expert_ids_NK, config.num_experts, capacity_factor, selected.priority_N
-        )
+        ids_NK = self.order(selected.expert_ids_NK)
+        plan = make_plan(ids_NK, config.num_experts, capacity_factor, selected.priority_N)
         rows_MD = take_rows(tokens_ND, plan)
         if plan.drops:
             # Neither has a meaning where no expert takes a row: its output, the input's gradient.
@@ -129,6 +128,17 @@ class Dispatcher(nn.Module):
         if config.expert_dropout:
             rows_MD = dropout(rows_MD, config.expert_dropout, experts.training)
         return combine(rows_MD, selected.weights_NK.to(rows_MD.dtype), plan), plan
+
+    def order(self, expert_ids_NK: Tensor) -> Tensor:
+        """Numbers of the experts by which rows are sorted, and counted; by default their own.
+
+        Args:
+            expert_ids_NK: The experts of each token.
+
+        Returns:
+            A permutation of 0..E-1, applied to them.
+        """
+        return expert_ids_NK
 
     def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts) -> Tensor:
         """Runs rows, sorted by expert, through the experts.

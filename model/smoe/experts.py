@@ -3,6 +3,8 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,9 @@ from model.initialization import ZEROS, Initializer, normal
 from model.interface import FeedForwardContext
 from model.kernels.grouped import grouped, one_by_one
 from model.smoe.config import SparseMoEConfig
+
+Lot: TypeAlias = tuple[Tensor, Tensor | None, Tensor]
+"""Up, its bias and down of some experts."""
 
 
 class Experts(nn.Module):
@@ -41,16 +46,30 @@ class Experts(nn.Module):
         }
         return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
 
-    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def lots(self, sizes: list[int]) -> list[Lot]:
+        """Cuts the experts into groups that can be run one after the other.
+
+        Args:
+            sizes: Experts of each group.
+        """
+        if len(sizes) == 1:
+            return [(self.up, self.up_bias, self.down)]
+        ups, downs = (torch.split(x, sizes) for x in (self.up, self.down))
+        biases = [None] * len(sizes) if self.up_bias is None else torch.split(self.up_bias, sizes)
+        return list(zip(ups, biases, downs, strict=True))
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
         """Runs every row through its expert.
 
         Args:
             rows_MD: First all rows of expert 0, then all of expert 1, and so on.
             counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
+            lot: Some of the experts, from `lots`; None: all.
 
         Returns:
             [M, D], in the same order; of rows after the last expert's anything.
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.config.expert_dropout else None
-        return compute(rows_MD, self.up, self.up_bias, self.down, counts_E, drop)
+        up_EDF, bias_EF, down_EFD = lot or (self.up, self.up_bias, self.down)
+        return compute(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop)

@@ -67,6 +67,8 @@ class Case:
     """Tensor-parallel processes."""
     expert: int = 1
     """Expert-parallel processes."""
+    overlap: bool = False
+    """Whether experts compute while rows travel."""
     losses: LossConfig = field(default_factory=LossConfig)
     total_steps: int = 100
     """Of the run, for what changes over it."""
@@ -140,6 +142,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         ),
         ParallelConfig(
             zero_stage=case.stage,
+            expert_overlap=case.overlap,
             timeout_minutes=case.timeout_minutes,
             bucket_size=case.bucket_size,
         ),

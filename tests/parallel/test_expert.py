@@ -12,6 +12,7 @@ from tests.helpers.experts import (
     drops_of_experts,
     exchange_of_one_layer,
     logits_and_ids,
+    overlapping_against_in_turn,
 )
 from tests.helpers.pairwise import pairwise
 from tests.helpers.training import MODEL, Case, moe_model, relative, tensors, train
@@ -225,6 +226,31 @@ def test_any_load_gives_what_one_process_gives(workers, parts, processes, patter
         config = moe_model().model_copy(update={"bias": bias})
         results = workers(processes).run(dispatch_against_one_process, config, parts, pattern)
         assert all(max(result.values()) < 1e-5 for result in results)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.8])
+@pytest.mark.parametrize(("experts", "processes"), [(4, 2), (6, 2), (10, 2), (8, 4)])
+def test_overlap_changes_no_bit_and_computes_while_rows_travel(
+    workers, experts, processes, capacity
+):
+    config = moe_model(num_experts=experts)
+    way = ["start", "start", "wait", "compute", "start", "wait", "compute", "start", "wait", "wait"]
+    for result in workers(processes).run(overlapping_against_in_turn, config, processes, capacity):
+        assert result["equal"]
+        assert result["forward"] == result["backward"] == way
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2), (4, 2, 2)], ids=name)
+def test_overlap_trains_as_one_process_does(workers, references, layout):
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", "similarity"))
+    expected, _ = references(case)
+    processes, tensor, expert = layout
+    changed = case.but(stage=1, tensor=tensor, expert=expert, overlap=True)
+    for change in ({}, {"recompute": "block"}):
+        changed = changed.but(model=case.model.model_copy(update=change))
+        result = workers(processes).run(train, changed)[0]
+        assert close(result["losses"], expected["losses"])
+        assert close(result["norms"], expected["norms"])
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

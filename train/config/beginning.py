@@ -1,5 +1,6 @@
 """The first line of a start: where the run stands, what it goes on from, and what is left."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -43,8 +44,11 @@ def first_line(plan: Plan, state: TrainState) -> str:
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
-    """Prints the first line; called by the main process alone."""
+    """Prints the first line, and what is odd about it; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.dims.world_size)
+    if crossing := plan.dims.crossing(of_node):
+        print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
 
 
 def _average(plan: Plan) -> str:

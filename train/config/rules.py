@@ -1,5 +1,6 @@
 """Rules of a configuration that hold between its sections, or between a run and its next start."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.config import DataConfig
@@ -114,6 +115,11 @@ def check_experts(config: RunConfig, size: int) -> None:
         if isinstance(each, SparseMoEConfig)
     }
     if not sparse:
+        if config.parallel.expert_overlap:
+            raise ConfigError(
+                "parallel.expert_overlap: true is not allowed without sparse experts, which alone "
+                "are exchanged"
+            )
         if size > 1:
             kinds = _kinds(config) or "no feed-forward"
             raise ConfigError(
@@ -127,11 +133,35 @@ def check_experts(config: RunConfig, size: int) -> None:
                 f"parallel.expert_parallel_size: {size} does not divide "
                 f"{key}.num_experts: {feed_forward.num_experts}"
             )
+    check_overlap(config, size, [each.num_experts for each in sparse.values()])
     if config.parallel.zero_stage == 3:
         raise ConfigError(
             f"parallel.zero_stage: 3 is not allowed with {next(iter(sparse))}.kind: smoe: "
             f"DeepSpeed does not partition experts that other processes do not have; use stage 0, "
             f"1 or 2"
+        )
+
+
+def check_overlap(config: RunConfig, size: int, experts: Sequence[int]) -> None:
+    """Checks that rows can travel while experts compute.
+
+    Raises:
+        ConfigError: nothing travels, a process has one expert, or a compiler would have to know.
+    """
+    if not config.parallel.expert_overlap:
+        return
+    key = "parallel.expert_overlap: true"
+    if size == 1:
+        raise ConfigError(f"{key} needs parallel.expert_parallel_size of 2 or more, not 1")
+    if min(experts) < 2 * size:
+        raise ConfigError(
+            f"{key} needs 2 experts in each process, and {min(experts)} experts over "
+            f"parallel.expert_parallel_size: {size} are {min(experts) // size}"
+        )
+    if config.model.compile:
+        raise ConfigError(
+            f"{key} is not allowed with model.compile: true: a compiler cannot follow what is on "
+            f"its way between operations; set one of them to false"
         )
 
 

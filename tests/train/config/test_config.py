@@ -296,6 +296,23 @@ EXPERTS = "model.feed_forward={kind: smoe, num_experts: 4, expert_hidden_size: 3
             2,
             "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe",
         ),
+        (("parallel.expert_overlap=true",), 2, "expert_overlap: true is not allowed without"),
+        (
+            (EXPERTS, "parallel.expert_overlap=true"),
+            2,
+            "parallel.expert_overlap: true needs parallel.expert_parallel_size of 2 or more, not 1",
+        ),
+        (
+            (EXPERTS, "parallel.expert_overlap=true", "parallel.expert_parallel_size=4"),
+            4,
+            "parallel.expert_overlap: true needs 2 experts in each process, and 4 experts over",
+        ),
+        (
+            (EXPERTS, "parallel.expert_overlap=true", "parallel.expert_parallel_size=2",
+             "model.compile=true"),
+            2,
+            "parallel.expert_overlap: true is not allowed with model.compile: true",
+        ),
         (
             (EXPERTS, "model.feed_forward.expert_hidden_size=9", "parallel.tensor_parallel_size=2"),
             2,
