@@ -76,11 +76,12 @@ def data_verify(options: Namespace) -> None:
 
 def train(options: Namespace) -> None:
     """`polyad train`."""
-    from launch.machine import end_with_launcher, prepare_environment
+    from launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from launch.tables import trained_table
     from launch.torchrun import forget_stop
 
     launched = end_with_launcher()
+    bind_to_cores()
     forget_stop()
     prepare_environment()
     from parallel import comm

@@ -6,9 +6,11 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import warnings
+from collections.abc import Sequence, Set
 from pathlib import Path
+
+from data.node import node_folder
 
 
 def prepare_environment() -> None:
@@ -41,16 +43,12 @@ def _keep_compiled_code() -> None:
     be made, or belongs to somebody else, is left to torch.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(caches) / "polyad"
-    if int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        folder = Path(tempfile.gettempdir()) / f"polyad-{os.getuid()}"
+    several = int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     with contextlib.suppress(OSError):
-        (folder / "compiled").mkdir(parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            return
-        for each in (folder, folder / "compiled"):
-            each.chmod(0o700)  # it holds code that is run
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "compiled"))
+        folder = node_folder("compiled") if several else Path(caches) / "polyad" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code that is run
+        if os.access(folder, os.W_OK | os.X_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
@@ -107,3 +105,54 @@ def processor_name() -> str:
             return next(names).strip()
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def bind_to_cores() -> None:
+    """Gives each process of a node with GPUs cores of its own, unless it was given some.
+
+    torchrun starts them on all cores, where a process and its loader workers wander between
+    sockets. Linux only.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes < 2 or sys.platform != "linux" or not GPUS.exists():
+        return
+    allowed = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # the launcher may be in another container
+        if allowed == os.sched_getaffinity(os.getppid()):
+            mine = cores_of(int(os.environ["LOCAL_RANK"]), processes, _physical_cores(allowed))
+            os.sched_setaffinity(0, mine or allowed)
+
+
+GPUS = Path("/dev/nvidiactl")
+"""Is there where a driver for GPUs is."""
+
+
+def cores_of(process: int, processes: int, cores: Sequence[frozenset[int]]) -> set[int]:
+    """The processors of one of several processes: whole cores, side by side.
+
+    Args:
+        process: from 0.
+        processes: of the node.
+        cores: the processors of each core, in their order, which is that of sockets.
+
+    Returns:
+        Nothing, if there are fewer cores than processes.
+    """
+    each = len(cores) // processes
+    return {number for core in cores[process * each : (process + 1) * each] for number in core}
+
+
+def _physical_cores(allowed: Set[int]) -> list[frozenset[int]]:
+    """The processors of each core that are allowed."""
+    cores = {frozenset({number} | _siblings(number)) & allowed for number in allowed}
+    return sorted(cores, key=min)
+
+
+def _siblings(number: int) -> set[int]:
+    path = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+    found: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return found

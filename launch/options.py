@@ -74,7 +74,7 @@ def _slurm_arguments(parser: Parser) -> None:
         "--cpus-per-node",
         type=positive,
         metavar="C",
-        help="cores of each node, for all P processes",
+        help="cores of each node, for all P processes; default: whole nodes (--exclusive)",
     )
     add("--memory-per-node", metavar="SIZE", help="for example 480G; 0 is all")
     add(

@@ -108,6 +108,8 @@ class SlurmJob:
             "open-mode": "append",  # a job that starts again goes on in its file
         }
         lines = [f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None]
+        if self.cpus_per_node is None:
+            lines.append("#SBATCH --exclusive")  # else a node gives one core to a task
         return [*lines, "#SBATCH --requeue"]
 
 
@@ -164,7 +166,8 @@ def script_text(
         )
     directives = job.directives(_job_name(folder), nodes, f"{place}/slurm-%j.out")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    cpus = f" --cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else ""
+    # srun does not ask for what the job has.
+    cpus = job.cpus_per_node or '"${SLURM_CPUS_ON_NODE:-1}"'
     python, *arguments = agent
     return _SCRIPT.format(
         directives="\n".join(directives),
@@ -227,7 +230,7 @@ export POLYAD_ENDPOINT="${{hosts%%$'\\n'*}}:$((10000 + SLURM_JOB_ID % 20000))"
 threads=$((${{SLURM_CPUS_ON_NODE:-1}} / {processes}))
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}"
 
-srun --ntasks-per-node=1{cpus} --kill-on-bad-exit=1 bash -c {on_each_node} agent \\
+srun --ntasks-per-node=1 --cpus-per-task={cpus} --kill-on-bad-exit=1 bash -c {on_each_node} agent \\
   {agent} &
 agents=$!
 [ -z "$asked" ] || kill "-$asked" "$agents"

@@ -29,6 +29,7 @@ class ImageSplit:
 
     def __init__(self, folder: Path, name: str, manifest: ImageManifest) -> None:
         self._about = manifest.splits[name]
+        self._path = (folder / f"{name}.npy").resolve()
         self._rows: Rows = _mapped(folder / f"{name}.npy", ROW)
         self._ends: npt.NDArray[np.int64] = _mapped(folder / f"{name}.ends.npy", np.dtype("<i8"))
         self._names = _bytes(folder / f"{name}.names")
@@ -48,6 +49,12 @@ class ImageSplit:
             labels = _attributes(folder, name, len(labels), classes)
         self.labels = labels
         """The class of each image; of images with attributes 0 or 1 of each, [images, K]."""
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """Differs where the places of images do: the path of the index, its size and time."""
+        status = self._path.stat()
+        return str(self._path), status.st_size, status.st_mtime_ns
 
     def __len__(self) -> int:
         """Counts the images."""

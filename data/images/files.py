@@ -21,6 +21,11 @@ class FileSplit:
         self._files = files
         self.labels: npt.NDArray[np.integer] = np.array([file.label for file in files])
 
+    @property
+    def identity(self) -> str:
+        """Any files have the order of so many."""
+        return "files"
+
     def __len__(self) -> int:
         """Counts the images."""
         return len(self._files)

@@ -21,6 +21,7 @@ from data.images.augmentation import evaluation_image, mixing, training_image
 from data.images.config import ImageDataConfig
 from data.images.decoding import Pixels
 from data.images.noise import GaussianNoise
+from data.order import Arrays, EpochOrders
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3
 """Streams of random numbers, the last part of a seed."""
@@ -34,6 +35,10 @@ class Images(Protocol):
     @property
     def labels(self) -> npt.NDArray[np.integer]:
         """The class of each image, or 0 or 1 of each of its attributes [images, K]."""
+
+    @property
+    def identity(self) -> object:
+        """Differs where orders do."""
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -75,18 +80,19 @@ class ImageSamples(Dataset[ImageBatch]):
 
     def __init__(self, images: Images, settings: ImageDataConfig, size: int, seed: int) -> None:
         self._images, self._settings, self._size, self._seed = images, settings, size, seed
-        self._orders: dict[int, npt.NDArray[np.integer]] = {}
+        self._orders = EpochOrders(
+            self._build_order, len(images), ("images", images.identity, len(images), seed)
+        )
         self._damaged: dict[int, str] = {}
 
     def number_of(self, sample: int) -> int:
         """The image of a sample, by its number in the split."""
-        epoch, place = divmod(sample, len(self._images))
-        if epoch not in self._orders:
-            if len(self._orders) > 1:  # a batch may reach over the end of an epoch
-                self._orders.pop(min(self._orders))
-            generator = np.random.Generator(np.random.PCG64((self._seed, epoch, _ORDER)))
-            self._orders[epoch] = self._images.order(generator)
-        return int(self._orders[epoch][place])
+        epoch, place = self._orders(sample)
+        return int(epoch["images"][place])
+
+    def _build_order(self, epoch: int) -> Arrays:
+        generator = np.random.Generator(np.random.PCG64((self._seed, epoch, _ORDER)))
+        return {"images": self._images.order(generator)}
 
     def __getitem__(self, sample: int) -> ImageBatch:
         """Reads, decodes and augments.

@@ -48,6 +48,13 @@ class TokenStream:
     def _files(self) -> Any:
         return indexed_dataset().IndexedDataset(str(self.prefix))
 
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """Differs where the lengths of documents do: the path of the index, its size and time."""
+        path = Path(f"{self.prefix}.idx").resolve()
+        status = path.stat()
+        return str(path), status.st_size, status.st_mtime_ns
+
     @functools.cached_property
     def document_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each document, its end included; shape (num_documents,)."""

@@ -4,28 +4,18 @@ The samples of epoch e are the documents in a random order seeded by (seed, e), 
 cut, then shuffled themselves. Samples of all epochs are numbered on without end.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
 from data.errors import DataError
+from data.order import Arrays, EpochOrders
 from data.text.dataset import TokenStream
 from data.text.indexed import build_sample_index
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1
-_EPOCHS_KEPT = 2  # a batch, and what workers fetch ahead, may straddle the end of an epoch
-
-
-class _Epoch(NamedTuple):
-    """One epoch of S samples over D documents."""
-
-    document_order_D: npt.NDArray[np.int32]
-    sample_starts_S2: npt.NDArray[np.int64 | np.int32]  # one row more than samples
-    sample_order_S: npt.NDArray[np.int64]
 
 
 class TrainingSamples(Dataset[torch.Tensor]):
@@ -58,7 +48,11 @@ class TrainingSamples(Dataset[torch.Tensor]):
         self._stream = stream
         self._sequence_length = sequence_length
         self._seed = seed
-        self._epochs: dict[int, _Epoch] = {}
+        self._orders = EpochOrders(
+            self._build_epoch,
+            self.samples_per_epoch,
+            ("text", stream.identity, sequence_length, seed),
+        )
 
     def __getitem__(self, sample: int) -> torch.Tensor:
         """Reads a sample.
@@ -72,11 +66,11 @@ class TrainingSamples(Dataset[torch.Tensor]):
         """
         if sample < 0:
             raise IndexError(f"sample {sample}")
-        epoch, (first, offset), (last, end) = self._bounds(sample)
+        documents, (first, offset), (last, end) = self._bounds(sample)
         parts = []
         for place in range(first, last + 1):
             length = end + 1 - offset if place == last else None
-            document = int(epoch.document_order_D[place])
+            document = int(documents[place])
             parts.append(self._stream.read_document(document, offset, length))
             offset = 0
         return torch.from_numpy(np.concatenate(parts))
@@ -91,39 +85,25 @@ class TrainingSamples(Dataset[torch.Tensor]):
             Their numbers in the split, from 0, in the sample's order. The last one may have given
             only the last target.
         """
-        epoch, (first, _), (last, _) = self._bounds(sample)
-        return [int(document) for document in epoch.document_order_D[first : last + 1]]
+        documents, (first, _), (last, _) = self._bounds(sample)
+        return [int(document) for document in documents[first : last + 1]]
 
-    def _bounds(self, sample: int) -> tuple[_Epoch, list[int], list[int]]:
-        """The sample's epoch; place in the order of documents, and offset, of its two ends."""
-        number, position = divmod(sample, self.samples_per_epoch)
-        epoch = self._epoch(number)
-        row = epoch.sample_order_S[position]
-        return epoch, epoch.sample_starts_S2[row].tolist(), epoch.sample_starts_S2[row + 1].tolist()
+    def _bounds(self, sample: int) -> tuple[npt.NDArray[np.integer], list[int], list[int]]:
+        """The order of documents; of a sample's two ends the place in it, and the offset."""
+        epoch, position = self._orders(sample)
+        row = epoch["samples"][position]
+        starts_S2 = epoch["starts"]
+        return epoch["documents"], starts_S2[row].tolist(), starts_S2[row + 1].tolist()
 
-    def _epoch(self, number: int) -> _Epoch:
-        if number not in self._epochs:
-            self._epochs[number] = self._build_epoch(number)
-            for old in sorted(self._epochs)[:-_EPOCHS_KEPT]:
-                if old != number:
-                    del self._epochs[old]
-        return self._epochs[number]
-
-    def _build_epoch(self, number: int) -> _Epoch:
+    def _build_epoch(self, number: int) -> Arrays:
+        """The order of D documents, where each of S samples starts, and the order of samples."""
         lengths_D = self._stream.document_lengths
         documents = np.arange(len(lengths_D), dtype=np.int32)
         order_D = self._generator(number, _DOCUMENTS).permutation(documents)
         starts_S2 = build_sample_index(lengths_D, order_D, self._sequence_length)
-        assert len(starts_S2) == self.samples_per_epoch + 1
-        return _Epoch(
-            order_D,
-            starts_S2,
-            self._generator(number, _SAMPLES).permutation(self.samples_per_epoch),
-        )
+        assert len(starts_S2) == self.samples_per_epoch + 1  # one row more than samples
+        order_S = self._generator(number, _SAMPLES).permutation(self.samples_per_epoch)
+        return {"documents": order_D, "starts": starts_S2, "samples": order_S}
 
     def _generator(self, epoch: int, purpose: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64((self._seed, epoch, purpose)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process builds its own epochs: sending them would take longer.
-        return {**self.__dict__, "_epochs": {}}

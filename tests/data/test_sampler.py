@@ -150,5 +150,5 @@ def test_sizes_that_do_not_divide_are_refused(samples, sizes, expected):
 def test_memory_keeps_two_epochs(samples):
     for epoch in range(5):
         samples[epoch * samples.samples_per_epoch]
-    assert sorted(samples._epochs) == [3, 4]
+    assert sorted(samples._orders._epochs) == [3, 4]
     assert samples[0].shape == (T + 1,)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.machine import cores_of
+
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
     "import os; from launch.machine import prepare_environment; prepare_environment(); "
@@ -53,6 +55,50 @@ def test_computers_that_share_a_home_keep_their_own(tmp_path: Path) -> None:
     assert compiled_code(**there, WORLD_SIZE=4) == str(folder)
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
     assert compiled_code(**there, WORLD_SIZE=2) == str(tmp_path / "home/.cache/polyad/compiled")
+
+
+def test_processes_of_a_node_share_whole_cores() -> None:
+    cores = [frozenset({number, number + 6}) for number in range(6)]  # two threads each
+    assert cores_of(0, 2, cores) == {0, 1, 2, 6, 7, 8}
+    assert cores_of(1, 2, cores) == {3, 4, 5, 9, 10, 11}
+    assert cores_of(3, 4, cores) == {3, 9}
+    assert cores_of(0, 7, cores) == set()
+
+
+BIND = """
+import os, sys
+from pathlib import Path
+from launch import machine
+machine.GPUS = Path("/" if "gpu" in sys.argv else "/nowhere")
+if "bound" in sys.argv:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+machine.bind_to_cores()
+print(sorted(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="this machine lets this process run on one core alone",
+)
+def test_a_process_with_a_gpu_keeps_to_its_cores_unless_it_was_bound() -> None:
+    everything = sorted(os.sched_getaffinity(0))
+
+    def allowed(*words: str, **variables: str) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", BIND, *words],
+            **{"capture_output": True, "text": True, "check": True, "cwd": ROOT},
+            env=environment(**variables),
+        )
+        return [int(number) for number in done.stdout.strip(" []\n").split(",")]
+
+    ranks = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    first, second = (allowed("gpu", **variables) for variables in ranks)
+    assert first
+    assert set(first).isdisjoint(second)
+    assert allowed("gpu", "bound", **ranks[1]) == everything[:1]
+    assert allowed(**ranks[0]) == everything
+    assert allowed("gpu", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1") == everything
 
 
 def test_a_folder_named_by_the_user_stays(tmp_path: Path) -> None:

@@ -159,6 +159,12 @@ def test_the_script_asks_for_what_was_asked() -> None:
     assert " --cpus-per-task=64 " in text  # srun does not inherit it
 
 
+def test_whole_nodes_are_asked_for_unless_cores_are() -> None:
+    text = text_of()
+    assert "\n#SBATCH --exclusive\n" in text
+    assert ' --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" ' in text
+
+
 def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", text_of()], env=environment(stand_ins), capture_output=True, check=True

@@ -130,7 +130,10 @@ def test_what_it_is_not_is_one_line(command: Command, whole: Path, tmp_path: Pat
     config = written(tmp_path)
     for arguments, said in (
         (("validate", config, "model={kind: gpt2}"), "data.kind: vectors is not allowed with"),
-        (("evaluate", whole, "--attack", "word-swap", "--rate", "0.1"), "--attack word-swap: is not"),
+        (
+            ("evaluate", whole, "--attack", "word-swap", "--rate", "0.1"),
+            "--attack word-swap: is not",
+        ),
         (("train", config, f"run.folder={whole}", "data.spread=0.4"), "holds another run"),
     ):
         (line,) = command(*arguments, status=2).stderr.splitlines()

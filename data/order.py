@@ -1,0 +1,144 @@
+"""The order of an epoch, made once on each node, in files that its processes map.
+
+An epoch of millions of samples takes seconds and hundreds of megabytes to make. Every rank and
+every loader worker of a node needs it, and all of them the same.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from data.node import node_folder
+
+Arrays: TypeAlias = dict[str, npt.NDArray[np.integer]]
+
+SMALL = 2**18
+"""Samples of an epoch up to which each process makes its own: sooner done than a file is opened."""
+UNUSED_DAYS = 7
+"""After which an order of any run is deleted."""
+_EPOCHS_KEPT = 2  # a batch, and what workers fetch ahead, may straddle the end of an epoch
+
+
+class EpochOrders:
+    """The arrays of each epoch, by name.
+
+    Args:
+        build: Makes those of an epoch.
+        samples_per_epoch: Samples of each.
+        identity: All that the arrays depend on, beside the epoch.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[int], Arrays],
+        samples_per_epoch: int,
+        identity: object,
+    ) -> None:
+        self._build = build
+        self._samples = samples_per_epoch
+        self._key = hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+        self._epochs: dict[int, Arrays] = {}
+        self._ahead: threading.Thread | None = None
+
+    def __call__(self, sample: int) -> tuple[Arrays, int]:
+        """Finds a sample.
+
+        Args:
+            sample: Its number, counted through all epochs.
+
+        Returns:
+            The arrays of its epoch, and its place in the epoch.
+        """
+        epoch, place = divmod(sample, self._samples)
+        if epoch not in self._epochs:
+            self._epochs[epoch] = self._open(epoch)
+            for old in sorted(self._epochs)[:-_EPOCHS_KEPT]:
+                if old != epoch:
+                    del self._epochs[old]
+        if 2 * place > self._samples:
+            self._prepare(epoch + 1)
+        return self._epochs[epoch], place
+
+    def _open(self, epoch: int) -> Arrays:
+        if self._samples > SMALL:
+            with contextlib.suppress(OSError):  # no room, no right, no locks: as without files
+                return _mapped(self._made(epoch, wait=True))
+        return self._build(epoch)
+
+    def _prepare(self, epoch: int) -> None:
+        """Has a thread make the next epoch's files, unless another process does."""
+        if self._samples <= SMALL or self._ahead is not None or epoch in self._epochs:
+            return
+
+        def make() -> None:
+            with contextlib.suppress(OSError):
+                self._made(epoch, wait=False)
+
+        self._ahead = threading.Thread(target=make, name=f"order of epoch {epoch}", daemon=True)
+        self._ahead.start()
+
+    def _made(self, epoch: int, *, wait: bool) -> Path:
+        """The folder of an epoch, made if it is not there; without `wait` perhaps by another."""
+        root = node_folder("orders")
+        folder = root / f"{self._key}-{epoch}"
+        if not folder.exists():
+            with _locked(root / f"{self._key}.lock", wait=wait) as locked:
+                if locked and not folder.exists():
+                    _write(folder, self._build(epoch))
+                    self._forget(root, epoch)
+        if wait:
+            self._ahead = None
+            with contextlib.suppress(OSError):
+                os.utime(folder)  # in use
+        return folder
+
+    def _forget(self, root: Path, epoch: int) -> None:
+        """Deletes epochs that are over, and what nobody has used for long; what is mapped stays."""
+        old = time.time() - UNUSED_DAYS * 24 * 3600
+        for path in root.iterdir():
+            key, _, number = path.name.partition("-")
+            over = key == self._key and number.isdecimal() and int(number) <= epoch - _EPOCHS_KEPT
+            with contextlib.suppress(OSError):
+                if over or path.stat().st_mtime < old:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def __getstate__(self) -> dict[str, object]:
+        # A worker maps, or makes, its own: sending them would take longer.
+        return {**self.__dict__, "_epochs": {}, "_ahead": None}
+
+
+def _write(folder: Path, arrays: Arrays) -> None:
+    """Writes all or nothing."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as new:
+        there = Path(new) / "order"
+        there.mkdir()
+        for name, array in arrays.items():
+            np.save(there / f"{name}.npy", array)
+        there.rename(folder)
+
+
+def _mapped(folder: Path) -> Arrays:
+    return {path.stem: np.load(path, mmap_mode="r") for path in folder.iterdir()}
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Within the block no other process has the lock; False: another one has it, without `wait`."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
