@@ -20,7 +20,7 @@ from train.config.parts import (
     what_is_kept,
     with_verified,
 )
-from train.config.plan import Plan, open_inputs, plan_of
+from train.config.plan import Plan, open_inputs, plan_together
 from train.config.smaller import memory_of
 from train.experts.fluctuation import FluctuationLog
 from train.guard.data_check import DataCheck
@@ -60,12 +60,12 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     startup.lap("data")
     import_libraries()
     startup.lap("imports")
-    plan = plan_of(inputs)
-    config, dims, kept = plan.config, plan.dims, plan.task.kept()
+    config, dims, kept = inputs.config, inputs.dims, inputs.task.kept()
     world = comm.initialize(
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     allow_tf32(config.train.tf32, world.device)
+    plan = plan_together(inputs, world)
     lock = RunLock(plan.folder, world)
     plan = with_verified(plan)
     state = plan.start_state(plan.resume, kept)

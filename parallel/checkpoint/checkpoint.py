@@ -18,9 +18,16 @@ from model.config_yaml import ConfigYamlError, load
 from model.settings import ModelSettings
 from parallel import comm
 from parallel.checkpoint.commit import complete_checkpoints
-from parallel.checkpoint.contents import chunk_differs, read_contents
+from parallel.checkpoint.contents import Contents, chunk_differs, read_contents
 from parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
-from parallel.checkpoint.manifest import MANIFEST_FILE, CheckpointError, damaged, digest
+from parallel.checkpoint.manifest import (
+    MANIFEST_FILE,
+    PATIENCE,
+    CheckpointError,
+    damaged,
+    digest,
+    patiently_opened,
+)
 from parallel.checkpoint.tensor_file import DTYPE_NAMES
 from parallel.checkpoint.tensor_folder import differing_shapes
 from parallel.fragments import MASTER, persistent_buffers
@@ -40,18 +47,22 @@ class Checkpoint:
 
     Args:
         folder: `.../step-NNNNNNNN`.
+        contents: what another process has read of its small files; None: they are read.
 
     Raises:
         CheckpointError: it is incomplete, truncated, of a newer version, or no checkpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, contents: Contents | None = None) -> None:
         self.folder = folder
-        contents = read_contents(folder)
+        self._patience = 0.0 if contents is None else PATIENCE
+        self.contents = contents = contents or read_contents(folder)
         self.manifest, self.state = contents.manifest, contents.state
         self.config_yaml = contents.config_yaml
         self.training_step = self.manifest.step
         self.tensors = contents.index.tensors
+        self.is_verified = False
+        """Whether every byte was compared with the manifest: it is not digested again."""
         self._verified: set[Chunk] = set()
         self._chosen = MASTER
         self.has_average = all(EMA in self.tensors[name] for name in self.shapes())
@@ -256,8 +267,9 @@ class Checkpoint:
 
     def _stored(self, about: Tensor, chunk: Chunk) -> np.ndarray:
         path = self.folder / chunk.file
-        values = np.memmap(path, _NUMPY[about.dtype], "r", chunk.begin, chunk.size)
-        if chunk not in self._verified:
+        with patiently_opened(path, self._patience) as file:
+            values = np.memmap(file, _NUMPY[about.dtype], "r", chunk.begin, chunk.size)
+        if not self.is_verified and chunk not in self._verified:
             algorithm = self.manifest.algorithm
             if digest(values.data, algorithm) != chunk.digest(algorithm):
                 raise chunk_differs(self.manifest, chunk)

@@ -8,6 +8,7 @@ snapshots starts with it.
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ Watch: TypeAlias = Callable[[str, int, memoryview], None]
 """Takes the name of a file, a position in it, and the bytes that were read there."""
 ALGORITHMS = {1: "crc32", 2: "xxh3"}
 """The algorithm of digests in each version of the format."""
+PATIENCE = 90.0
+"""Seconds that a node waits for a file that another node has seen: NFS trusts what it knows of a
+folder for up to 60."""
 _SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
 
 
@@ -220,6 +224,7 @@ class Manifest:
         blocks: Iterable[Block] | None = None,
         report: Callable[[int], None] = lambda done: None,
         watch: Watch = lambda name, begin, piece: None,
+        patience: float = 0.0,
     ) -> None:
         """Reads blocks and compares their digests.
 
@@ -227,6 +232,7 @@ class Manifest:
             blocks: some of `blocks()`; None: all of them, the bytes of each file in order.
             report: called with the bytes that are verified so far.
             watch: called with each piece that was read, before its block's digest is compared.
+            patience: seconds to wait for a file that is not there.
 
         Raises:
             DamagedCheckpoint: the first that differs or cannot be read.
@@ -235,7 +241,7 @@ class Manifest:
         for block in self.blocks() if blocks is None else blocks:
             path = self.folder / block.name
             try:
-                actual = self._digest(path, block, watch)
+                actual = self._digest(path, block, watch, patience)
             except OSError as error:
                 raise damaged(path, f"cannot be read: {error.strerror}") from None
             if actual != block.digest:
@@ -284,9 +290,9 @@ class Manifest:
         except FormError as error:
             raise damaged(self.folder / name, str(error)) from None
 
-    def _digest(self, path: Path, block: Block, watch: Watch) -> Digest:
+    def _digest(self, path: Path, block: Block, watch: Watch, patience: float) -> Digest:
         crc32, xxh3, at = 0, xxhash.xxh3_64(), block.begin
-        with path.open("rb", buffering=0) as file:
+        with patiently_opened(path, patience) as file:
             file.seek(block.begin)
             for piece in _pieces(file, block.size):
                 if self.algorithm == "crc32":
@@ -296,6 +302,26 @@ class Manifest:
                 watch(block.name, at, piece)
                 at += len(piece)
         return crc32 if self.algorithm == "crc32" else xxh3.hexdigest()
+
+
+def patiently_opened(path: Path, patience: float) -> Any:
+    """Opens a file to read bytes; waits for one that this node does not see yet.
+
+    Args:
+        path: of the file.
+        patience: seconds.
+
+    Raises:
+        OSError: it cannot be opened, or is not there after that time.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return path.open("rb", buffering=0)
+        except FileNotFoundError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.5)
 
 
 def _pieces(file: Any, size: int) -> Iterator[memoryview]:

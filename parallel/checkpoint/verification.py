@@ -11,6 +11,7 @@ from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.commit import step_folders
 from parallel.checkpoint.manifest import (
+    PATIENCE,
     Block,
     CheckpointError,
     DamagedCheckpoint,
@@ -45,11 +46,26 @@ def newest_that_opens(folder: Path) -> Checkpoint | None:
     return None
 
 
+def shared(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint that rank 0 has opened, on every process.
+
+    Manifest, index, state and headers are read by rank 0 alone: 1,024 processes that each ask for
+    the sizes of 1,024 files would be a million requests to a server.
+
+    Args:
+        checkpoint: what rank 0 has; of the others it is not looked at.
+    """
+    contents = comm.from_main(None if checkpoint is None else checkpoint.contents)
+    if contents is None or comm.rank() == 0:
+        return checkpoint if comm.rank() == 0 else None
+    return Checkpoint(contents.manifest.folder, contents)
+
+
 def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:
     """The checkpoint to go on from, with every byte verified; all processes share the reading.
 
     Args:
-        checkpoint: what `newest_that_opens` gave; that of rank 0 counts.
+        checkpoint: what `newest_that_opens` gave on rank 0.
         folder: the run's `checkpoints` folder.
 
     Returns:
@@ -66,22 +82,36 @@ def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint |
     older = found[: found.index(newest)][::-1] if newest in found else found[::-1]
     reasons: list[str] = []
     for path in comm.from_main([newest, *older]) or []:
-        reason = _verify_together(path)
-        if reason is None:
-            _warn(reasons, path)
-            return checkpoint if checkpoint and path == checkpoint.folder else Checkpoint(path)
-        reasons.append(reason)
+        opened, reason = _opened(path, checkpoint)
+        if opened is not None:
+            reason = _verify_together(opened.manifest)
+            if reason is None:
+                _warn(reasons, path)
+                opened.is_verified = True
+                return opened
+        reasons.append(reason or "")
     raise DamagedCheckpoint(_none_is_good(folder, reasons))
 
 
-def _verify_together(folder: Path) -> str | None:
+def _opened(path: Path, newest: Checkpoint | None) -> tuple[Checkpoint | None, str | None]:
+    """What rank 0 finds at a path, on every process: a checkpoint, or why it is none."""
+    checkpoint, reason = None, None
+    if comm.rank() == 0:
+        try:
+            known = newest is not None and newest.folder == path
+            checkpoint = newest if known else Checkpoint(path)
+        except CheckpointError as error:
+            reason = str(error)
+    return shared(checkpoint), comm.from_main(reason)
+
+
+def _verify_together(manifest: Manifest) -> str | None:
     """Reads every byte once, each on one process; None if all is well, else the first reason."""
     reason = None
+    share = share_of(manifest.blocks(), comm.rank(), comm.size())
     try:
-        manifest = Manifest(folder)
-        share = share_of(manifest.blocks(), comm.rank(), comm.size())
         with progress_of(manifest, share, quiet=comm.rank() > 0) as report:
-            manifest.verify(share, report)
+            manifest.verify(share, report, patience=PATIENCE if comm.rank() else 0.0)
     except CheckpointError as error:
         reason = str(error)
     if not comm.any_rank(reason is not None):

@@ -1,5 +1,6 @@
 """Saves of a tiny model with its disk recorded or failing, called in worker processes."""
 
+import io
 import mmap
 import os
 import resource
@@ -15,13 +16,14 @@ from unittest import mock
 import psutil
 
 from parallel import comm
-from parallel.checkpoint import snapshot, snapshot_process
+from parallel.checkpoint import checkpoint as checkpoint_file
+from parallel.checkpoint import snapshot, snapshot_process, verification
 from parallel.checkpoint.commit import Retention
 from parallel.checkpoint.manifest import CheckpointError, Manifest
 from parallel.checkpoint.saver import Saver
 from parallel.checkpoint.verification import newest_that_opens, newest_verified
 from parallel.checkpoint.writer import SaveError
-from parallel.fragments import fragments
+from parallel.fragments import fill, fragments
 from parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml
@@ -197,15 +199,73 @@ def verify_shares(folder: str) -> tuple[str, list[tuple[str, int]]]:
     seen: list[list[tuple[str, int]]] = []
     original = Manifest.verify
 
-    def verify(self: Manifest, blocks: Any = None, report: Any = lambda done: None) -> None:
+    def verify(self: Manifest, blocks: Any = None, *others: Any, **named: Any) -> None:
         listed = list(self.blocks() if blocks is None else blocks)
-        seen.append([(block.name, block.begin) for block in listed])
-        original(self, listed, report)
+        if others:  # rank 0 opens small files as well
+            seen.append([(block.name, block.begin) for block in listed])
+        original(self, listed, *others, **named)
 
-    newest = newest_that_opens(Path(folder))
+    newest = newest_that_opens(Path(folder)) if comm.rank() == 0 else None
     with mock.patch.object(Manifest, "verify", verify):
         try:
             chosen = newest_verified(newest, Path(folder))
         except CheckpointError as error:
             return f"{error.exit_status}: {error}", seen[0]
     return chosen.folder.name if chosen else "none", seen[0]
+
+
+def files_opened(folder: str, case: Any) -> dict[str, Any]:
+    """What this process opens, lists and digests when it takes up the newest checkpoint."""
+    engine, world = build_engine(case)
+    opened, digested, listed = [], [], []
+    original, scan, digest = io.open, os.scandir, checkpoint_file.digest
+
+    def note(path: Any, *others: Any, **named: Any) -> Any:
+        if isinstance(path, Path | str) and str(path).startswith(folder):
+            opened.append(Path(path).name)
+        return original(path, *others, **named)
+
+    def note_list(path: Any) -> Any:
+        listed.append(str(path))
+        return scan(path)
+
+    def note_digest(*given: Any) -> Any:
+        digested.append(len(given))
+        return digest(*given)
+
+    with (
+        mock.patch.object(io, "open", note),
+        mock.patch.object(os, "scandir", note_list),
+        mock.patch.object(checkpoint_file, "digest", note_digest),
+    ):
+        newest = newest_that_opens(Path(folder)) if world.is_main else None
+        chosen = newest_verified(newest, Path(folder))
+        assert chosen is not None
+        before = len(opened)
+        fill(engine, chosen)
+    return {
+        "opened": opened, "listed": [path for path in listed if path.startswith(folder)],
+        "filled": len(opened) > before, "digested_again": len(digested),
+    }  # fmt: skip
+
+
+def verify_behind_a_cache(folder: str, seconds: float) -> str:
+    """What rank 0 and a node whose knowledge of the folder is some seconds old go on from."""
+    comm.initialize()
+    start, original = time.monotonic(), Path.open
+
+    def late(self: Path, *others: Any, **named: Any) -> Any:
+        if comm.rank() and time.monotonic() < start + seconds:
+            raise FileNotFoundError(2, "No such file or directory")
+        return original(self, *others, **named)
+
+    newest = newest_that_opens(Path(folder)) if comm.rank() == 0 else None
+    with (
+        mock.patch.object(Path, "open", late),
+        mock.patch.object(verification, "PATIENCE", 2.0),
+    ):
+        try:
+            chosen = newest_verified(newest, Path(folder))
+        except CheckpointError as error:
+            return str(error)
+    return chosen.folder.name if chosen else "none"

@@ -164,7 +164,7 @@ def try_studies(path: Path, times: int, folder: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_a_spoiled_file(path: Path) -> None:
     try_files(path, 15)
-    try_overrides(path, 80)
+    try_overrides(path, 120)
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name)

@@ -29,7 +29,7 @@ from train.tasks.cross_entropy import cross_entropy
 def with_verified(plan: Plan) -> Plan:
     """The plan with a checkpoint whose every byte was verified: the newest one that is good."""
     resume = newest_verified(plan.resume, plan.checkpoints)
-    if resume is not None and resume is not plan.resume:
+    if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):
         check_resume(plan.config, resume)
     return replace(plan, resume=resume)
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from model.build import build_model, count_parameters
+from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.verification import newest_that_opens
+from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
 from parallel.huggingface_vision import VisionWeights
@@ -17,7 +18,7 @@ from parallel.weights import Weights, open_weights
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
-from train.errors import ConfigError
+from train.errors import ConfigError, RunError
 from train.guard.room import check_room
 from train.guard.run_folder import LOCK_FILE, check_place
 from train.loop.optimizer import state_tensors
@@ -133,6 +134,38 @@ def plan_of(inputs: Inputs) -> Plan:
         steps=config.train.steps,
         size=resume.manifest.total_bytes if resume else checkpoint_bytes(config, model),
     )
+    return Plan(config=config, dims=inputs.dims, task=task, resume=resume, init=init)
+
+
+def plan_together(inputs: Inputs, world: comm.World) -> Plan:
+    """As `plan_of`, on all processes of a group: rank 0 alone reads the run's folder.
+
+    Args:
+        inputs: the same on all.
+        world: this process.
+
+    Raises:
+        ValueError: on all processes, if rank 0 finds something wrong.
+    """
+    plan: Plan | None = None
+    if world.is_main:
+        try:
+            plan = plan_of(inputs)
+        except Exception as error:
+            kind = type(error) if isinstance(error, ValueError) else RunError
+            comm.from_main((kind, str(error)))
+            raise
+    failed: tuple[type[Exception], str] | None = comm.from_main(None)
+    if failed is not None:
+        raise failed[0](failed[1])
+    config, task = inputs.config, inputs.task
+    resume = shared(plan.resume if plan else None)
+    init = plan.init if plan else None
+    start = shared(init if isinstance(init, Checkpoint) else None)
+    if start is not None:
+        init = start
+    elif comm.from_main(init is not None) and not world.is_main:
+        init = _open_init(config, task)
     return Plan(config=config, dims=inputs.dims, task=task, resume=resume, init=init)
 
 

@@ -72,7 +72,9 @@ class Rewind:
             changed.
         """
         self._saver.finish()
-        checkpoint = newest_verified(newest_that_opens(self._checkpoints), self._checkpoints)
+        is_main = self._engine.world.is_main
+        newest = newest_that_opens(self._checkpoints) if is_main else None
+        checkpoint = newest_verified(newest, self._checkpoints)
         if checkpoint is None:
             return None
         left_out = sorted({*state.left_out, batch})
