@@ -266,7 +266,7 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_goes_on(workers, con
 def test_a_folder_that_cannot_be_locked_is_refused_on_all_processes(workers, config, tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)  # as a file system without locks: an OSError
     assert ".lock" not in refused(workers, config)
-    assert "cannot be locked: Is a directory; a file system" in refused(workers, config)
+    assert refused(workers, config).endswith("cannot be locked: Is a directory")
 
 
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(

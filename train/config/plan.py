@@ -20,7 +20,7 @@ from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
 from train.errors import ConfigError, RunError
 from train.guard.room import check_room
-from train.guard.run_folder import LOCK_FILE, check_place
+from train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place
 from train.loop.optimizer import state_tensors
 from train.state import TrainState
 from train.tasks.registry import open_task
@@ -202,7 +202,7 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
         ConfigError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.run.folder)
-    if check_place(folder, "run.folder") <= {LOCK_FILE, LAUNCH_FOLDER}:
+    if check_place(folder, "run.folder") <= {LOCK_FILE, LEASE_FILE, LAUNCH_FOLDER}:
         return None
     saved = folder / "config.yaml"
     if not saved.exists():

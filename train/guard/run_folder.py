@@ -1,5 +1,6 @@
 """A run's folder, and the lock that lets only one start of the run use it at a time."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -11,8 +12,12 @@ from data.errors import check_path
 from model.config import Config
 from parallel import comm
 from train.errors import ConfigError
+from train.guard.lease import Lease, LeaseTaken
 
 LOCK_FILE = ".lock"
+LEASE_FILE = ".lease"
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""Errors of `flock` on a file system that has no locks."""
 
 
 class RunFolderConfig(Config):
@@ -60,35 +65,48 @@ class RunLock:
         world: this process. All call this together.
 
     On a shared file system it works between hosts if the file system passes locks on (NFS does,
-    and Lustre with the mount option `flock`).
+    and Lustre with the mount option `flock`). Where it has no locks a lease is taken instead.
 
     Raises:
-        ConfigError: on every process, if another start of the run is still going, or the file
-            system has no locks.
+        ConfigError: on every process, if another start of the run is still going, or the folder
+            cannot be written to.
     """
 
     def __init__(self, folder: Path, world: comm.World) -> None:
         self._descriptor: int | None = None
+        self._lease: Lease | None = None
         reason = comm.from_main(self._take(folder) if world.is_main else None)
         if reason:
             raise ConfigError(f"run.folder: {folder} {reason}")
 
     def _take(self, folder: Path) -> str:
         """Takes the lock; returns the reason if that fails, else an empty string."""
+        in_use = "is in use by another start of this run, which is still going"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                self._lease = Lease(folder / LEASE_FILE)
         except BlockingIOError:
             self.release()
-            return "is in use by another start of this run, which is still going"
+            return in_use
+        except LeaseTaken as holder:
+            self.release()
+            return f"{in_use}: {holder}"
         except OSError as error:
             self.release()
-            return f"cannot be locked: {error.strerror}; a file system with locks (flock) is needed"
+            return f"cannot be locked: {error.strerror}"
         return ""
 
     def release(self) -> None:
         """Releases the lock."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
