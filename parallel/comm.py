@@ -1,6 +1,8 @@
 """The process group: its start and end, and the collectives that the training loop needs."""
 
 import hashlib
+import json
+import math
 import os
 import sys
 import warnings
@@ -19,6 +21,13 @@ from parallel.dims import LayoutError
 from parallel.host_memory import keep_freed_memory
 
 T = TypeVar("T")
+RECORDED = 2000
+"""Collectives that PyTorch's flight recorder keeps."""
+_dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+_RECORDER = "TORCH_FR_BUFFER_SIZE"
+if _dump is None:  # before PyTorch 2.13, and of NCCL alone
+    _dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    _RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 @dataclass(frozen=True)
@@ -104,13 +113,13 @@ def initialize(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
     if not dist.is_initialized():
-        timeout = timedelta(minutes=timeout_minutes)
-        backend = "nccl" if on_gpu else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        os.environ.setdefault(_RECORDER, f"{RECORDED}")
+        options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
+        if on_gpu:  # NCCL connects at once, and no collective has to guess the device
+            options["device_id"] = device
+        if "RANK" not in os.environ:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if on_gpu else "gloo", **options)
     if tensor_parallel_size > 1:
         _join_tensor_parallel_group(tensor_parallel_size)
     return World(
@@ -132,7 +141,9 @@ def _join_tensor_parallel_group(size: int) -> None:
         if parallel_state.get_tensor_model_parallel_world_size() == size:
             return
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=size, create_gloo_process_groups=False
+    )
 
 
 def limit_waiting(timeout_minutes: float) -> None:
@@ -157,6 +168,43 @@ def collectives_begun() -> dict[str, int]:
     names = map(distributed_c10d._get_process_group_name, groups)
     counts = (group._get_sequence_number_for_group() for group in groups)
     return dict(zip(names, counts, strict=True))
+
+
+def collectives_recorded() -> bytes:
+    """The newest collectives of this process as PyTorch's flight recorder keeps them, in JSON.
+
+    Can be called from any thread, while another waits. Empty before there is a group.
+    """
+    return b"" if _dump is None or not dist.is_initialized() else bytes(_dump())
+
+
+def collectives_waited_for(recorded: bytes) -> list[str]:
+    """Those that were begun and are not done, in words, the first in each group.
+
+    Args:
+        recorded: what `collectives_recorded` gave.
+    """
+    try:
+        trace = json.loads(recorded or b"{}")
+        done = {
+            name: int(status["last_completed_collective"])
+            for name, status in trace.get("pg_status", {}).items()
+        }
+        first: dict[str, dict[str, Any]] = {}
+        for entry in trace.get("entries", []):
+            group = str(entry["pg_id"])
+            if entry["collective_seq_id"] > done.get(group, -1) and not entry.get("is_p2p"):
+                first.setdefault(group, entry)
+        return [_in_words(entry) for _, entry in sorted(first.items())]
+    except (ValueError, KeyError, TypeError):  # another version's form
+        return []
+
+
+def _in_words(entry: dict[str, Any]) -> str:
+    kind = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+    numbers = sum(math.prod(size) for size in entry.get("input_sizes", []))
+    group = list(entry.get("process_group", ["?"]))[-1]
+    return f"{kind} of {numbers:,} numbers (number {entry['collective_seq_id']} of {group})"
 
 
 def shutdown() -> None:

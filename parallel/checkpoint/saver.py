@@ -59,7 +59,7 @@ class Saver:
         self.seconds_waited = 0.0
         """Seconds that training waited for copies, over all saves."""
         if asynchronous:
-            self._writer = SnapshotWriter(memory_needed(list(chunks_of(engine))))
+            self._writer = self._new_writer(memory_needed(list(chunks_of(engine))))
 
     def save(
         self, step: int, state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
@@ -88,13 +88,16 @@ class Saver:
         chunks = list(chunks_of(self._engine))
         if (needed := memory_needed(chunks)) > self._writer.nbytes:
             self._writer.close()
-            self._writer = SnapshotWriter(needed)
+            self._writer = self._new_writer(needed)
         staging = comm.from_main(staging_folder(self._folder, step))
         assert staging is not None
         order = {"do": "write", "staging": str(staging), "rank": comm.rank()}
         self._writer.take(chunks, order, self._engine.device)
         self._engine.before_change(self._settle)
         self._pending = _Pending(step, staging, small_files(state, config_yaml, files))
+
+    def _new_writer(self, nbytes: int) -> SnapshotWriter:
+        return SnapshotWriter(nbytes, pinned=self._engine.device.type == "cuda")
 
     @property
     def writer_id(self) -> int | None:

@@ -37,9 +37,10 @@ class SnapshotWriter:
     Args:
         nbytes: size of the memory; it is taken at once, and touched, so that copying is all that a
             snapshot costs.
+        pinned: whether a GPU copies into it, which takes memory that stays where it is.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(nbytes, mmap.PAGESIZE)
         descriptor = os.memfd_create("polyad-snapshot")
         try:
@@ -48,6 +49,8 @@ class SnapshotWriter:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+            if pinned:
+                _pin(self._bytes)
             self._process = _start(descriptor)
         finally:
             os.close(descriptor)
@@ -160,6 +163,14 @@ def _start(descriptor: int) -> subprocess.Popen[bytes]:
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Page-locks memory for a GPU; where the system allows no more, copies are slower."""
+    register = torch.cuda.cudart().cudaHostRegister
+    if int(register(memory.data_ptr(), memory.numel(), 0)):
+        line = f"{memory.numel() / 1e9:.1f} GB for snapshots cannot be page-locked"
+        print(f"polyad: warning: {line}; they take longer", file=sys.stderr, flush=True)
 
 
 def _room(chunk: Chunk) -> int:

@@ -9,8 +9,9 @@ time allowed, the processes to blame are
 - else those that make no progress and wait for no other process: in no group have they begun more
   collectives than another process. A process that waits in a collective has begun it.
 
-The reader names them, writes all stacks into `stalls.txt`, and every process whose thread still
-runs ends with the status that `train/errors.py` lists.
+The reader names them and the collective that the others wait in, and writes all stacks into
+`stalls.txt`; every process whose thread still runs writes its last collectives into `collectives/`
+and ends with the status that `train/errors.py` lists.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +36,8 @@ from train.errors import STALLED
 T = TypeVar("T")
 WATCH_FOLDER = ".watch"
 STALLS_FILE = "stalls.txt"
+COLLECTIVES_FOLDER = "collectives"
+"""Of the run's folder; holds what PyTorch's flight recorder knew of each process at a stall."""
 VERDICT_FILE = "verdict"
 NAMED = 8
 """Processes that a line names; all stacks are in the file."""
@@ -55,6 +59,8 @@ class Beat:
     """Collectives begun, by group."""
     stack: list[str] = field(default_factory=list)
     """The stack of the main thread, the innermost call last."""
+    waits: list[str] = field(default_factory=list)
+    """Collectives that were begun and are not done, in words."""
 
 
 class Watchdog:
@@ -127,6 +133,7 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # the main thread reports a full disk
                     self._beat()
                 if (self._watch / VERDICT_FILE).exists():
+                    self._dump()
                     os._exit(STALLED)
                 if reads:
                     blamed = judge.blame(read_beats(self._watch, self._world.size), _now())
@@ -146,6 +153,7 @@ class Watchdog:
             moves=self._moves,
             begun=comm.collectives_begun(),
             stack=[line.rstrip() for line in traceback.format_stack(frame)] if frame else [],
+            waits=comm.collectives_waited_for(comm.collectives_recorded()),
         )
         path = self._watch / _name(self._world.rank)
         partial = path.with_suffix(".partial")
@@ -161,7 +169,15 @@ class Watchdog:
             waiting = "\n".join(stack_of(beat, self._watch) for beat in others)
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n{waiting}\n\n")
         print(text, file=sys.stderr, flush=True)
+        self._dump()
         os._exit(STALLED)
+
+    def _dump(self) -> None:
+        """Writes the collectives of this process to the run's folder."""
+        folder = self._folder / COLLECTIVES_FOLDER
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{_name(self._world.rank)}.json").write_bytes(comm.collectives_recorded())
 
     def _stack_file(self) -> Path:
         return self._watch / f"{_name(self._world.rank)}.stack"
@@ -222,6 +238,9 @@ class Judge:
             what = f"in {places}; no process is behind the others"
         else:
             what = f"in {places}"
+        waiting = Counter(w for beat in self.beats if beat not in blamed for w in beat.waits[:1])
+        for operation, count in waiting.most_common(1):
+            what += f"; {count} other{'s wait' if count > 1 else ' waits'} in {operation}"
         line = f"polyad: error: stalled for {self._limit:g} s: {names}, {what}"
         return "\n".join([line, *(stack_of(beat, folder) for beat in blamed[:NAMED])])
 

@@ -1,5 +1,7 @@
 """The watchdog: who is to blame, by hand; and runs that stall, in which the right rank is named."""
 
+import json
+import re
 import signal
 import time
 
@@ -58,6 +60,20 @@ def test_one_without_heartbeats_is_blamed_even_if_it_seems_ahead():
     assert blame(*rounds) == [1]
 
 
+def test_what_most_others_wait_in_is_named(tmp_path):
+    judge = Judge(4, LIMIT)
+    waits = [["all_reduce of 5 numbers (number 9 of a)", "b"], [], ["c"], None]
+    waits[3] = waits[0]
+    for now in (0, 5, 11):
+        beats = [beat(r, now, a=8 if r == 1 else 9) for r in range(4)]
+        for each, waited in zip(beats, waits, strict=True):
+            each.waits = waited
+        found = judge.blame(beats, now)
+    assert [b.rank for b in found] == [1]
+    line, *_ = judge.report(found, tmp_path).splitlines()
+    assert line.endswith("in step 3; 2 others wait in all_reduce of 5 numbers (number 9 of a)")
+
+
 def test_where_nobody_is_behind_all_are_named(tmp_path):
     judge = Judge(3, LIMIT)
     for now in (0, 5, 11):
@@ -107,6 +123,10 @@ def test_the_rank_that_stalls_is_named_with_its_stack(forks, tmp_path, prepared_
         assert f"process {run.pids[rank]})" in line
         assert f"rank {other}" not in line
         assert place in line, (kind, line)
+        # What the other waits in, and what it knows of its collectives.
+        assert re.search(r"; 1 other waits in \w+ of [\d,]+ numbers \(number \d+ of ", line), line
+        recorded = tmp_path / kind / "run" / "collectives" / f"rank-{other:05d}.json"
+        assert json.loads(recorded.read_bytes())["entries"]
         stack = said[said.index(line) :]
         assert stack[1].startswith(f"rank {rank} in ")
         assert any(frame in entry for entry in stack), (kind, stack)
