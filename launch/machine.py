@@ -43,12 +43,18 @@ def _keep_compiled_code() -> None:
     be made, or belongs to somebody else, is left to torch.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    several = int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    several = _number("WORLD_SIZE") > _number("LOCAL_WORLD_SIZE")
     with contextlib.suppress(OSError):
         folder = node_folder("compiled") if several else Path(caches) / "polyad" / "compiled"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code that is run
         if os.access(folder, os.W_OK | os.X_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def _number(name: str, otherwise: int = 1) -> int:
+    """A variable of torchrun's, or what stands for one that is missing or wrong: others say so."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
 
 
 END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
@@ -113,13 +119,13 @@ def bind_to_cores() -> None:
     torchrun starts them on all cores, where a process and its loader workers wander between
     sockets. Linux only.
     """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = _number("LOCAL_WORLD_SIZE")
     if processes < 2 or sys.platform != "linux" or not GPUS.exists():
         return
     allowed = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):  # the launcher may be in another container
         if allowed == os.sched_getaffinity(os.getppid()):
-            mine = cores_of(int(os.environ["LOCAL_RANK"]), processes, _physical_cores(allowed))
+            mine = cores_of(_number("LOCAL_RANK", 0), processes, _physical_cores(allowed))
             os.sched_setaffinity(0, mine or allowed)
 
 

@@ -90,6 +90,11 @@ def bench_step_arguments(parser: Parser) -> None:
         help="256 factorized experts, or sparse ones of the same active width, beside our dense "
         "step; default: dense beside transformers'",
     )
+    add(
+        "--profile",
+        action="store_true",
+        help="say where a step's time goes: products, attention, loss, optimizer, exchange, gaps",
+    )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 

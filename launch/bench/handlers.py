@@ -4,6 +4,7 @@ Nothing heavy is imported before a handler runs.
 """
 
 import math
+import os
 from argparse import Namespace
 
 from launch.output import check_json_path, only_results_on_stdout, show
@@ -71,6 +72,7 @@ def bench_step(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler's library says when it begins
     from launch.bench.step import bench_step, step_table
 
     check_json_path(options.json)
@@ -83,6 +85,7 @@ def bench_step(options: Namespace) -> None:
             repeats=options.repeats,
             compiled=options.compile,
             feed_forward=options.feed_forward,
+            profiled=options.profile,
         )
         show(result, step_table(result), options.json, stdout)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from launch.bench.device import prepare_device
+from launch.bench.profile import profile_table, time_by_kind
 from launch.bench.step_variants import goal_of, make_step, model_of
 from launch.bench.turns import clocked, say, span, summary, take_turns
 from model.gpt2 import GPT2Config
@@ -46,6 +47,7 @@ def bench_step(
     compiled: bool = False,
     feed_forward: str | None = None,
     model: GPT2Config | None = None,
+    profiled: bool = False,
 ) -> dict[str, Any]:
     """Times a training step of GPT-2 124M.
 
@@ -59,10 +61,12 @@ def bench_step(
         feed_forward: a name of `FEED_FORWARDS`; its step is then timed beside our dense one, and
             transformers' is not.
         model: another size than 124M.
+        profiled: whether to say where the time of a step goes, too.
 
     Returns:
         JSON values: for each precision, each variant's median seconds, tokens/s, MFU (where the
-        device's peak is known), starts and peak memory; and the ratio, with its goal.
+        device's peak is known), starts and peak memory, and its seconds by kind of work if they
+        were asked for; and the ratio, with its goal.
 
     Raises:
         ConfigError: there is no such device.
@@ -92,9 +96,11 @@ def bench_step(
     for precision in precisions:
         with tempfile.TemporaryDirectory() as cache, _compiled_code_in(Path(cache)):
             starts = {name: _starts(name, models[name], precision, shape) for name in pair}
-            compared = _compare(models, precision, shape, repeats, warmup)
+            compared = _compare(models, precision, shape, repeats, warmup, profiled=profiled)
         rows: dict[str, Any] = {
-            name: _rates(compared[name]["seconds"], models[name], precision, shape) | starts[name]
+            name: _rates(compared[name]["seconds"], models[name], precision, shape)
+            | starts[name]
+            | {key: compared[name][key] for key in ("seconds_by_kind",) if key in compared[name]}
             for name in pair
         }
         ratio = compared[pair[0]]["seconds_ratio"]
@@ -139,6 +145,8 @@ def _compare(
     shape: dict[str, Any],
     repeats: int,
     warmup: int,
+    *,
+    profiled: bool,
 ) -> dict[str, dict[str, Any]]:
     """Times each variant's steps in turn; the first ones do not count."""
     torch.compiler.reset()  # programs of another precision would be tried first
@@ -149,11 +157,15 @@ def _compare(
         }
         runs = {name: clocked(step, shape["device"]) for name, step in steps.items()}
         times = take_turns(runs, repeats, before=warmup)
+        kinds = {n: time_by_kind(step, shape["device"]) for n, step in steps.items() if profiled}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise _failed("both side by side", shape, OUT_OF_MEMORY) from None
-    return summary(times, list(models)[1])
+    result = summary(times, list(models)[1])
+    for name, seconds in kinds.items():
+        result[name]["seconds_by_kind"] = seconds
+    return result
 
 
 def _starts(name: str, config: GPT2Config, precision: str, shape: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +247,9 @@ def step_table(result: dict[str, Any]) -> str:
         found = rows["ratio_interval"]
         between = f", {span(found, 3)} with 90%" if found else ""
         lines.append(f"{precision:9}  median ratio, {pair}: {rows['ratio']:.3f}{between}{goal}")
+        kinds = {name: rows[name].get("seconds_by_kind") for name in result["variants"]}
+        if all(kinds.values()):
+            lines += ["", f"{precision}, a step by kind of work", *profile_table(kinds), ""]
     return "\n".join(lines)
 
 

@@ -46,8 +46,8 @@ def first_line(plan: Plan, state: TrainState) -> str:
 def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line, and what is odd about it; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
-    of_node = int(os.environ.get("LOCAL_WORLD_SIZE") or plan.dims.world_size)
-    if crossing := plan.dims.crossing(of_node):
+    of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
 
 
