@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.build import build_model, compile_model, materialize
 from model.gpt2 import GPT2Config
+from model.kernels.linear_cross_entropy import by_definition, linear_cross_entropy
 from parallel.checkpoint.copying import Copying, Pair
 from parallel.comm import World
 from tests.helpers.gpu import NEEDS_CUDA
@@ -110,6 +111,28 @@ def test_attention_runs_on_the_flash_kernel_in_bf16(tokens) -> None:
     assert names & fused
     assert not names & {"aten::_scaled_dot_product_attention_math", "aten::bmm"}
     assert chosen[0] == pytest.approx(alone[0], rel=1e-2)
+
+
+def test_the_loss_takes_a_part_of_the_memory_of_logits() -> None:
+    generator = torch.Generator().manual_seed(6)
+    x_ND = torch.randn(8192, 768, generator=generator)
+    weight_VD = 0.02 * torch.randn(50304, 768, generator=generator)
+    targets_N = torch.randint(50257, (8192,), generator=generator).to(CUDA)
+    losses, peaks = [], []
+    for way in (by_definition, linear_cross_entropy):
+        x, weight = (t.to(CUDA, torch.bfloat16).requires_grad_() for t in (x_ND, weight_VD))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = way(x, weight, targets_N)
+        loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        losses.append((loss.item(), x.grad.float(), weight.grad.float()))
+        del loss, x, weight
+    assert peaks[1] < peaks[0] / 2  # 8,192 tokens are 6 chunks
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-3)
+    for ours, theirs in zip(losses[1][1:], losses[0][1:], strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
 def test_adamw_is_fused_and_does_what_it_does_on_the_cpu() -> None:

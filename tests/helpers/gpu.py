@@ -7,8 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from model.gpt2 import GPT2Config
 from parallel import comm
-from tests.helpers.training import Case, build_engine
+from tests.helpers.training import Case, batches_of, build_engine, image_losses
+from train.loop.device import Prefetch
+from train.loop.step import issue_step
+from train.tasks.language import text_losses
 
 NEEDS_CUDA = [
     pytest.mark.gpu,
@@ -48,3 +52,38 @@ def run_expecting_memory_error(config: Path, *overrides: str) -> tuple[str, str,
         return run_expecting_error(config, *overrides)
     finally:
         torch.cuda.empty_cache()
+
+
+def wait_nowhere(case: Case) -> list[bool]:
+    """Takes steps in which any operation that waits for the GPU raises an error, but for those of
+    DeepSpeed's optimizer step, which asks for a norm.
+
+    Returns:
+        Whether each step was applied.
+    """
+    engine, world = build_engine(case)
+    losses = text_losses if isinstance(case.model, GPT2Config) else image_losses
+    step = engine.step
+
+    def waiting_step(*given: Any, **named: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return step(*given, **named)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    engine.step = waiting_step  # type: ignore[method-assign]
+    applied, mode = [], "default"
+    for number in range(3):
+        batches = batches_of(number, world, case)
+        ahead = Prefetch(iter(batches), world.device)
+        mode = "error" if number else "default"  # the first step asks for kernels and memory
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            issued = issue_step(
+                engine, losses, ahead, len(batches), case.learning_rate, losses=case.losses
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        applied.append(issued.outcome().result.applied)
+    return applied

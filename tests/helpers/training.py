@@ -214,7 +214,7 @@ def poisoned(engine: Engine, case: Case, world: comm.World) -> Iterator[None]:
     def spoil(head: Any, inputs: Any, loss: torch.Tensor) -> torch.Tensor:
         here = next(micro_batches) == case.poison_micro_batch and world.rank == world.size - 1
         if here and case.poison == "gradient":
-            column = torch.tensor(3)
+            column = torch.tensor(3, device=loss.device)
             inputs[0].register_hook(lambda gradient: gradient.index_fill(-1, column, torch.nan))
         return loss + torch.nan if here and case.poison == "loss" else loss
 
