@@ -109,9 +109,10 @@ class SelfAttention(nn.Module):
         Returns:
             The output [B, T, D], before the residual, and the trace if a head is traced.
         """
-        batch, length, _ = x_BTD.shape
-        # -1 and not A: under tensor parallelism a process holds some of the heads.
-        qkv_BT3AH = self.qkv(x_BTD).view(batch, length, 3, -1, self.head_size)
+        qkv_BTM = self.qkv(x_BTD)
+        # Not of x and not A: a parallel process may have some of the tokens there, and some heads.
+        batch, length, _ = qkv_BTM.shape
+        qkv_BT3AH = qkv_BTM.view(batch, length, 3, -1, self.head_size)
         # Cut where they are stored, the kernel's three gradients become that of qkv in one pass.
         of_head_BT3H = None
         if traced_head is None:

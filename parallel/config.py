@@ -15,6 +15,10 @@ class ParallelConfig(Config):
     """Processes that share every layer: heads, inner units and vocabulary are cut. Keep it within a
     host."""
 
+    sequence_parallel: bool = False
+    """Whether a tensor-parallel process has some of the tokens between the cut layers, in place of
+    all: less memory, and as many bytes exchanged."""
+
     expert_parallel_size: int = Field(default=1, ge=1)
     """Data-parallel processes that the experts are spread over; it divides them, and the experts.
     The more there are, the fewer experts each holds, and the more tokens travel."""

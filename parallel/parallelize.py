@@ -13,6 +13,7 @@ from model.build import (
     matrix_dimensions,
     place,
 )
+from model.gpt2 import GPT2
 from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
 from parallel import comm, expert, tensor
@@ -22,6 +23,7 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.factors import parallelize_factors
 from parallel.fragments import Source, fill
+from parallel.sequence import Tokens, cut_sequence, sum_gradients
 from parallel.tensor import Mpu, pad_vocabulary, parallelize_tensors, placement_of
 from parallel.zero import (
     DTYPES,
@@ -129,8 +131,9 @@ def parallelize(
     # engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
     mpu = None
     dimensions = matrix_dimensions(model)
+    tokens = Tokens(world) if parallel.sequence_parallel else None
     if dims.tensor_parallel_size > 1:
-        parallelize_tensors(model, world)
+        parallelize_tensors(model, world, tokens)
         for module in model.modules():
             if isinstance(module, MuMoE):
                 parallelize_factors(module, world)
@@ -143,7 +146,12 @@ def parallelize(
         expert.forget_groups(dims.tensor_parallel_size)
     for layer in routed:
         expert.parallelize_experts(layer, world, parallel.expert_overlap)
+    if tokens is not None:
+        assert isinstance(model, GPT2)
+        cut_sequence(model, tokens, world)
     _allocate(model, world, DTYPES[precision], config, mpu)
+    if tokens is not None:
+        sum_gradients(model)
     if compiled:
         compile_model(model)
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]

@@ -11,7 +11,7 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process,
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,24 @@ from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
 
 
-def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
+class CutTokens(Protocol):
+    """How tokens are cut between the cut layers; see `parallel/sequence.py`."""
+
+    shape: tuple[int, int]
+
+    def gather(self, x_1nD: Tensor) -> Tensor:
+        """All tokens."""
+
+    def gathered_linear(self, x_1nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+        """A linear layer of all tokens."""
+
+    def sum_and_scatter(self, part_BTD: Tensor) -> Tensor:
+        """This process's tokens of the sum of all parts."""
+
+
+def parallelize_tensors(
+    model: nn.Module, world: comm.World, tokens: CutTokens | None = None
+) -> None:
     """Cuts the layers of a model over the tensor-parallel processes, in place.
 
     Of models of images, patch embedding and head are small, and each process has them whole.
@@ -35,8 +52,9 @@ def parallelize_tensors(model: nn.Module, world: comm.World) -> None:
     Args:
         model: on the meta device.
         world: this process, with its tensor-parallel rank.
+        tokens: of a GPT-2: how tokens are cut between these layers; None: every process has all.
     """
-    layers = _Layers(world)
+    layers = _Layers(world, tokens)
     with torch.device("meta"):
         if isinstance(model, GPT2):
             embedding = layers.embedding(model.token_embedding)
@@ -141,10 +159,11 @@ def tensor_parallel_group() -> Any:
 class _Layers:
     """Makes the parallel twin of a layer, on the current default device, without values."""
 
-    def __init__(self, world: comm.World) -> None:
+    def __init__(self, world: comm.World, tokens: CutTokens | None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from megatron.core import ModelParallelConfig
+        self.tokens = tokens
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
         self.parallel = tensor_parallel_library()
         self.settings = {
@@ -159,7 +178,7 @@ class _Layers:
 
     def column(self, layer: nn.Linear, fused: int = 1) -> nn.Module:
         """Cut by output; what goes in is replicated, what comes out is cut."""
-        made = _without_bias_output(self.parallel.ColumnParallelLinear)(
+        made = _column_class(self.parallel.ColumnParallelLinear, self.tokens)(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
@@ -173,7 +192,7 @@ class _Layers:
 
     def row(self, layer: nn.Linear) -> nn.Module:
         """Cut by input; what goes in is cut, what comes out is summed. The bias is added once."""
-        made = _without_bias_output(self.parallel.RowParallelLinear)(
+        made = _row_class(self.parallel.RowParallelLinear, self.tokens)(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
@@ -188,7 +207,9 @@ class _Layers:
         """Cut by vocabulary, padded to equal parts."""
         place = split_padded(tuple(layer.weight.shape), self.rank, self.parts)
         padded = place.shape[0] * self.parts
-        made = _embedding_class(self.parallel)(padded, layer.embedding_dim, **self.settings)
+        made = _embedding_class(self.parallel, self.tokens)(
+            padded, layer.embedding_dim, **self.settings
+        )
         cut(made.weight, place)
         return made
 
@@ -200,7 +221,8 @@ class _Layers:
         real = sum(piece.num_rows for piece in place.pieces)
         first = place.pieces[0].origin[0] if real else 0
         part = VocabularyPart(first, real, _highest, _total)
-        made = _ParallelHead(self.parallel.copy_to_tensor_model_parallel_region, part)
+        copy = self.parallel.copy_to_tensor_model_parallel_region
+        made = _ParallelHead(copy if self.tokens is None else self.tokens.gather, part)
         if isinstance(layer, UntiedHead):
             made.weight = nn.Parameter(torch.empty(place.shape))
             cut(made.weight, place)
@@ -219,18 +241,31 @@ def cut(parameter: nn.Parameter, placement: Placement) -> None:
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def _without_bias_output(kind: type) -> type:
-    """A megatron layer that returns its output alone, as a layer of torch, not (output, bias)."""
+# megatron's layers return (output, bias); these return the output alone, as a layer of torch.
 
-    class Layer(kind):
+
+def _column_class(kind: type, tokens: CutTokens | None) -> type:
+    class ColumnParallelLinear(kind):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)[0]
+            if tokens is None:
+                return super().forward(x)[0]
+            return tokens.gathered_linear(x, self.weight, self.bias)
 
-    Layer.__name__ = Layer.__qualname__ = kind.__name__
-    return Layer
+    return ColumnParallelLinear
 
 
-def _embedding_class(library: Any) -> type:
+def _row_class(kind: type, tokens: CutTokens | None) -> type:
+    class RowParallelLinear(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            if tokens is None:
+                return super().forward(x)[0]
+            y_1nD = tokens.sum_and_scatter(linear(x, self.weight))
+            return y_1nD if self.bias is None else y_1nD + self.bias
+
+    return RowParallelLinear
+
+
+def _embedding_class(library: Any, tokens: CutTokens | None) -> type:
     """megatron-core's embedding, its rows and their gradients as in `model/layers.py`."""
 
     class VocabParallelEmbedding(library.VocabParallelEmbedding):
@@ -238,7 +273,10 @@ def _embedding_class(library: Any) -> type:
             elsewhere_BT = (ids_BT < self.vocab_start_index) | (ids_BT >= self.vocab_end_index)
             own_BT = (ids_BT - self.vocab_start_index).masked_fill(elsewhere_BT, 0)
             x_BTD = embed(own_BT, self.weight).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
-            return library.reduce_from_tensor_model_parallel_region(x_BTD)
+            if tokens is None:
+                return library.reduce_from_tensor_model_parallel_region(x_BTD)
+            tokens.shape = ids_BT.shape[0], ids_BT.shape[1]
+            return tokens.sum_and_scatter(x_BTD)
 
     return VocabParallelEmbedding
 

@@ -67,6 +67,8 @@ class Case:
     """Tensor-parallel processes."""
     expert: int = 1
     """Expert-parallel processes."""
+    sequence: bool = False
+    """Whether tensor-parallel processes share the tokens between the cut layers."""
     overlap: bool = False
     """Whether experts compute while rows travel."""
     losses: LossConfig = field(default_factory=LossConfig)
@@ -143,6 +145,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         ParallelConfig(
             zero_stage=case.stage,
             expert_overlap=case.overlap,
+            sequence_parallel=case.sequence,
             timeout_minutes=case.timeout_minutes,
             bucket_size=case.bucket_size,
         ),

@@ -43,6 +43,17 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         expert_parallel_size=config.parallel.expert_parallel_size,
     )
     check_tensor_parallel(config.model, dims.tensor_parallel_size)
+    if config.parallel.sequence_parallel:
+        if dims.tensor_parallel_size == 1:
+            raise ConfigError(
+                "parallel.sequence_parallel: true needs parallel.tensor_parallel_size of 2 or "
+                "more, not 1"
+            )
+        if config.model.kind != "gpt2":
+            raise ConfigError(
+                f"parallel.sequence_parallel: true is not allowed with model.kind: "
+                f"{config.model.kind}; gpt2 is"
+            )
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
     check_load_loss(config)

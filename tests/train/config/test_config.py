@@ -333,6 +333,13 @@ def test_experts_that_cannot_be_spread_are_refused(overrides, processes, expecte
     assert caught.value.exit_status == 2
 
 
+def test_tokens_are_cut_between_cut_layers_alone():
+    key = "parallel.sequence_parallel=true"
+    with pytest.raises(ConfigError, match=r"parallel\.tensor_parallel_size of 2 or more, not 1"):
+        validate(parse(key), 2)
+    validate(parse(key, "parallel.tensor_parallel_size=2"), 2)
+
+
 def test_a_run_may_change_some_keys_and_no_others(tmp_path):
     saved = parse()
     allowed = parse(

@@ -1,0 +1,263 @@
+"""Sequence parallelism: between the cut layers each tensor-parallel process has some of the tokens.
+
+What lies there (LayerNorms, dropout, the residual stream) works on each token by itself, so any
+tokens will do: those of a micro-batch in their order are cut into TP equal lots, with padding if
+TP does not divide them. In place of the sums of tensor parallelism a branch gathers its input and
+scatters the sums of its output, which is as many bytes. Factorized and sparse feed-forwards get and
+give whole activations. (megatron-core has the same, for CUDA devices alone.)
+
+Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models",
+section 4.2.2.
+
+Shapes: B batch, T tokens in a sequence, N = B T tokens, n tokens of a process, D width. What a
+process has between the cut layers is of shape [1, n, D].
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from model.attention import AttentionTrace, SelfAttention
+from model.block import Block
+from model.dense import DenseFeedForward
+from model.gpt2 import GPT2
+from model.interface import FeedForward
+from model.layers import Embedding, embed
+from model.mumoe.layer import MuMoE
+from parallel import comm
+from parallel.expert import OwnDropout
+from parallel.tensor import tensor_parallel_group
+
+
+class Tokens:
+    """The tokens of the current micro-batch, and how they are cut.
+
+    Args:
+        world: this process.
+    """
+
+    def __init__(self, world: comm.World) -> None:
+        self._rank, self._parts = world.tensor_parallel_rank, world.tensor_parallel_size
+        self._group = _Group(world)
+        self.shape = (0, 0)
+        """B and T, as the embedding saw them."""
+
+    def padded(self, whole_ND: Tensor) -> Tensor:
+        """With rows of zeros at the end, so that TP divides them."""
+        rest = -whole_ND.shape[0] % self._parts
+        return pad(whole_ND, (0, 0, 0, rest)) if rest else whole_ND
+
+    def whole(self, padded_ND: Tensor) -> Tensor:
+        """[B, T, ...] from rows that may have padding at the end."""
+        batch, length = self.shape
+        return padded_ND[: batch * length].view(batch, length, -1)
+
+    def own(self, values_N: Tensor) -> Tensor:
+        """This process's part of a number for each token."""
+        size = -(-values_N.shape[0] // self._parts)
+        padded_N = pad(values_N, (0, size * self._parts - values_N.shape[0]))
+        return padded_N[self._rank * size : (self._rank + 1) * size]
+
+    def gather(self, x_1nD: Tensor) -> Tensor:
+        """All tokens [B, T, D], for a layer of which each process has a part of the gradient."""
+        return self.whole(_Gather.apply(x_1nD.flatten(0, 1), self._group, True))
+
+    def gather_equal(self, x_1nD: Tensor) -> Tensor:
+        """All tokens [B, T, D], for a layer that gives each process the whole gradient."""
+        return self.whole(_Gather.apply(x_1nD.flatten(0, 1), self._group, False))
+
+    def sum_and_scatter(self, part_BTD: Tensor) -> Tensor:
+        """This process's tokens [1, n, D] of the sum of all parts."""
+        rows_ND = self.padded(part_BTD.flatten(0, -2))
+        return _SumAndScatter.apply(rows_ND, self._group).unsqueeze(0)
+
+    def scatter(self, whole_BTD: Tensor) -> Tensor:
+        """This process's tokens [1, n, D] of what each process has whole."""
+        return _Scatter.apply(self.padded(whole_BTD.flatten(0, 1)), self._group).unsqueeze(0)
+
+    def gathered_linear(self, x_1nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+        """A linear layer, cut by output, of all tokens: [B, T, F]. Keeps this process's alone."""
+        y_NF = _GatheredLinear.apply(x_1nD.flatten(0, 1), weight_FD, self._group)
+        return self.whole(y_NF if bias_F is None else y_NF + bias_F)
+
+
+class _Group:
+    """Exchanges of rows among the processes that share layers; `wait` for what they return.
+
+    Args:
+        world: this process.
+    """
+
+    def __init__(self, world: comm.World) -> None:
+        self.rank, self.size = world.tensor_parallel_rank, world.tensor_parallel_size
+        self._name = tensor_parallel_group().group_name
+
+    def start_gather(self, rows_nD: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.all_gather_into_tensor(
+            rows_nD.contiguous(), self.size, self._name
+        )
+
+    def start_sum(self, rows_ND: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.reduce_scatter_tensor(
+            rows_ND.contiguous(), "sum", self.size, self._name
+        )
+
+    def own(self, rows_ND: Tensor) -> Tensor:
+        return rows_ND.chunk(self.size)[self.rank].contiguous()
+
+
+def _wait(rows: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(rows)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_nD: Tensor, group: _Group, in_parts: bool) -> Tensor:
+        ctx.group, ctx.in_parts = group, in_parts
+        return _wait(group.start_gather(x_nD))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.in_parts:
+            return _wait(ctx.group.start_sum(gradient_ND)), None, None
+        return ctx.group.own(gradient_ND), None, None
+
+
+class _SumAndScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part_ND: Tensor, group: _Group) -> Tensor:
+        ctx.group = group
+        return _wait(group.start_sum(part_ND))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_nD: Tensor) -> tuple[Tensor, None]:
+        return _wait(ctx.group.start_gather(gradient_nD)), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole_ND: Tensor, group: _Group) -> Tensor:
+        ctx.group = group
+        return group.own(whole_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_nD: Tensor) -> tuple[Tensor, None]:
+        return _wait(ctx.group.start_gather(gradient_nD)), None
+
+
+class _GatheredLinear(torch.autograd.Function):
+    """The gathered input is not kept: backward it is gathered again, while the gradient of the
+    input is computed; that one's sum travels while the gradient of the weight is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_nD: Tensor, weight_FD: Tensor, group: _Group) -> Tensor:
+        ctx.save_for_backward(x_nD, weight_FD)
+        ctx.group = group
+        return _wait(group.start_gather(x_nD)) @ weight_FD.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_nD, weight_FD = ctx.saved_tensors
+        coming_ND = ctx.group.start_gather(x_nD)
+        leaving_nD = ctx.group.start_sum(gradient_NF @ weight_FD)
+        for_weight_FD = gradient_NF.t() @ _wait(coming_ND)
+        return _wait(leaving_nD), for_weight_FD, None
+
+
+class OwnPositions(Embedding):
+    """The position embedding of this process's tokens.
+
+    Args:
+        whole: the model's, on the meta device.
+        tokens: how they are cut.
+    """
+
+    def __init__(self, whole: Embedding, tokens: Tokens) -> None:
+        super().__init__(whole.num_embeddings, whole.embedding_dim)
+        self._tokens = tokens
+
+    def forward(self, positions_T: Tensor) -> Tensor:
+        """[1, n, D] from the positions of one sequence."""
+        positions_N = positions_T.repeat(self._tokens.shape[0])
+        return embed(self._tokens.own(positions_N), self.weight).unsqueeze(0)
+
+
+def cut_sequence(model: GPT2, tokens: Tokens, world: comm.World) -> None:
+    """Lets what is between the cut layers of a model work on some of the tokens, in place.
+
+    Args:
+        model: on the meta device, with tensor-parallel layers that know of the tokens.
+        tokens: how they are cut.
+        world: this process.
+    """
+    with torch.device("meta"):
+        positions = OwnPositions(model.position_embedding, tokens)
+    model._modules["position_embedding"] = positions
+    for module in list(model.modules()):
+        if isinstance(module, FeedForward) and not isinstance(module, DenseFeedForward):
+            _surround(module, tokens)
+    owners: list[tuple[nn.Module, str]] = [(model, "dropout")]
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            owners.append((module, "residual_dropout"))
+        elif isinstance(module, DenseFeedForward):
+            owners.append((module, "dropout"))
+    for owner, name in owners:
+        dropout = owner.get_submodule(name)
+        assert isinstance(dropout, nn.Dropout)
+        owner._modules[name] = OwnDropout(dropout.p, world)
+
+
+def _surround(layer: FeedForward, tokens: Tokens) -> None:
+    """Gives a feed-forward whole activations, and scatters what it makes of them."""
+    wants_residual = isinstance(layer, MuMoE) and layer.config.gate_input == "residual"
+
+    def gathered(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        normalized, residual, trace, *others = given
+        residual = tokens.gather_equal(residual) if wants_residual else residual
+        if isinstance(trace, AttentionTrace):
+            trace = trace._replace(output_BTD=tokens.gather_equal(trace.output_BTD))
+        return tokens.gather_equal(normalized), residual, trace, *others
+
+    def scattered(_: nn.Module, given: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return tokens.scatter(result[0]), result[1]
+
+    layer.register_forward_pre_hook(gathered)
+    layer.register_forward_hook(scattered)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sums gradients of parameters that each process has used for its own tokens alone.
+
+    Args:
+        model: with storage; `cut_sequence` has cut its tokens.
+    """
+    assert isinstance(model, GPT2)
+    group = tensor_parallel_group()
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.to(torch.float32, copy=True)
+        dist.all_reduce(total, group=group)
+        return total.to(gradient.dtype)
+
+    owners: list[nn.Module] = [model.final_norm, model.position_embedding]
+    parameters: list[nn.Parameter] = []
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        owners += [block.attention_norm, block.feed_forward_norm]
+        rows = [block.attention.projection]
+        if isinstance(block.feed_forward, DenseFeedForward):
+            rows.append(block.feed_forward.down)
+        parameters += [row.bias for row in rows if row.bias is not None]
+    parameters += [parameter for owner in owners for parameter in owner.parameters()]
+    for parameter in parameters:
+        parameter.register_hook(summed)
