@@ -7,7 +7,7 @@ This is the only file that reads DeepSpeed's internals (its version is pinned fo
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,33 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
             numel=numel,
         )
     return held
+
+
+class Partitions(NamedTuple):
+    """How ZeRO 3 cuts parameters over the processes of a group: each into equal parts."""
+
+    names: list[str]
+    placements: list[Placement]
+    numels: list[int]
+    """Elements of this process's shard of each, before ZeRO cuts it."""
+    sizes: list[int]
+    """Elements of a part; the last parts have less, or none."""
+    group: Any
+
+
+def partitions(engine: Engine) -> Partitions:
+    """How ZeRO 3 has cut the parameters; the same on every process of the group."""
+    found = Partitions([], [], [], [], None)
+    optimizer = engine.deepspeed.optimizer
+    named: list[tuple[str, Any]] = list(engine.module.named_parameters())
+    for name, parameter in named:
+        _, _, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        found.names.append(name)
+        found.placements.append(placement_of(parameter))
+        found.numels.append(parameter.ds_numel)
+        found.sizes.append(size)
+        found = found._replace(group=parameter.ds_process_group)
+    return found
 
 
 @torch.no_grad()

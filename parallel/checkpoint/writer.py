@@ -25,9 +25,10 @@ from parallel.checkpoint.commit import (
     write_rest,
     write_shard,
 )
+from parallel.checkpoint.parts import parts_of
 from parallel.checkpoint.storage import make_folder, reason_of, remove_tree
 from parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
-from parallel.fragments import MASTER, Fragment, fragments, persistent_buffers
+from parallel.fragments import MASTER, persistent_buffers
 from parallel.zero import Engine
 
 T = TypeVar("T")
@@ -201,17 +202,19 @@ def remove_quietly(staging: Path) -> None:
 
 
 def chunks_of(engine: Engine) -> Iterator[Chunk]:
-    """The chunks that this process writes; each element is written by exactly one process."""
-    for name, fragment in fragments(engine).items():
-        start, stop = _share(fragment, *_replica(engine, fragment))
-        step = float(fragment.state.get("step", 0.0))
-        shape = fragment.placement.global_shape
-        for field in (MASTER, *engine.state_fields):
-            view = fragment.view(field)
-            for first, (offset, size) in fragment.placement.boxes(start, stop):
-                done = first - fragment.start
-                values = view[done : done + math.prod(size)]
-                yield Chunk(name, field, shape, offset, size, step, values, by_optimizer=True)
+    """The chunks that this process writes; each element is written by exactly one process.
+
+    All processes call it together: under ZeRO 3 on many of them they exchange values.
+    """
+    for part in parts_of(engine):
+        shape = part.placement.global_shape
+        for field, flat in part.values.items():
+            for first, (offset, size) in part.placement.boxes(part.start, part.start + part.numel):
+                done = first - part.start
+                values = flat[done : done + math.prod(size)]
+                yield Chunk(
+                    part.name, field, shape, offset, size, part.step, values, by_optimizer=True
+                )
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _buffer_chunk(name, buffer)
@@ -224,29 +227,6 @@ def chunks_of(engine: Engine) -> Iterator[Chunk]:
 def _buffer_chunk(name: str, buffer: torch.Tensor) -> Chunk:
     shape = tuple(buffer.shape)
     return Chunk(name, "buffer", shape, (0,) * len(shape), shape, 0.0, buffer)
-
-
-def _replica(engine: Engine, fragment: Fragment) -> tuple[int, int]:
-    """Which copy of a fragment this process holds, and how many copies there are.
-
-    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank; what tensor
-    parallelism does not cut, every such rank has.
-    """
-    world = engine.world
-    parts = fragment.placement.expert_parallel_size
-    rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
-    if engine.stage:
-        rank, copies = 0, 1
-    if fragment.placement.replicated:
-        rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
-        copies *= world.tensor_parallel_size
-    return rank, copies
-
-
-def _share(fragment: Fragment, rank: int, replicas: int) -> tuple[int, int]:
-    """The part of a fragment that this process writes where several hold it: an equal share."""
-    first = fragment.start + fragment.numel * rank // replicas
-    return first, fragment.start + fragment.numel * (rank + 1) // replicas
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

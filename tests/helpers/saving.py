@@ -17,7 +17,7 @@ import psutil
 
 from parallel import comm
 from parallel.checkpoint import checkpoint as checkpoint_file
-from parallel.checkpoint import snapshot, snapshot_process, verification
+from parallel.checkpoint import parts, snapshot, snapshot_process, verification
 from parallel.checkpoint.commit import Retention
 from parallel.checkpoint.manifest import CheckpointError, Manifest
 from parallel.checkpoint.saver import Saver
@@ -26,7 +26,7 @@ from parallel.checkpoint.writer import SaveError
 from parallel.fragments import fill, fragments
 from parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
-from tests.helpers.training import Case, build_engine, model_yaml
+from tests.helpers.training import Case, build_engine, model_yaml, train
 
 Save = Callable[[int], None]
 
@@ -269,3 +269,9 @@ def verify_behind_a_cache(folder: str, seconds: float) -> str:
         except CheckpointError as error:
             return str(error)
     return chosen.folder.name if chosen else "none"
+
+
+def train_rearranging(case: Case) -> dict[str, Any]:
+    """As `train`, with parts that are rearranged before they are written, on any process."""
+    with mock.patch.object(parts, "REARRANGED_FROM", 1):
+        return train(case)
