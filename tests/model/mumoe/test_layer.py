@@ -271,7 +271,8 @@ def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_i
         logits.logsumexp(-1).sum().backward()
         results.append((logits, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # What is before the blocks, one for all of them, and what is after them.
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @every_factorization
