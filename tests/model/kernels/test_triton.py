@@ -3,6 +3,11 @@
 Of products in bf16, which the interpreter has none of, fp16 stands in the place.
 """
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -104,3 +109,22 @@ def test_a_compiler_traces_them_whole(name):
     compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
     plain = with_gradients(compute, inputs, torch.float32)
     torch.testing.assert_close(with_gradients(compiled, inputs, torch.float32), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163), (90, 227)])
+def test_they_become_machine_code_of_an_a100_and_an_h100(capability, shared, tmp_path):
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.triton_kernels", str(capability)],
+        env=kept | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 9
+    for name, about in found.items():
+        assert about["shared_bytes"] <= shared * 1024, name  # of a block, by CUDA's tables
+        products = name.startswith(("_rows", "_sums"))
+        assert about["tensor_cores"] == (products and name.endswith("bf16")), name
