@@ -10,8 +10,8 @@ P processes that share the experts, X experts of each.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,21 @@ class TensorParallelDispatcher(Dispatcher):
         return library.reduce_from_tensor_model_parallel_region(y_ND), plan
 
 
+def _at_once() -> None:
+    """Nothing is waited for."""
+
+
+class _Counts(NamedTuple):
+    """How many rows travel."""
+
+    arriving: Sequence[Tensor]
+    """Of each lot: from each process for each expert here, on the device."""
+    numbers: Tensor
+    """[2, lots, P]: sent and received, perhaps on their way to the host."""
+    wait: Callable[[], None] = _at_once
+    """Until they are there."""
+
+
 class _Exchange:
     """Sends rows to the processes that have their experts, and returns the outputs.
 
@@ -199,25 +214,37 @@ class _Exchange:
         late = self.parts * first + process * second + expert - first
         return torch.where(expert < first, early, late)
 
-    def __call__(self, rows_MD: Tensor, plan: Plan, experts: Experts) -> Tensor:
-        """Computes the experts of all rows; see `Dispatcher.compute`."""
+    def begin(self, plan: Plan) -> _Counts:
+        """Exchanges how many rows come, and has the numbers on their way to the host."""
         lots = plan.counts_E.split([self.parts * size for size in self.sizes])
         leaving = [counts.view(self.parts, -1) for counts in lots]
         even = [sum(self.sizes)] * self.parts
         counts_E = torch.cat(leaving, 1).flatten()
         arriving_E = _wait(_start(counts_E, even, even, self.group_name))
         arriving = arriving_E.view(self.parts, -1).split(self.sizes, dim=1)
-        # The only place where the CPU waits for the GPU.
-        send, receive = torch.stack(
+        numbers = torch.stack(
             [torch.stack([counts_PX.sum(1) for counts_PX in each]) for each in (leaving, arriving)]
-        ).tolist()
+        )
+        if numbers.is_cuda and not torch.compiler.is_compiling():
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = pinned.copy_(numbers, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            return _Counts(arriving, numbers, copied.synchronize)
+        return _Counts(arriving, numbers)
+
+    def __call__(self, rows_MD: Tensor, plan: Plan, experts: Experts, counts: _Counts) -> Tensor:
+        """Computes the experts of all rows; see `Dispatcher.compute`."""
+        # The only place where the CPU waits for the GPU.
+        counts.wait()
+        send, receive = counts.numbers.tolist()
         num_rows, num_sent = rows_MD.shape[0], sum(map(sum, send))
         if plan.drops:
             rows_MD = rows_MD[:num_sent]
         if self.lots == 1:
-            done_MD = self._in_turn(rows_MD, receive[0], send[0], arriving[0], experts)
+            done_MD = self._in_turn(rows_MD, receive[0], send[0], counts.arriving[0], experts)
         else:
-            done_MD = self._overlapping(rows_MD, receive, send, arriving, experts)
+            done_MD = self._overlapping(rows_MD, receive, send, counts.arriving, experts)
         return pad(done_MD, (0, 0, 0, num_rows - num_sent)) if plan.drops else done_MD
 
     def _in_turn(
@@ -382,8 +409,11 @@ def _expert_parallel_dispatcher() -> type:
             kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
             return kind.forward(self, tokens_ND, selected, experts, capacity_factor)
 
-        def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts) -> Tensor:
-            return self._exchange(rows_MD, plan, experts)
+        def begin(self, plan: Plan) -> _Counts:
+            return self._exchange.begin(plan)
+
+        def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts, begun: Any) -> Tensor:
+            return self._exchange(rows_MD, plan, experts, begun)
 
         def order(self, expert_ids_NK: Tensor) -> Tensor:
             return self._exchange.order(expert_ids_NK)

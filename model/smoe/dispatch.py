@@ -9,7 +9,7 @@ Shapes: N tokens, K experts of a token, M = N K rows, E experts, D width.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,14 +117,15 @@ class Dispatcher(nn.Module):
         config = experts.config
         ids_NK = self.order(selected.expert_ids_NK)
         plan = make_plan(ids_NK, config.num_experts, capacity_factor, selected.priority_N)
+        begun = self.begin(plan)
         rows_MD = take_rows(tokens_ND, plan)
         if plan.drops:
             # Neither has a meaning where no expert takes a row: its output, the input's gradient.
             kept_M1 = plan.kept_M().unsqueeze(1)
-            rows_MD = self.compute(torch.where(kept_M1, rows_MD, 0), plan, experts)
+            rows_MD = self.compute(torch.where(kept_M1, rows_MD, 0), plan, experts, begun)
             rows_MD = torch.where(kept_M1, rows_MD, 0)
         else:
-            rows_MD = self.compute(rows_MD, plan, experts)
+            rows_MD = self.compute(rows_MD, plan, experts, begun)
         if config.expert_dropout:
             rows_MD = dropout(rows_MD, config.expert_dropout, experts.training)
         return combine(rows_MD, selected.weights_NK.to(rows_MD.dtype), plan), plan
@@ -140,13 +141,22 @@ class Dispatcher(nn.Module):
         """
         return expert_ids_NK
 
-    def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts) -> Tensor:
+    def begin(self, plan: Plan) -> Any:
+        """What can be done before there are rows; `compute` gets it.
+
+        Args:
+            plan: Of the rows.
+        """
+        return None
+
+    def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts, begun: Any) -> Tensor:
         """Runs rows, sorted by expert, through the experts.
 
         Args:
             rows_MD: The rows.
             plan: How many of them each expert has.
             experts: The experts.
+            begun: What `begin` returned.
 
         Returns:
             [M, D], in the same order; of rows that no expert takes anything.
