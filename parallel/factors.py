@@ -12,6 +12,7 @@ narrow modes of a layer before and after mixing, I input width, O output width, 
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from model.mumoe.products import contract
 from model.mumoe.tr import TensorRing, TensorTrain
 from model.mumoe.tucker import Tucker
 from parallel import comm
-from parallel.placement import Placement, split_columns, split_rows_and_rest
+from parallel.placement import Placement, padded, split_columns, split_rows_and_rest
 from parallel.tensor import cut, tensor_parallel_group, tensor_parallel_library
 
 Region = Callable[[Tensor], Tensor]
@@ -45,6 +46,33 @@ def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
         layer.gate = _gate_class(layer)(layer.gate, world)
         layer.up = first(layer.up, world)
         layer.down = second(layer.down, world)
+
+
+RANKS = 8
+"""Ranks are stored as multiples of it, where no process shares them: 16 bytes in bf16."""
+
+
+def pad_ranks(model: nn.Module) -> None:
+    """Rounds the ranks of factorized layers up, in place, where they are not cut.
+
+    The padding exists only here: no checkpoint and no count has it. It begins as zeros and stays
+    zero, since in the gradient of each factor's padding there is another's.
+
+    Args:
+        model: on the meta device.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, Factorized) or layer.sizes.rank % RANKS == 0:
+            continue
+        before = layer.factor_shapes(layer.sizes)
+        rank = -(-layer.sizes.rank // RANKS) * RANKS
+        layer.sizes = replace(layer.sizes, rank=rank)
+        for name, shape in layer.factor_shapes(layer.sizes).items():
+            if shape != before[name]:
+                with torch.device("meta"):
+                    factor = nn.Parameter(torch.empty(shape))
+                factor.placement = padded(shape, before[name])  # type: ignore[attr-defined]
+                setattr(layer, name, factor)
 
 
 def _gate_class(layer: MuMoE) -> "type[_CutGate]":

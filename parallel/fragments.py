@@ -144,8 +144,7 @@ def fill(engine: Engine, source: Source) -> None:
             stop = fragment.start + fragment.numel
             for first, (offset, size) in fragment.placement.boxes(fragment.start, stop):
                 box = source.read(name, field, fragment.placement.global_shape, offset, size)
-                done = first - fragment.start
-                view[done : done + box.numel()].copy_(box.reshape(-1))
+                fragment.placement.values(view, first - fragment.start, size).copy_(box)
         if "step" in fragment.state:
             fragment.state["step"].fill_(source.step(name))
     _refresh(engine, held)

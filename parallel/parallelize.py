@@ -21,7 +21,7 @@ from parallel.batch_norm import synchronize_norms
 from parallel.checkpoint.index import OF_WEIGHTS
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
-from parallel.factors import parallelize_factors
+from parallel.factors import pad_ranks, parallelize_factors
 from parallel.fragments import Source, fill
 from parallel.sequence import Tokens, cut_sequence, sum_gradients
 from parallel.tensor import Mpu, pad_vocabulary, parallelize_tensors, placement_of
@@ -140,6 +140,7 @@ def parallelize(
         mpu, cross_entropy = Mpu(), tensor.token_losses
     else:
         pad_vocabulary(model)
+        pad_ranks(model)
     synchronize_norms(model, world)
     routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
     if routed:

@@ -1,13 +1,15 @@
 """Which part of a global tensor a process's shard holds.
 
 A shard is made of pieces: runs of its rows (the first dimension), each of them a box of the global
-tensor. A column-parallel weight is one piece, a fused q, k, v weight three; rows in no piece are
-padding, which exists inside the layout alone.
+tensor. A column-parallel weight is one piece, a fused q, k, v weight three; rows in no piece, and
+what is behind the inner sizes, are padding, which exists inside the layout alone.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from torch import Tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
@@ -44,6 +46,8 @@ class Placement:
     pieces: tuple[Piece, ...]
     replicated: bool
     expert_parallel_size: int = 1
+    inner: tuple[int, ...] | None = None
+    """Sizes of the axes but the first without padding; None: nothing is padded there."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Placement":
@@ -68,8 +72,27 @@ class Placement:
             inside = (piece.num_rows, *self.shape[1:]) if self.shape else ()
             for offset, size in boxes(inside, low - begin, high - begin):
                 where = tuple(a + b for a, b in zip(piece.origin, offset, strict=True))
-                yield low, (where, size)
+                real = self._without_padding(offset, size)
+                if all(real):
+                    yield low, (where, real)
                 low += math.prod(size)
+
+    def _without_padding(self, offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
+        if self.inner is None:
+            return size
+        ends = zip(offset[1:], size[1:], self.inner, strict=True)
+        return (size[0], *(max(0, min(n, end - first)) for first, n, end in ends))
+
+    def values(self, flat: Tensor, first: int, size: tuple[int, ...]) -> Tensor:
+        """A box of the shard, in place.
+
+        Args:
+            flat: elements of the shard, contiguous.
+            first: the box's first element there.
+            size: of the box, as `boxes` gives it.
+        """
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        return flat.as_strided(size, strides, flat.storage_offset() + first)
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
@@ -100,6 +123,17 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield (first, *[0] * len(rest)), (last - first, *rest)
     for offset, size in boxes(rest, 0, stop - last * row):
         yield (last, *offset), (1, *size)
+
+
+def padded(shape: tuple[int, ...], global_shape: tuple[int, ...]) -> Placement:
+    """A parameter that is not cut, with padding at the end of any axes.
+
+    Args:
+        shape: with the padding.
+        global_shape: without.
+    """
+    piece = Piece(0, global_shape[0], (0,) * len(shape))
+    return Placement(shape, global_shape, (piece,), True, inner=global_shape[1:])
 
 
 def split_columns(shape: tuple[int, ...], axis: int, rank: int, parts: int) -> Placement:

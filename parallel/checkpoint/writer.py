@@ -4,7 +4,6 @@
 
 import contextlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -210,8 +209,7 @@ def chunks_of(engine: Engine) -> Iterator[Chunk]:
         shape = part.placement.global_shape
         for field, flat in part.values.items():
             for first, (offset, size) in part.placement.boxes(part.start, part.start + part.numel):
-                done = first - part.start
-                values = flat[done : done + math.prod(size)]
+                values = part.placement.values(flat, first - part.start, size)
                 yield Chunk(
                     part.name, field, shape, offset, size, part.step, values, by_optimizer=True
                 )

@@ -1,6 +1,7 @@
 """Cut factors, looked at from inside; called in worker processes."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -8,13 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.build import build_model, place
 from model.gpt2 import GPT2, GPT2Config
-from parallel import comm
+from parallel import comm, factors
 from parallel.batch_norm import synchronize_norms
 from parallel.factors import parallelize_factors
 from parallel.fragments import MASTER
 from parallel.parallelize import InitialWeights
 from parallel.tensor import parallelize_tensors, placement_of
-from tests.helpers.training import Case, build_engine
+from tests.helpers.training import Case, batches_of, build_engine, train
+from train.loop.device import Prefetch
+from train.loop.step import train_step
+from train.tasks.language import text_losses
 
 
 def cut_model(
@@ -179,3 +183,27 @@ def logits(config: GPT2Config, parts: int, input_ids_BT: torch.Tensor) -> torch.
     """This process's part of what a float64 model makes of token ids."""
     with torch.no_grad():
         return cut_model(config, parts)(input_ids_BT).logits
+
+
+def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float]]:
+    """The shape of each factor with a padded rank, and the largest number in its padding, after
+    some steps."""
+    engine, world = build_engine(case)
+    for step in range(3):
+        batches = batches_of(step, world, case)
+        ahead = Prefetch(iter(batches), world.device)
+        assert train_step(engine, text_losses, ahead, len(batches), 0.01).result.applied
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        where = placement_of(parameter)
+        if where.inner is not None:
+            padding = parameter.detach().clone()
+            padding[tuple(slice(0, size) for size in where.global_shape)] = 0
+            found[name] = where.shape, padding.abs().max().item()
+    return found
+
+
+def train_as_it_is(case: Case) -> dict[str, Any]:
+    """As `train`, with ranks that are not rounded up."""
+    with mock.patch.object(factors, "RANKS", 1):
+        return train(case)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.factors import padding_after_training, train_as_it_is
 from tests.helpers.training import Case, mumoe_model, relative, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -78,3 +79,29 @@ def test_recomputation_changes_nothing(workers, whole_runs):
     for ours, theirs in zip(result["routing"], expected["routing"], strict=True):
         for name, value in theirs.items():  # counted once, though every block ran twice
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[m.feed_forward.factorization for m in MODELS])
+def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
+    rank = model.feed_forward.rank
+    assert rank % 8
+    case = Case(model=model, stage=0)
+    (found,) = workers(1).run(padding_after_training, case)
+    assert {name.rpartition(".")[2] for name in found} >= {"input_factor", "output_factor"}
+    for name, (shape, largest) in found.items():
+        assert 8 in shape or 16 in shape, name
+        assert largest == 0, name
+    plain, ours = (workers(1).run(way, SGD.but(model=model))[0] for way in (train_as_it_is, train))
+    for name in ("losses", "norms"):
+        pair = (torch.tensor(each[name]) for each in (ours, plain))
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=0)
+
+
+def test_a_checkpoint_has_the_rank_that_was_asked_for(workers, tmp_path):
+    for stage in (0, 1, 3):
+        place = tmp_path / str(stage)
+        workers(2).run(train, Case(model=MODELS[0], stage=stage, save_to=str(place)))
+        shapes = {key: value.shape for key, value in tensors(place / "step-00000004").items()}
+        assert shapes["blocks.0.feed_forward.up.input_factor", "master"] == (37, 7)
+        assert shapes["blocks.0.feed_forward.up.output_factor", "exp_avg"] == (7, 24)
+        assert shapes["blocks.0.feed_forward.up.expert_factor_0", "exp_avg_sq"] == (5, 7)
