@@ -77,7 +77,10 @@ def make_step(
     sequence_length: int,
     compiled: bool,
 ) -> Step:
-    """A training step of one variant; both have random weights and see the same tokens."""
+    """A training step of one variant; both have random weights and see the same tokens.
+
+    In bf16 the optimizer steps fp32 masters, as in training.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (batch_size, sequence_length + 1)
     tokens = torch.randint(config.vocab_size or 0, shape, generator=generator).to(device)
@@ -87,7 +90,11 @@ def make_step(
         _compile(module)
     else:  # a compiler would have to follow hooks
         _mark_loss(module.get_submodule("lm_head" if name == "transformers" else "head"))
-    named = [(n, p, p.dim()) for n, p in module.named_parameters()]
+    weights = dict(module.named_parameters())
+    masters = {n: nn.Parameter(p.detach().float()) for n, p in weights.items()}
+    if precision == "fp32":
+        masters = weights
+    named = [(n, p, p.dim()) for n, p in masters.items()]
     optimizer = build_optimizer(OptimizerConfig(), named)
 
     def step() -> None:
@@ -95,9 +102,16 @@ def make_step(
         of_routing = routing_loss(routing, LOSSES)
         loss = loss if of_routing is None else loss + of_routing
         loss.backward()  # type: ignore[no-untyped-call]
-        with record_function("optimizer"):
+        with record_function("optimizer"), torch.no_grad():
+            if masters is not weights:
+                for name, master in masters.items():
+                    gradient = weights[name].grad
+                    master.grad = None if gradient is None else gradient.float()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if masters is not weights:
+                torch._foreach_copy_(list(weights.values()), list(masters.values()))
+                module.zero_grad(set_to_none=True)
 
     return step
 
