@@ -5,28 +5,25 @@ experts, and gets the outputs back: two exchanges forward and two backward, of K
 numbers each under even routing, and no gathering. Under tensor parallelism the inner width of every
 expert is cut, too: the processes that share tokens each compute a part of the same rows.
 
-Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width,
-P processes that share the experts, X experts of each.
+Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
-from model.kernels.rows import permute
-from model.smoe.dispatch import Dispatcher, Plan, make_plan
-from model.smoe.experts import Experts, Lot
+from model.smoe.dispatch import Dispatcher, Plan
+from model.smoe.experts import Experts
 from model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from model.smoe.layer import SparseMoE
 from model.smoe.selection import Selected
 from parallel import comm
+from parallel.exchange import Counts, RowExchange
 from parallel.placement import split_experts
 from parallel.tensor import own_random_numbers, tensor_parallel_library
 from parallel.zero import import_deepspeed
@@ -171,210 +168,6 @@ class TensorParallelDispatcher(Dispatcher):
         return library.reduce_from_tensor_model_parallel_region(y_ND), plan
 
 
-def _at_once() -> None:
-    """Nothing is waited for."""
-
-
-class _Counts(NamedTuple):
-    """How many rows travel."""
-
-    arriving: Sequence[Tensor]
-    """Of each lot: from each process for each expert here, on the device."""
-    numbers: Tensor
-    """[2, lots, P]: sent and received, perhaps on their way to the host."""
-    wait: Callable[[], None] = _at_once
-    """Until they are there."""
-
-
-class _Exchange:
-    """Sends rows to the processes that have their experts, and returns the outputs.
-
-    With two lots of experts on each process, the rows of one travel while the experts of the other
-    compute, forward and backward. Every expert sees the same rows at once as with one lot.
-
-    Args:
-        num_experts: E.
-        parts: processes that share them.
-        lots: of the experts of a process.
-    """
-
-    def __init__(self, num_experts: int, parts: int, lots: int = 1) -> None:
-        here = num_experts // parts
-        self.parts, self.lots = parts, lots
-        self.sizes = [here - here // 2, here // 2] if lots == 2 else [here]
-        self.group_name = ""
-
-    def order(self, expert_ids_NK: Tensor) -> Tensor:
-        """Numbers of the experts by which rows are sorted: lot by lot, in each by process."""
-        if self.lots == 1:
-            return expert_ids_NK
-        first, second = self.sizes
-        process, expert = expert_ids_NK // (first + second), expert_ids_NK % (first + second)
-        early = process * first + expert
-        late = self.parts * first + process * second + expert - first
-        return torch.where(expert < first, early, late)
-
-    def begin(self, plan: Plan) -> _Counts:
-        """Exchanges how many rows come, and has the numbers on their way to the host."""
-        lots = plan.counts_E.split([self.parts * size for size in self.sizes])
-        leaving = [counts.view(self.parts, -1) for counts in lots]
-        even = [sum(self.sizes)] * self.parts
-        counts_E = torch.cat(leaving, 1).flatten()
-        arriving_E = _wait(_start(counts_E, even, even, self.group_name))
-        arriving = arriving_E.view(self.parts, -1).split(self.sizes, dim=1)
-        numbers = torch.stack(
-            [torch.stack([counts_PX.sum(1) for counts_PX in each]) for each in (leaving, arriving)]
-        )
-        if numbers.is_cuda and not torch.compiler.is_compiling():
-            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = pinned.copy_(numbers, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-            return _Counts(arriving, numbers, copied.synchronize)
-        return _Counts(arriving, numbers)
-
-    def __call__(self, rows_MD: Tensor, plan: Plan, experts: Experts, counts: _Counts) -> Tensor:
-        """Computes the experts of all rows; see `Dispatcher.compute`."""
-        # The only place where the CPU waits for the GPU.
-        counts.wait()
-        send, receive = counts.numbers.tolist()
-        num_rows, num_sent = rows_MD.shape[0], sum(map(sum, send))
-        if plan.drops:
-            rows_MD = rows_MD[:num_sent]
-        if self.lots == 1:
-            done_MD = self._in_turn(rows_MD, receive[0], send[0], counts.arriving[0], experts)
-        else:
-            done_MD = self._overlapping(rows_MD, receive, send, counts.arriving, experts)
-        return pad(done_MD, (0, 0, 0, num_rows - num_sent)) if plan.drops else done_MD
-
-    def _in_turn(
-        self,
-        rows_MD: Tensor,
-        receive: list[int],
-        send: list[int],
-        arriving_PX: Tensor,
-        experts: Experts,
-    ) -> Tensor:
-        arrived_MD = _Exchanged.apply(rows_MD, receive, send, self.group_name)
-        done_MD = self._compute(arrived_MD, arriving_PX, sum(receive), experts, None)
-        back_MD: Tensor = _Exchanged.apply(done_MD, send, receive, self.group_name)
-        return back_MD
-
-    def _overlapping(
-        self,
-        rows_MD: Tensor,
-        receive: list[list[int]],
-        send: list[list[int]],
-        arriving: Sequence[Tensor],
-        experts: Experts,
-    ) -> Tensor:
-        there = [_Flight(*way, self.group_name) for way in zip(receive, send, strict=True)]
-        back = [_Flight(*way, self.group_name) for way in zip(send, receive, strict=True)]
-        of_lots = rows_MD.split([sum(each) for each in send])
-        away = [flight.depart(rows) for flight, rows in zip(there, of_lots, strict=True)]
-        coming = []
-        for lot, weights in enumerate(experts.lots(self.sizes)):
-            arrived_MD = there[lot].arrive(away[lot])
-            total = sum(receive[lot])
-            done_MD = self._compute(arrived_MD, arriving[lot], total, experts, weights)
-            coming.append(back[lot].depart(done_MD))
-        return torch.cat([flight.arrive(rows) for flight, rows in zip(back, coming, strict=True)])
-
-    def _compute(
-        self, arrived_MD: Tensor, counts_PX: Tensor, total: int, experts: Experts, lot: Lot | None
-    ) -> Tensor:
-        """Runs rows that came sorted by sender, then by expert, through a lot of experts."""
-        here = counts_PX.shape[1]
-        if here == 1:
-            return experts(arrived_MD, counts_PX.sum(0), lot)
-        expert_E = torch.arange(here, device=counts_PX.device).repeat(self.parts)
-        expert_M = expert_E.repeat_interleave(counts_PX.flatten(), output_size=total)
-        order_M, place_M, counts_X, _ = make_plan(expert_M.unsqueeze(1), here)
-        sorted_MD = experts(permute(arrived_MD, order_M, place_M), counts_X, lot)
-        return permute(sorted_MD, place_M, order_M)
-
-
-class _Exchanged(torch.autograd.Function):
-    """Rows exchanged, and the gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_MD: Tensor, receive: list[int], send: list[int], group: str
-    ) -> Tensor:
-        ctx.way = send, receive, group
-        return _wait(_start(rows_MD.contiguous(), receive, send, group))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None, None]:
-        return _wait(_start(gradient_MD.contiguous(), *ctx.way)), None, None, None
-
-
-class _Flight:
-    """An exchange that other operations come between, forward and backward.
-
-    Between `depart` and `arrive` the rows must not be read. Backward `arrive` starts the exchange
-    of the gradients and `depart` waits for it: autograd runs, in between, what ran in between.
-
-    Args:
-        receive: rows from each process.
-        send: rows to each.
-        group: name of their group.
-    """
-
-    def __init__(self, receive: list[int], send: list[int], group: str) -> None:
-        self.receive, self.send, self.group = receive, send, group
-        self.gradient: Tensor | None = None
-        """On its way."""
-
-    def depart(self, rows_MD: Tensor) -> Tensor:
-        """Starts the exchange."""
-        away_MD: Tensor = _Departure.apply(rows_MD, self)
-        return away_MD
-
-    def arrive(self, away_MD: Tensor) -> Tensor:
-        """Waits for it."""
-        arrived_MD: Tensor = _Arrival.apply(away_MD, self)
-        return arrived_MD
-
-
-class _Departure(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return _start(rows_MD.contiguous(), flight.receive, flight.send, flight.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        assert ctx.flight.gradient is not None
-        return _wait(ctx.flight.gradient), None
-
-
-class _Arrival(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, away_MD: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return _wait(away_MD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.flight
-        rows_MD = gradient_MD.contiguous()
-        flight.gradient = _start(rows_MD, flight.send, flight.receive, flight.group)
-        # What is on its way has another shape than what autograd hands on here.
-        return gradient_MD.new_zeros(()).expand_as(gradient_MD), None
-
-
-def _start(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group)
-
-
-def _wait(tensor: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
-
-
 @functools.cache
 def _expert_parallel_dispatcher() -> type:
     """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, which its engine looks for."""
@@ -392,7 +185,7 @@ def _expert_parallel_dispatcher() -> type:
                 world.expert_parallel_size,
                 world.tensor_parallel_size > 1,
             )
-            self._exchange = _Exchange(num_experts, self._size, lots)
+            self._exchange = RowExchange(num_experts, self._size, lots)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             groups._create_expert_data_and_model_parallel(self._size, mpu=groups.mpu)
@@ -409,7 +202,7 @@ def _expert_parallel_dispatcher() -> type:
             kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
             return kind.forward(self, tokens_ND, selected, experts, capacity_factor)
 
-        def begin(self, plan: Plan) -> _Counts:
+        def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)
 
         def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts, begun: Any) -> Tensor:
