@@ -111,7 +111,7 @@ def override_arguments(parser: Parser) -> None:
 
 def launch_arguments(parser: Parser) -> None:
     """Those of `polyad launch`."""
-    from launch import options
+    from launch.via import options
 
     config_arguments(parser)
     options.launch_arguments(parser)

@@ -97,7 +97,7 @@ def train(options: Namespace) -> None:
 def launch(options: Namespace) -> None:
     """`polyad launch`."""
     from launch.machine import end_with_launcher
-    from launch.options import launch_from
+    from launch.via.options import launch_from
 
     end_with_launcher()
     launch_from(options)

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from launch.agent import STANDALONE
 from launch.ending import guard
 from launch.machine import end_with_launcher, is_main, prepare_environment
+from launch.via.agent import STANDALONE
 from train.errors import ConfigError, RunError
 
 

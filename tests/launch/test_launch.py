@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.command import torchrun
+from launch.via.command import torchrun
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 Finished = tuple[Path, subprocess.CompletedProcess[str]]

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.command import torchrun
 from launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
+from launch.via.command import torchrun
 from parallel.checkpoint.commit import complete_checkpoints
 
 pytestmark = pytest.mark.distributed

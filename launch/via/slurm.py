@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.hosts import LaunchError, plain_name
+from launch.via.hosts import LaunchError, plain_name
 
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""

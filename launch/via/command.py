@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.agent import STANDALONE, Rendezvous, torchrun
-from launch.hosts import LaunchError, command_line, interface_name
 from launch.machine import prepare_environment, share_cores
-from launch.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
+from launch.via.agent import STANDALONE, Rendezvous, torchrun
+from launch.via.hosts import LaunchError, command_line, interface_name
+from launch.via.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
 
 if TYPE_CHECKING:
     from train.config.run import RunConfig

@@ -3,11 +3,11 @@
 from argparse import Namespace
 from typing import Any
 
-from launch.agent import Rendezvous
-from launch.command import MAX_RESTARTS, launch
-from launch.hosts import LaunchError
 from launch.parser import Parser, non_negative, positive
-from launch.slurm import SlurmJob
+from launch.via.agent import Rendezvous
+from launch.via.command import MAX_RESTARTS, launch
+from launch.via.hosts import LaunchError
+from launch.via.slurm import SlurmJob
 
 ONLY_TORCHRUN = ("rdzv_endpoint", "rdzv_id", "rdzv_is_host", "local_addr")
 ONLY_SLURM = (

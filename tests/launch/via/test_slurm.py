@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.cli import run
-from launch.hosts import LaunchError
-from launch.slurm import SlurmJob, script_text, seconds
+from launch.via.hosts import LaunchError
+from launch.via.slurm import SlurmJob, script_text, seconds
 from tests.launch.test_cli import error_line
-from tests.launch.test_hosts import ARGUMENTS, SHELL
+from tests.launch.via.test_hosts import ARGUMENTS, SHELL
 
 SLURM = ("--via", "slurm", "--nodes", "2", "--processes-per-node", "1")
 AGENT = ("python", "-m", "launch.torchrun", "--nnodes", "2", "-m", "launch", "train", "x.yaml")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.agent import Rendezvous
-from launch.command import interface_variables
-from launch.hosts import LaunchError, command_line, endpoint, host_name, plain_name
+from launch.via.agent import Rendezvous
+from launch.via.command import interface_variables
+from launch.via.hosts import LaunchError, command_line, endpoint, host_name, plain_name
 
 SHELL = ("a;b", "a b", "$(id)", "`id`", "a|b", "a&b", "a>b", "a\nb", "a'b", 'a"b', "a\\b", "a*", "")
 ARGUMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))

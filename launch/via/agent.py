@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.hosts import endpoint, host_name, plain_name
+from launch.via.hosts import endpoint, host_name, plain_name
 
 STANDALONE = ("--standalone",)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import launch.torchrun
-from launch.agent import Rendezvous, torchrun
 from launch.cli import run
-from launch.command import launch as launch_run
-from launch.hosts import LaunchError
+from launch.via.agent import Rendezvous, torchrun
+from launch.via.command import launch as launch_run
+from launch.via.hosts import LaunchError
 from tests.launch.test_cli import error_line
 
 TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")

@@ -1,0 +1,1 @@
+"""`polyad launch`: the ways to start the processes of a run."""
