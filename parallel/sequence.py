@@ -168,6 +168,8 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
         x_nD, weight_FD = ctx.saved_tensors
         coming_ND = ctx.group.start_gather(x_nD)
+        if not x_nD.is_cuda:  # gloo: two of these on their way at once have corrupted the heap
+            coming_ND = _wait(coming_ND)
         leaving_nD = ctx.group.start_sum(gradient_NF @ weight_FD)
         for_weight_FD = gradient_NF.t() @ _wait(coming_ND)
         return _wait(leaving_nD), for_weight_FD, None
