@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from launch.output import strict
 from train.errors import ConfigError
 from train.guard.run_folder import check_place
@@ -157,9 +158,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 def write_json(path: Path, tree: dict[str, Any]) -> None:
     """Writes a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(strict(tree), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(strict(tree), indent=1, allow_nan=False) + "\n")
 
 
 @contextmanager

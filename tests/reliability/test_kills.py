@@ -116,11 +116,11 @@ def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage,
         newest = complete_checkpoints(run / "checkpoints")
         log.append((moment, newest[-1].name if newest else None))
         assert "Traceback" not in process.logs[0].read_text() or 137 in process.statuses.values()
+        assert 2 not in process.statuses.values(), process.text()  # it was not even started
     (tmp_path / "kills.json").write_text(json.dumps(log))
-    assert forks.start(tmp_path, ["train", str(config)]).wait(120) == [0, 0]
+    to_the_end(forks.start(tmp_path, ["train", str(config)]))
     check_whole(run, steps)
-    whole = f"run.folder={tmp_path / 'whole'}"
-    assert forks.start(tmp_path, ["train", str(config), whole]).wait(120) == [0, 0]
+    to_the_end(forks.start(tmp_path, ["train", str(config), f"run.folder={tmp_path / 'whole'}"]))
     ours, theirs = records(run), records(tmp_path / "whole")
     assert [[r.get(k) for k in KEYS] for r in ours] == [[r.get(k) for k in KEYS] for r in theirs]
     last = f"checkpoints/step-{steps:08d}"
@@ -163,6 +163,11 @@ def wait_for(condition: Callable[[], bool], process: ForkedRun, seconds: float =
     until = time.monotonic() + seconds
     while process.running() and not condition() and time.monotonic() < until:
         time.sleep(0.0005)
+
+
+def to_the_end(process: ForkedRun) -> None:
+    statuses = process.wait(120)
+    assert statuses == [0, 0], process.text()
 
 
 def check_whole(run: Path, steps: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from data.files import write_whole
 from train.config.run import RunConfig
 from train.errors import ConfigError
 from train.state import package_versions
@@ -47,7 +48,7 @@ def write_environment(folder: Path, world_size: int) -> None:
         except (ValueError, RecursionError, AttributeError):
             earlier = []
     now = describe_environment(world_size) | {"earlier": earlier}
-    path.write_text(json.dumps(now, indent=1), encoding="utf-8")
+    write_whole(path, json.dumps(now, indent=1))
 
 
 def check_compiler(config: RunConfig) -> None:

@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from data.sampler import micro_batches
 from model.build import build_model
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
+from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.saver import Saver
 from parallel.checkpoint.verification import newest_verified
 from parallel.fragments import Source
@@ -107,7 +109,7 @@ def open_run_folder(
         return None
     plan.folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(plan.checkpoints)
-    (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")
+    write_whole(plan.folder / CONFIG_FILE, plan.config.to_yaml())
     write_environment(plan.folder, world.size)
     done = state.step - (state.unfinished is not None)  # that step's record is written anew
     return Metrics(

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from data.files import partial_of
 from model.build import build_model, count_parameters
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
@@ -202,9 +204,12 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
         ConfigError: the folder holds another run, or something that is no run.
     """
     folder = Path(config.run.folder)
-    if check_place(folder, "run.folder") <= {LOCK_FILE, LEASE_FILE, LAUNCH_FOLDER}:
+    saved = folder / CONFIG_FILE
+    # A start that was killed early leaves these, and no configuration.
+    early = (LOCK_FILE, LEASE_FILE, partial_of(saved).name)
+    found = check_place(folder, "run.folder")
+    if all(name == LAUNCH_FOLDER or name.startswith(early) for name in found):
         return None
-    saved = folder / "config.yaml"
     if not saved.exists():
         raise ConfigError(f"run.folder: {folder} holds files of something that is not a run")
     checkpoint = newest_that_opens(folder / "checkpoints")

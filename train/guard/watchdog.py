@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from data.files import write_whole
 from parallel import comm
 from train.errors import STALLED
 
@@ -155,10 +156,7 @@ class Watchdog:
             stack=[line.rstrip() for line in traceback.format_stack(frame)] if frame else [],
             waits=comm.collectives_waited_for(comm.collectives_recorded()),
         )
-        path = self._watch / _name(self._world.rank)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(beat)), encoding="utf-8")
-        partial.replace(path)
+        write_whole(self._watch / _name(self._world.rank), json.dumps(asdict(beat)))
 
     def _end(self, blamed: list[Beat], judge: "Judge") -> NoReturn:
         with contextlib.suppress(OSError):

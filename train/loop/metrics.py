@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from data.files import write_whole
 from model.config import Config
 from train.console import Clock, Console, bar, duration, json_number
 from train.loop.routing import console_summary
@@ -239,9 +240,7 @@ def drop_records_after(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, RecursionError, KeyError, TypeError):
             continue
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def console_line(

@@ -1,12 +1,26 @@
 """Two real runs on one folder."""
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.runs import write_config
 
 pytestmark = pytest.mark.distributed
+
+
+def die_before_there_is_a_config(rank: int) -> None:
+    """A kill between a file's last byte and its name."""
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == "config.yaml":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(self, target)
+
+    Path.replace = killed  # type: ignore[method-assign, assignment]
 
 
 def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
@@ -32,3 +46,19 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
     fourth.until(lambda: "step" in fourth.text())
     fourth.signal(signal.SIGTERM)
     assert fourth.wait() == [143, 143]
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_configuration_starts_again(
+    forks, tmp_path, prepared_path
+):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, train__steps=2, log__tensorboard=False
+    )
+    killed = forks.start(tmp_path, ["train", str(config)], before=die_before_there_is_a_config)
+    assert killed.wait()[0] == 137
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert ".config.yaml.partial" in left
+    assert "config.yaml" not in left
+    again = forks.start(tmp_path, ["train", str(config)])
+    assert again.wait() == [0, 0], again.text()
+    assert not list((tmp_path / "run").glob(".*.partial"))

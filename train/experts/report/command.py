@@ -9,6 +9,7 @@ import torch
 
 from data.config import DataConfig
 from data.errors import DataError
+from data.files import partial_of, write_whole
 from data.images.config import ImageDataConfig
 from data.text.manifest import SplitName
 from model.build import build_model, count_parameters
@@ -108,7 +109,7 @@ def report(
         text=text,
         images=images,
     )
-    _write(target, render(result))
+    write_whole(target, render(result))
     return {"output": str(target), **result.to_json()}
 
 
@@ -152,26 +153,12 @@ def _check_output(target: Path) -> None:
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
     try:  # writes a file: reading the text may take long, and permissions do not tell all
-        _partial(target).touch()
-        _partial(target).unlink()
+        partial_of(target).touch()
+        partial_of(target).unlink()
     except OSError as error:
         raise ConfigError(
             f"--output: {target} cannot be written: {error.strerror}; --output names another place"
         ) from None
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
-
-
-def _write(target: Path, page: str) -> None:
-    """Replaces the file by the whole page, or leaves it as it was."""
-    partial = _partial(target)
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:
