@@ -94,13 +94,13 @@ def train(options: Namespace) -> None:
         comm.shutdown()
 
 
-def launch(options: Namespace) -> None:
+def launch(options: Namespace) -> int:
     """`polyad launch`."""
     from launch.machine import end_with_launcher
     from launch.via.options import launch_from
 
     end_with_launcher()
-    launch_from(options)
+    return launch_from(options)
 
 
 def evaluate(options: Namespace) -> None:

@@ -27,6 +27,7 @@ def prepare_environment() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else of hosts without a reverse name
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _keep_compiled_code()
     if not sys.warnoptions:

@@ -1,21 +1,35 @@
-"""`polyad launch`: checks a run in this process, then becomes torchrun, or hands it to Slurm.
+"""`polyad launch`: checks a run in this process, then becomes torchrun, or has others start it.
 
-local      this process becomes torchrun, alone
-torchrun   this process becomes this host's torchrun, which meets those of the other hosts
-slurm      a script in the run's folder starts such a torchrun on each node of a job
+local       this process becomes torchrun, alone
+torchrun    this process becomes this host's torchrun, which meets those of the other hosts
+ssh         this process starts such a torchrun on each host of a hostfile, and stays with them
+slurm       a script in the run's folder starts such a torchrun on each node of a job
+kubernetes  a manifest in the run's folder does so in each pod of a job
 """
 
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.machine import prepare_environment, share_cores
 from launch.via.agent import STANDALONE, Rendezvous, torchrun
+from launch.via.hostfile import chosen_hosts, read_hostfile
 from launch.via.hosts import LaunchError, command_line, interface_name
+from launch.via.kubernetes import (
+    MOUNTED_CONFIG,
+    KubernetesJob,
+    apply,
+    find_kubectl,
+    manifest,
+    write_manifest,
+)
 from launch.via.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
+from launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
 
 if TYPE_CHECKING:
     from train.config.run import RunConfig
@@ -23,60 +37,197 @@ if TYPE_CHECKING:
 TORCHRUN_GRACE = 30
 """Seconds that torchrun waits for its processes to end before it kills them, unless told."""
 
-MAX_RESTARTS = {"local": 0, "torchrun": 3, "slurm": 3}
+MAX_RESTARTS = {"local": 0, "torchrun": 3, "ssh": 3, "slurm": 3, "kubernetes": 3}
 """Ways to launch, and how often each starts a run again: one killed worker can use up two."""
 
 
-def launch(
-    config: Path,
-    overrides: Sequence[str],
-    *,
-    processes_per_node: int,
-    nodes: int = 1,
-    via: str = "local",
-    max_restarts: int | None = None,
-    dry_run: bool = False,
-    interface: str | None = None,
-    rendezvous: Rendezvous | None = None,
-    job: SlurmJob | None = None,
-) -> None:
-    """Starts a run. Where this process becomes torchrun, it does not return.
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A run that shall start, before it is checked."""
 
-    Args:
-        config: the run's file.
-        overrides: `key=value`.
-        processes_per_node: P.
-        nodes: N hosts, with P processes each.
-        via: one of `MAX_RESTARTS`.
-        max_restarts: how often torchrun starts the processes again after a failure, from the
-            run's newest checkpoint; None: as `MAX_RESTARTS` says.
-        dry_run: print the command, or write the script, and start nothing.
-        interface: the network interface of gloo and NCCL; None: they choose.
-        rendezvous: of `torchrun`.
-        job: what is asked of `slurm`.
+    config: Path
+    """The run's file."""
+    overrides: Sequence[str]
+    """`key=value`."""
+    processes_per_node: int | None
+    """P; None: as a hostfile says."""
+    nodes: int | None = None
+    """N hosts, with P processes each; None: one, or those of a hostfile."""
+    via: str = "local"
+    """One of `MAX_RESTARTS`."""
+    max_restarts: int | None = None
+    """How often torchrun starts the processes again after a failure, from the run's newest
+    checkpoint; None: as `MAX_RESTARTS` says."""
+    dry_run: bool = False
+    """Print the command, or write the script, and start nothing."""
+    interface: str | None = None
+    """The network interface of gloo and NCCL; None: they choose."""
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    """Of `torchrun`."""
+    ssh: SshOptions | None = None
+    slurm: SlurmJob = field(default_factory=SlurmJob)
+    kubernetes: KubernetesJob | None = None
 
-    Raises:
-        ValueError: with an `exit_status` of 2: the run would not start. No process was started.
-        SubmissionError: Slurm did not take the job.
-    """
-    rendezvous, job = rendezvous or Rendezvous(), job or SlurmJob()
-    variables = interface_variables(interface)
-    _check_nodes(nodes, via, rendezvous)
-    sbatch = find_sbatch() if via == "slurm" and not dry_run else None
-    restarts = MAX_RESTARTS[via] if max_restarts is None else max_restarts
-    prepare_environment()
-    checked = _check_run(config, overrides, nodes, processes_per_node)
-    folder = Path(checked.run.folder)
-    variables |= _patience(checked.monitor.grace_seconds)
-    if via == "slurm":
-        words = torchrun(config, overrides, processes_per_node, restarts, nodes=nodes, meeting=())
-        text = script_text(folder, job, words, nodes, processes_per_node, variables)
+    @property
+    def restarts(self) -> int:
+        """How often it starts again after a failure."""
+        return MAX_RESTARTS[self.via] if self.max_restarts is None else self.max_restarts
+
+    def start(self) -> int:
+        """Starts the run. Where this process becomes torchrun, it does not return.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            ValueError: with an `exit_status` of 2: the run would not start. No process was started.
+            SubmissionError: Slurm or Kubernetes did not take the job.
+            HostsLostError: hosts were lost, and too few came back.
+        """
+        variables = interface_variables(self.interface)
+        self._check()
+        prepare_environment()
+        if self.via == "ssh":
+            return self._over_ssh(variables)
+        if self.via == "slurm":
+            return self._by_slurm(variables)
+        if self.via == "kubernetes":
+            return self._by_kubernetes(variables)
+        return self._here(variables)
+
+    def _check(self) -> None:
+        if self.via not in MAX_RESTARTS:
+            raise LaunchError(f"--via: {self.via!r} is not allowed; {', '.join(MAX_RESTARTS)}")
+        if self.nodes is not None and self.nodes < 1:
+            raise LaunchError(f"--nodes: {self.nodes} is not allowed, at least 1")
+        if self.processes_per_node is None and self.via != "ssh":
+            raise LaunchError("--processes-per-node: is missing; only a hostfile says it elsewhere")
+        if (self.nodes or 1) > 1 and self.via == "local":
+            raise LaunchError(
+                f"--nodes: {self.nodes} is not allowed with --via local, which starts processes of "
+                f"this machine alone: 1, or take --via torchrun, ssh, slurm or kubernetes"
+            )
+        if (self.nodes or 1) > 1 and self.via == "torchrun" and self.rendezvous.endpoint is None:
+            raise LaunchError(
+                f"--rdzv-endpoint: is missing; {self.nodes} nodes need the HOST:PORT of one of "
+                f"them to meet"
+            )
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Nodes, and processes of each."""
+        return self.nodes or 1, self.processes_per_node or 1
+
+    def _here(self, variables: dict[str, str]) -> int:
+        nodes, processes = self._shape
+        checked = _check_run(self.config, self.overrides, nodes, processes)
+        folder = Path(checked.run.folder)
+        variables |= _patience(checked.monitor.grace_seconds)
+        meeting = STANDALONE if self.via == "local" else self.rendezvous.words(str(folder))
+        words = torchrun(
+            *(self.config, self.overrides, processes, self.restarts), nodes=nodes, meeting=meeting
+        )
+        _become(words, variables, processes, dry_run=self.dry_run, say=self.via != "local")
+        return 0
+
+    def _by_slurm(self, variables: dict[str, str]) -> int:
+        nodes, processes = self._shape
+        sbatch = None if self.dry_run else find_sbatch()
+        checked = _check_run(self.config, self.overrides, nodes, processes)
+        folder = Path(checked.run.folder)
+        self.slurm.check_grace(checked.monitor.grace_seconds)
+        variables |= _patience(checked.monitor.grace_seconds)
+        words = torchrun(
+            *(self.config, self.overrides, processes, self.restarts), nodes=nodes, meeting=()
+        )
+        text = script_text(folder, self.slurm, words, nodes, processes, variables)
         script = write_script(folder, text)
         print(submit(script, sbatch) if sbatch else command_line(["sbatch", script]))
-        return
-    meeting = STANDALONE if via == "local" else rendezvous.words(str(folder))
-    words = torchrun(config, overrides, processes_per_node, restarts, nodes=nodes, meeting=meeting)
-    _become(words, variables, processes_per_node, dry_run=dry_run, say=via != "local")
+        return 0
+
+    def _by_kubernetes(self, variables: dict[str, str]) -> int:
+        from train.config.rules import validate
+        from train.config.run import load_config
+
+        nodes, processes = self._shape
+        job = self.kubernetes or KubernetesJob()
+        kubectl = None if self.dry_run else find_kubectl()
+        # Data and the run's folder are on a volume of the cluster: the pods look at them.
+        checked = load_config(self.config, self.overrides)
+        with _naming_shape(nodes, processes):
+            validate(checked, nodes * processes)
+        mounted = Path(MOUNTED_CONFIG)
+        _, *agent = torchrun(
+            *(mounted, self.overrides, processes, self.restarts), nodes=nodes, meeting=()
+        )
+        text = manifest(
+            *(checked.run.folder, job, self.config.read_text(encoding="utf-8"), agent),
+            *(nodes, processes),
+            variables=variables | _patience(checked.monitor.grace_seconds),
+            restarts=self.restarts,
+            grace_seconds=checked.monitor.grace_seconds,
+        )
+        file = write_manifest(Path(checked.run.folder), text)
+        print(apply(file, kubectl) if kubectl else command_line(["kubectl", "apply", "-f", file]))
+        return 0
+
+    def _over_ssh(self, variables: dict[str, str]) -> int:
+        options = self.ssh or SshOptions()
+        assert options.hostfile is not None
+        named = read_hostfile(options.hostfile)
+        hosts, processes = chosen_hosts(
+            named, options.hostfile, self.nodes, self.processes_per_node
+        )
+        if not self.dry_run:
+            check_ssh()
+        checked = _check_run(self.config, self.overrides, len(hosts), processes)
+        run = SshRun(
+            hosts=hosts,
+            processes_per_node=processes,
+            workplace=os.getcwd(),
+            config=self.config,
+            options=options,
+            variables=forwarded_variables(os.environ)
+            | variables
+            | _patience(checked.monitor.grace_seconds),
+            agent=lambda nodes, meeting: torchrun(
+                *(self.config, self.overrides, processes, self.restarts),
+                nodes=nodes,
+                meeting=meeting,
+            )[1:],
+            sizes=_fitting_sizes(checked, len(hosts), processes, options.min_nodes),
+            restarts=self.restarts,
+            needs_interface=self.interface is None,
+        )
+        if self.dry_run:
+            for host in hosts:
+                print(command_line(run.command(host)))
+            return 0
+        return run_over_ssh(run)
+
+
+def _fitting_sizes(
+    config: "RunConfig", nodes: int, processes: int, min_nodes: int | None
+) -> list[int]:
+    """Numbers of hosts that the layout fits, the largest first."""
+    from parallel.dims import LayoutError
+    from train.config.rules import validate
+
+    least = nodes if min_nodes is None else min_nodes
+    if not 1 <= least <= nodes:
+        raise LaunchError(f"--min-nodes: {least} is not allowed; 1 to the number of hosts, {nodes}")
+    sizes = []
+    for size in range(nodes, least - 1, -1):
+        try:
+            validate(config, size * processes)
+            sizes.append(size)
+        except LayoutError as error:
+            if size == least:
+                raise LaunchError(
+                    f"--min-nodes: {least} x {processes} = {least * processes} processes do not "
+                    f"fit: {error}"
+                ) from None
+    return sizes
 
 
 def interface_variables(interface: str | None) -> dict[str, str]:
@@ -92,35 +243,19 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
-def _check_nodes(nodes: int, via: str, rendezvous: Rendezvous) -> None:
-    if via not in MAX_RESTARTS:
-        raise LaunchError(f"--via: {via!r} is not allowed; {', '.join(MAX_RESTARTS)}")
-    if nodes < 1:
-        raise LaunchError(f"--nodes: {nodes} is not allowed, at least 1")
-    if nodes > 1 and via == "local":
-        raise LaunchError(
-            f"--nodes: {nodes} is not allowed with --via local, which starts processes of this "
-            f"machine alone: 1, or take --via torchrun or --via slurm"
-        )
-    if nodes > 1 and via == "torchrun" and rendezvous.endpoint is None:
-        raise LaunchError(
-            f"--rdzv-endpoint: is missing; {nodes} nodes need the HOST:PORT of one of them to meet"
-        )
-
-
 def _patience(grace_seconds: float) -> dict[str, str]:
     """Variables that make torchrun wait as long as the processes may take to save their step."""
     wanted = math.ceil(grace_seconds) + 5
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted > TORCHRUN_GRACE else {}
 
 
-def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> "RunConfig":
-    """Checks the run for all processes of all nodes; gives its configuration."""
+@contextmanager
+def _naming_shape(nodes: int, processes: int) -> Iterator[None]:
+    """A layout that does not fit several nodes is said to be theirs."""
     from parallel.dims import LayoutError
-    from train.config.plan import plan_run
 
     try:
-        plan = plan_run(config, overrides, nodes * processes)
+        yield
     except LayoutError as error:
         if nodes == 1:
             raise
@@ -128,7 +263,14 @@ def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: in
             f"--nodes {nodes} x --processes-per-node {processes} = {nodes * processes} processes "
             f"do not fit: {error}"
         ) from None
-    return plan.config
+
+
+def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> "RunConfig":
+    """Checks the run for all processes of all nodes; gives its configuration."""
+    from train.config.plan import plan_run
+
+    with _naming_shape(nodes, processes):
+        return plan_run(config, overrides, nodes * processes).config
 
 
 def _become(

@@ -15,6 +15,8 @@ DEFAULT_PORT = 29400
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
+_IMAGE = re.compile(r"[A-Za-z0-9/.][A-Za-z0-9._:/@#-]{0,254}")
+_MOUNT = re.compile(r"(/[A-Za-z0-9_.-]+)+")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}")
 
 
@@ -92,6 +94,16 @@ def interface_name(text: str, option: str) -> str:
 def plain_name(text: str, option: str) -> str:
     """Checks a name that stands unquoted, as a partition's, an account's or a job's."""
     return _matching(_NAME, text, option, "letters, digits, _, and .+- inside, at most 64")
+
+
+def image_name(text: str) -> str:
+    """Checks the value of `--image`: the name of a container image, or the path of its file."""
+    return _matching(_IMAGE, text, "--image", "letters, digits, and ._/:@#- inside, at most 255")
+
+
+def mount_path(text: str) -> str:
+    """Checks the value of `--mount`: an absolute path that needs no quotes anywhere."""
+    return _matching(_MOUNT, text, "--mount", "an absolute path of letters, digits, _.-")
 
 
 def _matching(pattern: re.Pattern[str], text: str, option: str, allowed: str) -> str:

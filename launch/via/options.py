@@ -1,19 +1,29 @@
 """The options of `polyad launch`."""
 
 from argparse import Namespace
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 from launch.parser import Parser, non_negative, positive
 from launch.via.agent import Rendezvous
-from launch.via.command import MAX_RESTARTS, launch
+from launch.via.command import MAX_RESTARTS, Launch
 from launch.via.hosts import LaunchError
+from launch.via.kubernetes import KubernetesJob
 from launch.via.slurm import SlurmJob
+from launch.via.ssh import SshOptions
 
-ONLY_TORCHRUN = ("rdzv_endpoint", "rdzv_id", "rdzv_is_host", "local_addr")
-ONLY_SLURM = (
-    *("time", "partition", "account", "qos", "job_name"),
-    *("gpus_per_node", "cpus_per_node", "memory_per_node", "signal_seconds"),
-)
+Way = TypeVar("Way")
+BATCH = ("slurm", "kubernetes")
+ONLY_FOR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("rdzv_endpoint", "rdzv_id", "rdzv_is_host", "local_addr"), ("torchrun",)),
+    **dict.fromkeys(("time", "partition", "account", "qos", "signal_seconds"), ("slurm",)),
+    **dict.fromkeys(("job_name", "gpus_per_node", "cpus_per_node", "memory_per_node"), BATCH),
+    **dict.fromkeys(("hostfile", "ssh_config", "port", "min_nodes", "wait_minutes"), ("ssh",)),
+    **dict.fromkeys(("claim", "namespace"), ("kubernetes",)),
+    **dict.fromkeys(("image", "mount"), BATCH),
+}
+"""Options, and the ways to launch that they are of."""
 
 
 def launch_arguments(parser: Parser) -> None:
@@ -22,11 +32,10 @@ def launch_arguments(parser: Parser) -> None:
     add(
         "--processes-per-node",
         type=positive,
-        required=True,
         metavar="P",
-        help="processes on each host",
+        help="processes on each host; with --via ssh by default the slots of the hostfile",
     )
-    add("--nodes", type=positive, default=1, metavar="N", help="number of hosts; default 1")
+    add("--nodes", type=positive, metavar="N", help="number of hosts; default 1, or the hostfile's")
     add(
         "--via",
         choices=tuple(MAX_RESTARTS),
@@ -43,6 +52,9 @@ def launch_arguments(parser: Parser) -> None:
     add("--dry-run", action="store_true", help="only print the command or write the script")
     _torchrun_arguments(parser)
     _slurm_arguments(parser)
+    _container_arguments(parser)
+    _ssh_arguments(parser)
+    _kubernetes_arguments(parser)
 
 
 def _torchrun_arguments(parser: Parser) -> None:
@@ -63,7 +75,9 @@ def _torchrun_arguments(parser: Parser) -> None:
 
 
 def _slurm_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("--via slurm", "What is not given is the cluster's default.")
+    group = parser.add_argument_group(
+        "--via slurm, --via kubernetes", "What is not given is the cluster's default."
+    )
     add = group.add_argument
     add("--time", metavar="LIMIT", help="for example 24:00:00, or 2-12 (days-hours)")
     for name in ("partition", "account", "qos"):
@@ -85,25 +99,75 @@ def _slurm_arguments(parser: Parser) -> None:
     )
 
 
-def launch_from(options: Namespace) -> None:
+def _container_arguments(parser: Parser) -> None:
+    group = parser.add_argument_group("--via slurm, --via kubernetes: a container with Polyad")
+    add = group.add_argument
+    add("--image", metavar="IMAGE", help="its image; Slurm: for pyxis, or a .sif of Apptainer")
+    add(
+        "--mount",
+        metavar="PATH",
+        help="the folder with data and runs in it; default: the working folder with Slurm, /polyad "
+        "with Kubernetes, where the claim stands",
+    )
+
+
+def _ssh_arguments(parser: Parser) -> None:
+    group = parser.add_argument_group("--via ssh", "From one machine, which stays with the run.")
+    add = group.add_argument
+    add("--hostfile", type=Path, metavar="FILE", help="a line for each host: HOST slots=P")
+    add("--ssh-config", type=Path, metavar="FILE", help="of OpenSSH; default: the user's")
+    add("--port", type=positive, metavar="PORT", help="where agents meet; default 29400")
+    add(
+        "--min-nodes",
+        type=positive,
+        metavar="M",
+        help="hosts that the run goes on with when others are lost; default: all",
+    )
+    add(
+        "--wait-minutes",
+        type=positive,
+        metavar="T",
+        help="how long lost hosts are waited for; default 30",
+    )
+
+
+def _kubernetes_arguments(parser: Parser) -> None:
+    group = parser.add_argument_group("--via kubernetes")
+    add = group.add_argument
+    add("--claim", metavar="NAME", help="the PersistentVolumeClaim with data and run.folder")
+    add("--namespace", metavar="NAME", help="default: that of kubectl's context")
+
+
+def launch_from(options: Namespace) -> int:
     """Launches as the command line says.
+
+    Returns:
+        The exit status.
 
     Raises:
         ValueError: with an `exit_status` of 2: an option or the run is wrong.
     """
     values: dict[str, Any] = vars(options)
-    for names, via in ((ONLY_TORCHRUN, "torchrun"), (ONLY_SLURM, "slurm")):
-        given = [name for name in names if values[name] is not None]
-        if given and options.via != via:
+    for name, ways in ONLY_FOR.items():
+        if values[name] is not None and options.via not in ways:
+            shown = values[name] if isinstance(values[name], int) else repr(str(values[name]))
             raise LaunchError(
-                f"--{given[0].replace('_', '-')}: {values[given[0]]!r} is not allowed with "
-                f"--via {options.via}; it is an option of --via {via}"
+                f"--{name.replace('_', '-')}: {shown} is not allowed with "
+                f"--via {options.via}; it is an option of --via {' and '.join(ways)}"
             )
     is_host = {None: None, "true": True, "false": False}[options.rdzv_is_host]
-    asked = {name: values[name] for name in ONLY_SLURM if values[name] is not None}
-    launch(
-        options.config,
-        options.overrides,
+
+    def asked(via: str, kind: Callable[..., Way]) -> Way | None:
+        given = {
+            name: values[name]
+            for name, ways in ONLY_FOR.items()
+            if via in ways and values[name] is not None
+        }
+        return kind(**given) if options.via == via else None
+
+    return Launch(
+        config=options.config,
+        overrides=options.overrides,
         processes_per_node=options.processes_per_node,
         nodes=options.nodes,
         via=options.via,
@@ -116,5 +180,7 @@ def launch_from(options: Namespace) -> None:
             is_host=is_host,
             local_addr=options.local_addr,
         ),
-        job=SlurmJob(**asked),
-    )
+        ssh=asked("ssh", SshOptions),
+        slurm=asked("slurm", SlurmJob) or SlurmJob(),
+        kubernetes=asked("kubernetes", KubernetesJob),
+    ).start()

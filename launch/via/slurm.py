@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.via.hosts import LaunchError, plain_name
+from launch.via.hosts import LaunchError, image_name, mount_path, plain_name
 
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
@@ -56,6 +56,12 @@ class SlurmJob:
     """With a unit, K, M, G or T; 0 is all memory."""
     signal_seconds: int = 120
     """Seconds before the limit at which the job goes back into the queue."""
+    image: str | None = None
+    """A container: an image or `.sqsh` file for pyxis, or a `.sif` file for Apptainer; None: what
+    runs this program runs on the nodes."""
+    mount: str | None = None
+    """The folder that the container has at the same path, with the configuration, the data and the
+    run's folder; None: the one in which the job is submitted."""
 
     def __post_init__(self) -> None:
         for name in ("partition", "account", "qos", "job_name"):
@@ -77,7 +83,36 @@ class SlurmJob:
                 f"--memory-per-node: {self.memory_per_node!r} is not allowed; a number with K, M, "
                 f"G or T, as in 480G, or 0 for all"
             )
+        if self.image is not None:
+            image_name(self.image)
+        elif self.mount is not None:
+            raise LaunchError(f"--mount: {self.mount!r} is not allowed without --image")
+        if self.mount is not None:
+            mount_path(self.mount)
         self._check_time()
+
+    def container(self, workplace: str) -> tuple[list[str], list[str]]:
+        """Options of srun and a command before the agent that put it into the container.
+
+        Args:
+            workplace: the folder in which the agent works.
+
+        Raises:
+            LaunchError: the container would not have that folder, or its path cannot be given.
+        """
+        if self.image is None:
+            return [], []
+        mount = self.mount or mount_path(workplace)
+        if not Path(workplace).is_relative_to(mount):
+            raise LaunchError(f"--mount: {mount} does not hold the working folder, {workplace}")
+        if self.image.endswith(".sif"):
+            place = ["--bind", mount, "--pwd", workplace]
+            return [], ["apptainer", "exec", "--nv", *place, self.image]
+        return [
+            f"--container-image={self.image}",
+            f"--container-mounts={mount}:{mount}",
+            f"--container-workdir={workplace}",
+        ], []
 
     def _check_time(self) -> None:
         if self.time is None:
@@ -88,6 +123,18 @@ class SlurmJob:
             raise LaunchError(
                 f"--time: {self.time} is {limit} s; more than --signal-seconds "
                 f"{self.signal_seconds} + {SIGNAL_SLACK} s is needed"
+            )
+
+    def check_grace(self, grace_seconds: float) -> None:
+        """Raises a LaunchError where the run may take longer to save than the signal leaves it.
+
+        Args:
+            grace_seconds: from the signal to the end of a process, `monitor.grace_seconds`.
+        """
+        if self.signal_seconds < grace_seconds:
+            raise LaunchError(
+                f"--signal-seconds: {self.signal_seconds} is less than monitor.grace_seconds: "
+                f"{grace_seconds:g}, which the run may take to save; at least as many"
             )
 
     def directives(self, name: str, nodes: int, output: str) -> list[str]:
@@ -168,15 +215,17 @@ def script_text(
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     # srun does not ask for what the job has.
     cpus = job.cpus_per_node or '"${SLURM_CPUS_ON_NODE:-1}"'
-    python, *arguments = agent
+    options, inside = job.container(os.getcwd())
+    python = agent[0] if job.image is None else "python"
     return _SCRIPT.format(
         directives="\n".join(directives),
         workplace=shlex.quote(os.getcwd()),
         exports="".join(f"{line}\n" for line in exports),
         processes=processes_per_node,
         cpus=cpus,
-        on_each_node=shlex.quote(_ON_EACH_NODE),
-        agent=shlex.join([python, *arguments]),
+        container="".join(f" {shlex.quote(word)}" for word in options),
+        on_each_node=shlex.join([*inside, "bash", "-c", _ON_EACH_NODE]),
+        agent=shlex.join([python, *agent[1:]]),
     )
 
 
@@ -230,7 +279,8 @@ export POLYAD_ENDPOINT="${{hosts%%$'\\n'*}}:$((10000 + SLURM_JOB_ID % 20000))"
 threads=$((${{SLURM_CPUS_ON_NODE:-1}} / {processes}))
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}"
 
-srun --ntasks-per-node=1 --cpus-per-task={cpus} --kill-on-bad-exit=1 bash -c {on_each_node} agent \\
+srun --ntasks-per-node=1 --cpus-per-task={cpus} --kill-on-bad-exit=1{container} \\
+  {on_each_node} agent \\
   {agent} &
 agents=$!
 [ -z "$asked" ] || kill "-$asked" "$agents"

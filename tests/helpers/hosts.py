@@ -1,13 +1,21 @@
-"""Two hosts on one machine: network namespaces joined by a pair of virtual interfaces."""
+"""Several hosts on one machine: network namespaces on a bridge, each with an address of its own."""
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+SSHD = "/usr/sbin/sshd"
+NAMES = Path("/etc/netns")
+"""Where `ip netns exec` takes a host's files of /etc from."""
 
 
 @dataclass(frozen=True)
@@ -16,47 +24,129 @@ class Host:
 
     name: str
     address: str
-    interface: str
+    alias: str
+    """What it is called on all of them."""
+    interface: str = "eth0"
 
     @property
     def inside(self) -> list[str]:
         """Words before a command that run it on this host; its process id stays the same."""
         return ["ip", "netns", "exec", self.name]
 
+    def link(self, state: str) -> None:
+        """Puts its only link `up` or `down`."""
+        _ip("-n", self.name, "link", "set", self.interface, state)
+
+    def processes(self) -> list[int]:
+        """Ids of all processes on it."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        return [int(word) for word in found.stdout.split()]
+
+    def kill(self) -> None:
+        """Ends everything on it at once, as a loss of power does."""
+        for process in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Makes two hosts that reach each other and nothing else; skips the test where it cannot.
+def several_hosts(count: int, *, net: int = 77) -> Iterator[tuple[Host, ...]]:
+    """Makes hosts that reach each other and this machine; skips the test where it cannot.
 
     Names carry this process's id, so that several suites can run at once.
+
+    Args:
+        count: of hosts.
+        net: their addresses are 10.`net`.0.1 and so on, this machine's is 10.`net`.0.254.
     """
     if shutil.which("ip") is None:
-        pytest.skip("two hosts need `ip netns`, of Debian's iproute2")
+        pytest.skip("several hosts need `ip netns`, of Debian's iproute2")
     if os.geteuid() != 0:
-        pytest.skip("two hosts are network namespaces, which need root")
+        pytest.skip("several hosts are network namespaces, which need root")
     pid = os.getpid()
-    hosts = tuple(Host(f"polyad-{pid}-{i}", f"10.77.0.{i}", f"pv{pid}-{i}") for i in (1, 2))
+    bridge = f"pb{net}-{pid}"
+    hosts = tuple(
+        Host(f"polyad-{net}-{pid}-{i}", f"10.{net}.0.{i}", f"host-{i}") for i in range(1, count + 1)
+    )
     try:
         for number, host in enumerate(hosts):
             made = subprocess.run(["ip", "netns", "add", host.name], capture_output=True, text=True)
             if made.returncode and number == 0:
                 pytest.skip(f"this machine makes no network namespaces: {made.stderr.strip()}")
             made.check_returncode()
-        _join(*hosts)
-        yield hosts[0], hosts[1]
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("addr", "add", f"10.{net}.0.254/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for number, host in enumerate(hosts):
+            _join(host, bridge, f"pv{net}{number}-{pid}")
+            _write_names(host, hosts)
+        yield hosts
     finally:
         for host in hosts:  # their interfaces go with them
+            host.kill()
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+            shutil.rmtree(NAMES / host.name, ignore_errors=True)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
-def _join(first: Host, second: Host) -> None:
-    _ip("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
-    for host in (first, second):
-        _ip("link", "set", host.interface, "netns", host.name)
-        _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
-        _ip("-n", host.name, "link", "set", "lo", "up")
-        _ip("-n", host.name, "link", "set", host.interface, "up")
+def _join(host: Host, bridge: str, here: str) -> None:
+    peer = ("peer", "name", host.interface, "netns", host.name)
+    _ip("link", "add", here, "type", "veth", *peer)
+    _ip("link", "set", here, "master", bridge)
+    _ip("link", "set", here, "up")
+    _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
+    _ip("-n", host.name, "link", "set", "lo", "up")
+    host.link("up")
+
+
+def _write_names(host: Host, hosts: Sequence[Host]) -> None:
+    """Its /etc/hosts, in which, as in Debian's, its own name is a loopback address."""
+    (NAMES / host.name).mkdir(parents=True)
+    lines = ["127.0.0.1 localhost loopback", f"127.0.1.1 {socket.gethostname()}"]
+    lines += [f"{each.address} {each.alias}" for each in hosts]
+    (NAMES / host.name / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class SshServers:
+    """A real sshd on each host, and a client's configuration that reaches them.
+
+    Args:
+        hosts: where they run.
+        folder: for keys and logs.
+    """
+
+    def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
+        if not Path(SSHD).exists():
+            pytest.skip("needs an SSH server: Debian's openssh-server")
+        Path("/run/sshd").mkdir(exist_ok=True)  # it wants this one to exist
+        self._folder = folder
+        for name in ("host", "user"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(command, check=True)
+        (folder / "user.pub").rename(folder / "authorized")
+        (folder / "sshd.conf").write_text(
+            f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\n"
+            f"StrictModes no\nUsePAM no\nPermitRootLogin yes\nPort 22\n"
+        )
+        self.client = folder / "ssh.conf"
+        self.client.write_text(
+            f"Host *\n  User root\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n"
+            f"  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
+            + "".join(f"Host {host.alias}\n  HostName {host.address}\n" for host in hosts)
+            + f"Host loopback\n  HostName {hosts[0].address}\n"
+        )
+        for host in hosts:
+            self.start(host)
+
+    def start(self, host: Host) -> None:
+        """Starts the host's server, and waits until it listens."""
+        log = str(self._folder / f"{host.name}.log")
+        config = str(self._folder / "sshd.conf")
+        subprocess.run([*host.inside, SSHD, "-f", config, "-E", log], check=True)
+        until = time.monotonic() + 10
+        while "listening" not in Path(log).read_text() and time.monotonic() < until:
+            time.sleep(0.02)

@@ -2,6 +2,7 @@
 torch and DeepSpeed in every process would be most of the suite's time.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -32,6 +33,7 @@ class WorkerPool:
     def __init__(self, world_size: int, server: ForkServer | None) -> None:
         self.world_size, self._server = world_size, server
         self._stop: list[Callable[[], None]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="polyad-pool-")
         self._pipes: list[Connection] = []
 
     def run(
@@ -48,7 +50,7 @@ class WorkerPool:
                 arrived = pipe.poll(timeout if not errors else 5)
                 ok, value = pipe.recv() if arrived else (False, f"no answer in {timeout} s")
             except (EOFError, OSError):
-                ok, value = False, "the process died"
+                ok, value = False, f"the process died: {self._last_words(rank)}"
             results.append(value)
             if not ok:
                 errors.append(f"rank {rank}: {value}")
@@ -61,16 +63,22 @@ class WorkerPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        with tempfile.TemporaryDirectory() as folder:
-            address = str(Path(folder) / "pool")
-            with Listener(address, "AF_UNIX") as listener:
-                places = [(rank, self.world_size, port, address) for rank in range(self.world_size)]
-                if self._server is None:
-                    self._stop = [_spawned(place) for place in places]
-                else:
-                    self._stop = [self._server.call(serve, *place, False) for place in places]
-                pipes = [listener.accept() for _ in places]
-                self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
+        address = str(Path(self._folder.name) / "pool")
+        with Listener(address, "AF_UNIX") as listener:
+            places = [(rank, self.world_size, port, address) for rank in range(self.world_size)]
+            if self._server is None:
+                self._stop = [_spawned(place) for place in places]
+            else:
+                self._stop = [self._server.call(serve, *place, False) for place in places]
+            pipes = [listener.accept() for _ in places]
+            self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
+
+    def _last_words(self, rank: int) -> str:
+        """Where a signal found a process that it ended."""
+        try:
+            return _dying(str(Path(self._folder.name) / "pool"), rank).read_text() or "no trace"
+        except OSError:
+            return "no trace"
 
     def stop(self) -> None:
         """Ends the workers."""
@@ -93,6 +101,10 @@ def _spawned(place: tuple[int, int, int, str]) -> Callable[[], None]:
     return stop
 
 
+def _dying(address: str, rank: int) -> Path:
+    return Path(f"{address}-{rank}.trace")
+
+
 def serve(rank: int, world_size: int, port: int, address: str, gpu: bool) -> None:
     """Does what a pool asks for until it hangs up: the life of a worker.
 
@@ -109,6 +121,7 @@ def serve(rank: int, world_size: int, port: int, address: str, gpu: bool) -> Non
     }  # fmt: skip
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    faulthandler.enable(_dying(address, rank).open("w"))
     pipe = Client(address, "AF_UNIX")
     pipe.send(rank)
     import torch

@@ -10,7 +10,7 @@ import pytest
 import launch.torchrun
 from launch.cli import run
 from launch.via.agent import Rendezvous, torchrun
-from launch.via.command import launch as launch_run
+from launch.via.command import Launch
 from launch.via.hosts import LaunchError
 from tests.launch.test_cli import error_line
 
@@ -28,8 +28,13 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--nodes", "0"], ["--nodes", "'0'", "at least 1"]),
         (["--nodes", "-2"], ["--nodes", "-2"]),
-        (["--nodes", "2"], ["--nodes: 2", "--via local", "torchrun or --via slurm"]),
-        (["--via", "ssh"], ["'ssh'", "'local', 'torchrun', 'slurm'"]),
+        (["--nodes", "2"], ["--nodes: 2", "--via local", "torchrun, ssh, slurm or kubernetes"]),
+        (["--via", "mpi"], ["'mpi'", "'local', 'torchrun', 'ssh', 'slurm', 'kubernetes'"]),
+        (["--via", "ssh"], ["--hostfile", "missing"]),
+        (["--hostfile", "hosts"], ["--hostfile: 'hosts'", "--via local", "--via ssh"]),
+        (["--via", "kubernetes", "--image", "polyad"], ["--claim", "missing"]),
+        (["--via", "kubernetes", "--claim", "data"], ["--image", "missing"]),
+        (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via slurm", "--via ssh"]),
         (["--max-restarts", "-1"], ["--max-restarts", "'-1'"]),
         (["--nodes", "2", "--via", "torchrun"], ["--rdzv-endpoint", "missing", "2 nodes"]),
         (["--nodes", "3", *TORCHRUN], ["--nodes 3", "--processes-per-node 1", "= 3", "4 is not"]),
@@ -45,7 +50,7 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--interface", "eth0 eth1"], ["--interface", "'eth0 eth1'"]),
         (["--partition", "gpu"], ["--partition", "'gpu'", "--via local", "--via slurm"]),
         (["--rdzv-id", "x"], ["--rdzv-id", "'x'", "--via local", "--via torchrun"]),
-        ([*TORCHRUN, "--gpus-per-node", "8"], ["--gpus-per-node", "8", "--via slurm"]),
+        ([*TORCHRUN, "--gpus-per-node", "8"], ["--gpus-per-node: 8", "--via slurm and kubernetes"]),
         (["$(touch x)=1"], ["'$(touch x)=1'", "key=value"]),
         (["train.steps;id=1"], ["'train.steps;id=1'", "key=value"]),
     ],
@@ -62,10 +67,10 @@ def test_a_wrong_launch_is_one_line_before_anything_starts(
 
 
 def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:
-    with pytest.raises(LaunchError, match="--via: 'ssh'"):
-        launch_run(config, [], processes_per_node=1, via="ssh")
+    with pytest.raises(LaunchError, match="--via: 'mpi'"):
+        Launch(config=config, overrides=[], processes_per_node=1, via="mpi").start()
     with pytest.raises(LaunchError, match="--nodes: 0"):
-        launch_run(config, [], processes_per_node=1, nodes=0)
+        Launch(config=config, overrides=[], processes_per_node=1, nodes=0).start()
 
 
 def test_a_dry_run_prints_this_hosts_command(

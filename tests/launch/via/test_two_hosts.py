@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.helpers.hosts import Host, two_hosts
+from tests.helpers.hosts import Host, several_hosts
 from tests.launch.conftest import ROOT, SMALL
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as made:
+def hosts() -> Iterator[tuple[Host, ...]]:
+    with several_hosts(2) as made:
         yield made
 
 
@@ -88,7 +88,7 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
-    hosts: tuple[Host, Host], data: Path, polyad: Polyad, tmp_path: Path
+    hosts: tuple[Host, ...], data: Path, polyad: Polyad, tmp_path: Path
 ) -> None:
     config, whole = write_config(tmp_path / "two", data), write_config(tmp_path / "one", data)
     run = tmp_path / "two" / "run"

@@ -1,0 +1,287 @@
+"""`polyad launch --via kubernetes`: an Indexed Job of torchrun agents, and a headless Service.
+
+The manifest carries the configuration as a ConfigMap, so that an image with Polyad and a volume
+with data and runs are all that the cluster needs. Kubernetes replaces pods that die; the agents
+meet again, and the run goes on from its newest checkpoint.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.via.hosts import DEFAULT_PORT, LaunchError, image_name, mount_path
+from launch.via.slurm import SubmissionError, launch_folder
+from train.errors import one_line, shown
+
+MAX_JOB_NAME = 52
+"""A pod's host name is the job's with `-` and its number, and has at most 63 characters."""
+MOUNTED_CONFIG = "/etc/polyad/run.yaml"
+GRACE_SLACK = 15
+"""Seconds that agents have to end after their processes have."""
+KILLED_BY_INPUT = 2
+"""Exit status that no new pod would change."""
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJob:
+    """What is asked of a cluster.
+
+    Raises:
+        LaunchError: a value that does not look as Kubernetes wants it.
+    """
+
+    image: str | None = None
+    """With Polyad installed, as the recipe in `docs/cluster/` makes it."""
+    claim: str | None = None
+    """A PersistentVolumeClaim that all pods write to, with the data and the run's folder."""
+    mount: str = "/polyad"
+    """Where the claim stands in a pod; relative paths of the configuration are relative to it."""
+    namespace: str | None = None
+    """None: that of kubectl's context."""
+    job_name: str | None = None
+    """None: made from the name of the run's folder."""
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory_per_node: str | None = None
+    """With a unit, K, M, G or T, powers of 1,024."""
+
+    def __post_init__(self) -> None:
+        for option, value, need in (
+            ("--image", self.image, "that has Polyad"),
+            ("--claim", self.claim, "of a PersistentVolumeClaim for data and run.folder"),
+        ):
+            if value is None:
+                raise LaunchError(f"{option}: is missing; --via kubernetes needs the name {need}")
+        image_name(self.image or "")
+        for option, value in (("--claim", self.claim), ("--namespace", self.namespace)):
+            if value is not None:
+                _label(value, option, 63)
+        if self.job_name is not None:
+            _label(self.job_name, "--job-name", MAX_JOB_NAME)
+        mount_path(self.mount)
+        if self.memory_per_node is not None and not re.fullmatch(
+            r"[1-9][0-9]{0,8}[KMGT]", self.memory_per_node
+        ):
+            raise LaunchError(
+                f"--memory-per-node: {shown(self.memory_per_node)} is not allowed with --via "
+                f"kubernetes; a number with K, M, G or T, as in 480G"
+            )
+
+    def resources(self) -> dict[str, Any]:
+        """Limits of a pod, which are what it asks for as well."""
+        limits: dict[str, Any] = {}
+        if self.cpus_per_node is not None:
+            limits["cpu"] = self.cpus_per_node
+        if self.memory_per_node is not None:
+            limits["memory"] = f"{self.memory_per_node}i"
+        if self.gpus_per_node is not None:
+            limits["nvidia.com/gpu"] = self.gpus_per_node
+        return {"limits": limits} if limits else {}
+
+
+def _label(text: str, option: str, most: int) -> None:
+    if not _LABEL.fullmatch(text) or len(text) > most:
+        raise LaunchError(
+            f"{option}: {shown(text)} is not allowed; only small letters, digits, and dashes "
+            f"inside, at most {most}"
+        )
+
+
+def manifest(
+    folder: str,
+    job: KubernetesJob,
+    config_text: str,
+    agent: Sequence[str],
+    nodes: int,
+    processes_per_node: int,
+    *,
+    variables: Mapping[str, str],
+    restarts: int,
+    grace_seconds: float,
+) -> str:
+    """The manifest: a Service, a ConfigMap and a Job.
+
+    Args:
+        folder: the run's, as the configuration names it.
+        job: what is asked for.
+        config_text: the configuration's file.
+        agent: torchrun's words after Python, without a meeting; the file is `MOUNTED_CONFIG`.
+        nodes: N pods.
+        processes_per_node: P.
+        variables: for the environment of all processes.
+        restarts: how often each pod may be replaced.
+        grace_seconds: that the processes may take to save their step.
+
+    Raises:
+        LaunchError: there are fewer GPUs than processes.
+    """
+    if job.gpus_per_node is not None and job.gpus_per_node < processes_per_node:
+        raise LaunchError(
+            f"--gpus-per-node: {job.gpus_per_node} is not allowed with --processes-per-node "
+            f"{processes_per_node}, each of which takes one"
+        )
+    name = job.job_name or _job_name(folder)
+    labels = {"app.kubernetes.io/name": "polyad", "app.kubernetes.io/instance": name}
+    about: dict[str, Any] = {"name": name, "labels": labels}
+    if job.namespace is not None:
+        about["namespace"] = job.namespace
+    service = {
+        **{"apiVersion": "v1", "kind": "Service", "metadata": about},
+        "spec": {
+            "clusterIP": "None",  # headless: each pod has a name of its own
+            "publishNotReadyAddresses": True,  # agents meet before a pod counts as ready
+            "selector": labels,
+            "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
+        },
+    }
+    files = {
+        **{"apiVersion": "v1", "kind": "ConfigMap", "metadata": about},
+        "data": {Path(MOUNTED_CONFIG).name: config_text},
+    }
+    pod = _pod(name, job, agent, variables)
+    pod["terminationGracePeriodSeconds"] = int(grace_seconds) + 5 + GRACE_SLACK
+    work = {
+        **{"apiVersion": "batch/v1", "kind": "Job", "metadata": about},
+        "spec": {
+            **{"completionMode": "Indexed", "completions": nodes, "parallelism": nodes},
+            "backoffLimit": restarts * nodes,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {
+                            **{"containerName": "polyad", "operator": "In"},
+                            "values": [KILLED_BY_INPUT],
+                        },
+                    },
+                    {  # a node that is drained, or taken by another job
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                ]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return yaml.safe_dump_all([service, files, work], sort_keys=False)
+
+
+def _pod(
+    name: str, job: KubernetesJob, agent: Sequence[str], variables: Mapping[str, str]
+) -> dict[str, Any]:
+    values = {
+        "POLYAD_SERVICE": name,
+        # Folders of the volume may be called as Polyad's packages.
+        "PYTHONSAFEPATH": "1",
+        **variables,
+    }
+    container = {
+        **{"name": "polyad", "image": job.image, "workingDir": job.mount},
+        "command": ["bash", "-c", _literal(_IN_EACH_POD), "agent"],
+        "args": [_literal(word) for word in agent],
+        "env": [{"name": key, "value": _literal(value)} for key, value in values.items()],
+        "volumeMounts": [
+            {"name": "work", "mountPath": job.mount},
+            {"name": "config", "mountPath": str(Path(MOUNTED_CONFIG).parent), "readOnly": True},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
+        **({"resources": job.resources()} if job.resources() else {}),
+    }
+    return {
+        **{"subdomain": name, "restartPolicy": "Never"},
+        "containers": [container],
+        "volumes": [
+            {"name": "work", "persistentVolumeClaim": {"claimName": job.claim}},
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # NCCL's and the loader's
+        ],
+    }
+
+
+# "$@": -m launch.torchrun, its options, -m launch train CONFIG key=value
+_IN_EACH_POD = """
+is_host=false
+if [ "$JOB_COMPLETION_INDEX" = 0 ]; then is_host=true; fi
+exec python "${@:1:2}" --rdzv-backend c10d \\
+  --rdzv-endpoint "${HOSTNAME%-*}-0.$POLYAD_SERVICE:29400" --rdzv-id "$POLYAD_SERVICE" \\
+  --rdzv-conf "is_host=$is_host" --local-addr "$HOSTNAME.$POLYAD_SERVICE" "${@:3}"
+"""
+
+
+def _literal(text: str) -> str:
+    """A text in which Kubernetes replaces no `$(NAME)` by a variable."""
+    return text.replace("$(", "$$(")
+
+
+def _job_name(folder: str) -> str:
+    name = re.sub(r"[^a-z0-9-]", "-", Path(folder).name.lower())[:MAX_JOB_NAME].strip("-")
+    return name or "polyad"
+
+
+def write_manifest(folder: Path, text: str) -> str:
+    """Writes a manifest to `launch/job.yaml` in the run's folder.
+
+    Args:
+        folder: the run's.
+        text: of the manifest.
+
+    Returns:
+        Its path.
+    """
+    place = launch_folder(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    file = place / "job.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def find_kubectl() -> str:
+    """The path of `kubectl`.
+
+    Raises:
+        LaunchError: it is not on the PATH.
+    """
+    found = shutil.which("kubectl")
+    if found is None:
+        raise LaunchError(
+            "--via: kubernetes needs kubectl, which is not on the PATH; add --dry-run to write the "
+            "manifest alone"
+        )
+    return found
+
+
+def apply(file: str, kubectl: str) -> str:
+    """Gives a manifest to the cluster of kubectl's context.
+
+    Args:
+        file: the manifest.
+        kubectl: the command.
+
+    Returns:
+        What kubectl says.
+
+    Raises:
+        SubmissionError: it refused, or could not be started.
+    """
+    try:
+        done = subprocess.run(
+            [kubectl, "apply", "-f", file],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    except OSError as error:
+        raise SubmissionError(f"{kubectl} cannot be started: {error.strerror}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise SubmissionError(f"kubectl did not take {file}: {one_line(said[-1])}")
+    return f"{done.stdout.strip()}\n{file}"

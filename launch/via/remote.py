@@ -1,0 +1,170 @@
+"""`python -m launch.via.remote`: the end of an SSH connection at which a host's agent runs.
+
+What it shall do comes as JSON in the first line of standard input, so that a remote shell reads no
+word of a user, and no variable shows in a list of processes. The lines after it are signals to hand
+on and signs of life. The agent ends with its connection: a host that the launcher cannot reach any
+more does not train on beside those that took over.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEAT = 5.0
+"""Seconds between two signs of life."""
+SILENCE = 30.0
+"""Seconds without one after which the agent is ended."""
+TERMINATION = 5.0
+"""Seconds that an agent which lost its launcher has between SIGTERM and SIGKILL."""
+
+
+def main() -> int:
+    """Does what the first line says.
+
+    Returns:
+        The exit status: the agent's; 1 if it was ended for want of its launcher.
+    """
+    task = json.loads(sys.stdin.readline() or "{}")
+    if task.get("do") == "look":
+        print(json.dumps(look(**task["look"])), flush=True)
+        return 0
+    if task.get("do") == "run":
+        return Agent(task["words"], task["variables"], task["processes"]).watch()
+    print(
+        "polyad: error: launch.via.remote is started by `polyad launch --via ssh`", file=sys.stderr
+    )
+    return 2
+
+
+def look(endpoint: str, port: int, files: Sequence[str]) -> dict[str, Any]:
+    """What the launcher wants to know of a host before anything starts.
+
+    Args:
+        endpoint: the name or address of the first host, where the agents meet.
+        port: where.
+        files: whose digests are wanted: None where one cannot be read.
+    """
+    name = socket.gethostname()
+    return {
+        "name": name,
+        "machine": _machine(),
+        "own_addresses": _addresses(name),
+        "endpoint_addresses": _addresses(endpoint),
+        "port_free": _port_is_free(port),
+        "digests": {file: _digest(Path(file)) for file in files},
+    }
+
+
+def _machine() -> str:
+    """What two names of one machine have in common: its start, and its network."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def _port_is_free(port: int) -> bool:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        with socket.create_server(
+            ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6
+        ):
+            return True
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+class Agent:
+    """A host's torchrun, which lives as long as its launcher is heard.
+
+    Args:
+        words: the command.
+        variables: added to the environment.
+        processes: workers that it will start, among which this host's cores are divided.
+    """
+
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str], processes: int) -> None:
+        from launch.machine import prepare_environment, share_cores
+
+        os.environ.update(variables)
+        prepare_environment()
+        share_cores(processes)
+        # A session of its own: what the connection's end sends to this one reaches it in order.
+        self._process = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+
+    def watch(self) -> int:
+        """Hands signals on until the agent ends, or the launcher is not heard any more.
+
+        Returns:
+            The agent's status, 128 + n where a signal ended it; 1 without a launcher.
+        """
+        threading.Thread(target=self._read, daemon=True).start()
+        heard = time.monotonic()
+        while self._process.poll() is None:
+            try:
+                line = self._lines.get(timeout=0.2)
+            except queue.Empty:
+                if time.monotonic() - heard > SILENCE:
+                    return self._abandon()
+                continue
+            heard = time.monotonic()
+            if not line:  # the connection has ended
+                return self._abandon()
+            word, _, number = line.strip().partition(" ")
+            if word == "signal" and number.isdecimal():
+                self._process.send_signal(int(number))
+            elif word == "end":
+                return self._abandon()
+        status = self._process.returncode
+        return status if status >= 0 else 128 - status
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _abandon(self) -> int:
+        """Ends the agent and its workers, which have sessions of their own and may be stuck."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self._process.pid)
+            family = [tree, *tree.children(recursive=True)]
+            self._process.send_signal(signal.SIGTERM)
+            _, alive = psutil.wait_procs(family, timeout=TERMINATION)
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

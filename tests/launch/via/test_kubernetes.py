@@ -1,0 +1,157 @@
+"""Kubernetes: what is refused, and manifests by the published schema."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_validate import latest_version, validate
+
+from launch.cli import run
+from launch.via.hosts import LaunchError
+from launch.via.kubernetes import KubernetesJob, manifest
+from tests.launch.test_cli import error_line
+from tests.launch.via.test_hosts import SHELL
+from tests.launch.via.test_slurm import write_command
+
+ASKED = {"image": "registry.lab:5000/polyad:1", "claim": "work"}
+KUBERNETES = (
+    *("--via", "kubernetes", "--nodes", "2", "--processes-per-node", "1"),
+    *("--image", ASKED["image"], "--claim", ASKED["claim"]),
+)
+AGENT = ("-m", "launch.torchrun", "--nnodes", "2", "-m", "launch", "train", "run.yaml")
+
+
+def parts(agent: tuple[str, ...] = AGENT, **asked: Any) -> list[dict[str, Any]]:
+    """The Service, the ConfigMap and the Job."""
+    text = manifest(
+        *("runs/My Run", KubernetesJob(**{**ASKED, **asked}), "run: {}\n", agent, 2, 2),
+        variables={"NCCL_SOCKET_IFNAME": "=eth0"},
+        restarts=3,
+        grace_seconds=60.0,
+    )
+    return list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.34", ""])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"gpus_per_node": 8, "cpus_per_node": 64, "memory_per_node": "480G"},
+        {"namespace": "lab", "job_name": "mine", "mount": "/data/work"},
+    ],
+)
+def test_manifests_are_those_of_the_published_schema(version: str, asked: dict[str, Any]) -> None:
+    for part in parts(**asked):
+        validate(part, version or latest_version(), strict=True)
+
+
+def test_the_job_has_a_pod_for_each_node_and_restarts_what_a_restart_can_help() -> None:
+    service, files, job = parts(gpus_per_node=2)
+    names = {part["metadata"]["name"] for part in (service, files, job)}
+    assert names == {"my-run"}
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["backoffLimit"] == 6
+    refused, disrupted = spec["podFailurePolicy"]["rules"]
+    assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert disrupted["action"] == "Ignore"
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    labels = spec["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    assert pod["restartPolicy"] == "Never"
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert {"name": "NCCL_SOCKET_IFNAME", "value": "=eth0"} in container["env"]
+    assert files["data"] == {"run.yaml": "run: {}\n"}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_pod_starts_an_agent_that_meets_the_others_at_the_first(
+    tmp_path: Path, index: int
+) -> None:
+    agent = (*AGENT, "run.folder=a b;$(touch x)", "seed='1'")
+    (container,) = parts(agent)[2]["spec"]["template"]["spec"]["containers"]
+    write_command(tmp_path / "python", "printf '%s\\0' \"$@\"")
+    # As Kubernetes hands over what stands in `command` and `args`: `$$(` is `$(`.
+    words = [word.replace("$$(", "$(") for word in [*container["command"], *container["args"]]]
+    done = subprocess.run(
+        words, capture_output=True, check=True, text=True, cwd=tmp_path,
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index),
+            "HOSTNAME": f"my-run-{index}", "POLYAD_SERVICE": "my-run",
+        },
+    )  # fmt: skip
+    assert done.stdout.split("\0")[:-1] == [
+        *("-m", "launch.torchrun", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", "my-run-0.my-run:29400", "--rdzv-id", "my-run"),
+        *("--rdzv-conf", f"is_host={'true' if index == 0 else 'false'}"),
+        *("--local-addr", f"my-run-{index}.my-run", *agent[2:]),
+    ]
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        *[({"image": value}, ["--image"]) for value in SHELL],
+        *[({"claim": value}, ["--claim"]) for value in (*SHELL, "Work", "-x", "a" * 64)],
+        *[({"namespace": value}, ["--namespace"]) for value in (*SHELL, "kube.system")],
+        ({"job_name": "a" * 53}, ["--job-name", "at most 52"]),
+        ({"mount": "data"}, ["--mount", "'data'"]),
+        ({"mount": "/a b"}, ["--mount"]),
+        ({"memory_per_node": "480GB"}, ["--memory-per-node", "'480GB'"]),
+        ({"gpus_per_node": 1}, ["--gpus-per-node: 1", "--processes-per-node 2"]),
+    ],
+)
+def test_what_kubernetes_would_not_take_is_one_line(
+    asked: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        parts(**asked)
+    assert len(str(caught.value).splitlines()) == 1
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_dry_run_writes_the_manifest(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["launch", str(config), *KUBERNETES, "--dry-run", "seed=7"]) == 0
+    file = config.parent / "run" / "launch" / "job.yaml"
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == (f"kubectl apply -f {file}\n", "")
+    _, files, job = yaml.safe_load_all(file.read_text())
+    assert files["data"]["run.yaml"] == config.read_text()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-3:] == ["train", "/etc/polyad/run.yaml", "seed=7"]
+
+
+def test_a_layout_that_does_not_fit_is_refused(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*KUBERNETES, "--dry-run", "parallel.tensor_parallel_size=3"]
+    assert run(["launch", str(config), *arguments]) == 2
+    line = error_line(capfd.readouterr().err)
+    assert "--nodes 2 x --processes-per-node 1 = 2" in line
+    assert not (config.parent / "run").exists()
+
+
+def test_the_manifest_is_applied(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(config.parent / "none"))
+    assert run(["launch", str(config), *KUBERNETES]) == 2
+    assert "kubectl, which is not on the PATH" in error_line(capfd.readouterr().err)
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
+    write_command(config.parent / "kubectl", 'echo "applied $1 $2 $3"')
+    assert run(["launch", str(config), *KUBERNETES]) == 0
+    file = config.parent / "run" / "launch" / "job.yaml"
+    assert f"applied apply -f {file}\n" in capfd.readouterr().out
+    write_command(config.parent / "kubectl", "echo 'first' >&2; echo 'no server' >&2; exit 1")
+    assert run(["launch", str(config), *KUBERNETES]) == 1
+    assert f"kubectl did not take {file}: no server" in error_line(capfd.readouterr().err)

@@ -1,0 +1,261 @@
+"""Runs over hosts through a real sshd on each: what is refused, and what a lost host does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.cli import run as command
+from parallel.checkpoint.commit import complete_checkpoints
+from tests.helpers.hosts import Host, SshServers, several_hosts
+from tests.launch.conftest import ROOT, SMALL
+from tests.launch.test_cli import error_line
+
+Cluster = tuple[tuple[Host, ...], SshServers]
+Polyad = Callable[..., subprocess.CompletedProcess[str]]
+
+ONE = ("--processes-per-node", "1")
+NET = ("--interface", "eth0")
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with several_hosts(2, net=78) as hosts:
+        yield hosts, SshServers(hosts, tmp_path_factory.mktemp("ssh"))
+
+
+def write(folder: Path, data: Path, steps: int, **sections: dict[str, object]) -> Path:
+    tree = SMALL | {
+        "run": {"folder": str(folder / "run")},
+        "data": {"path": str(data)},
+        "model": SMALL["model"] | {"dropout": 0.1},
+        "train": SMALL["train"] | {"steps": steps},
+        "schedule": {"decay_steps": steps},
+        "checkpoint": {"every": 20},
+        "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
+        "log": {"every": 20, "tensorboard": False},
+    }
+    folder.mkdir()
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree | sections))
+    return path
+
+
+def words(cluster: Cluster, config: Path, *more: str) -> list[str]:
+    hosts, servers = cluster
+    file = config.parent / "hosts"
+    if not file.exists():
+        file.write_text("".join(f"{host.alias} slots=1\n" for host in hosts))
+    return [
+        *("launch", str(config), "--via", "ssh", "--hostfile", str(file)),
+        *("--ssh-config", str(servers.client), *more),
+    ]
+
+
+def start(cluster: Cluster, config: Path, *more: str) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch", *words(cluster, config, *NET, *more)],
+        **{"cwd": ROOT, "env": environment | {"OMP_NUM_THREADS": "1"}},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+    )
+
+
+def losses(config: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").open()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def wait_for(file: Path, launcher: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not file.exists():
+        assert launcher.poll() is None, launcher.communicate()
+        assert time.monotonic() < until, f"{file} did not come"
+        time.sleep(0.01)
+
+
+def manifest(config: Path, step: int) -> Path:
+    return config.parent / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+
+
+def left_over(hosts: tuple[Host, ...]) -> list[str]:
+    """What still runs on the hosts, but for their SSH servers."""
+    found = []
+    for process in (each for host in hosts for each in host.processes()):
+        try:
+            line = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "launch" in line:
+            found.append(line)
+    return found
+
+
+def test_a_run_over_two_hosts_is_that_of_one_machine(
+    cluster: Cluster, data: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    config, whole = write(tmp_path / "two", data, 6), write(tmp_path / "one", data, 6)
+    launcher = start(cluster, config)
+    out, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, said
+    assert out.startswith("6 steps done; last loss "), out
+    first = cluster[0][0].alias
+    lines = said.splitlines()
+    assert all(line.startswith(f"{first} rank 0: ") for line in lines), said
+    assert any("begins anew: 6 steps to do" in line for line in lines)
+    done = polyad("launch", whole, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    assert losses(config) == losses(whole)
+    assert left_over(cluster[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "more", "expected"),
+    [
+        ("host-1 slots=1\n10.78.0.99\n", ONE, ("10.78.0.99 cannot be used", "10.78.0.99")),
+        ("host-1 slots=1\n{0} slots=1\n", NET, ("host-1 and {0} are one machine",)),
+        ("loopback\nhost-2\n", (*ONE, *NET), ("loopback, where", "127.0.0.1 on host-2")),
+        ("host-1\nhost-2\n", ONE, ("--interface: is missing", "127.0.1.1 there", "eth0")),
+        ("host-1\nhost-2\n", (*ONE, *NET, "--port", "22"), ("--port: 22", "1024 to 65535")),
+    ],
+    ids=["out of reach", "twice", "endpoint is loopback", "itself is loopback", "port"],
+)
+def test_hosts_that_cannot_run_are_refused_before_anything_starts(
+    lines: str,
+    more: tuple[str, ...],
+    expected: tuple[str, ...],
+    cluster: Cluster,
+    data: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = write(tmp_path / "run", data, 6)
+    address = cluster[0][0].address
+    (config.parent / "hosts").write_text(lines.format(address))
+    assert command([*words(cluster, config), *more]) == 2
+    said = error_line(capfd.readouterr().err)
+    for part in expected:
+        assert part.format(address) in said
+    assert not (config.parent / "run").exists()
+
+
+def test_a_taken_port_is_refused(
+    cluster: Cluster, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write(tmp_path / "run", data, 6)
+    listen = "import socket, time; s = socket.create_server(('', 29555)); print(1, flush=True); "
+    holder = subprocess.Popen(
+        [*cluster[0][0].inside, sys.executable, "-c", f"{listen}time.sleep(60)"],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert command(words(cluster, config, *NET, "--port", "29555")) == 2
+    finally:
+        holder.kill()
+        holder.wait()
+    assert f"--port: 29555 is taken on {cluster[0][0].alias}" in capfd.readouterr().err
+
+
+def test_a_failure_names_its_host_and_ends_all(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    config = write(
+        *(tmp_path / "run", data, 9),
+        optimizer={"kind": "sgd", "learning_rate": 1e6, "clip_grad_norm": 0},
+    )
+    launcher = start(cluster, config, "--max-restarts", "0", "train.max_skipped_steps=2")
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1, said
+    assert "polyad: error: step " in said
+    (ended,) = [line for line in said.splitlines() if " ended first: status 1" in line]
+    assert ended.split()[1] in {host.alias for host in cluster[0]}
+    assert left_over(cluster[0]) == []
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_step_on_all_hosts(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "run", data, 2000)
+    launcher = start(cluster, config)
+    wait_for(manifest(config, 20), launcher)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143, said
+    (last,) = [line for line in said.splitlines() if "stopped by SIGTERM" in line]
+    assert "rank 0: polyad: error: stopped by SIGTERM; the same command goes on from " in last
+    saved = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
+    assert last.endswith(str(saved))
+    assert int(saved.name.removeprefix("step-")) % 20  # the step it was in, not the last planned
+    assert left_over(cluster[0]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_run_survives_the_loss_of_a_host(
+    least: int, cluster: Cluster, data: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    """With --min-nodes 1 the other goes on alone; else the run waits until the host is back."""
+    hosts, servers = cluster
+    steps = 600
+    config, whole = write(tmp_path / "two", data, steps), write(tmp_path / "one", data, steps)
+    launcher = start(cluster, config, "--min-nodes", str(least))
+    try:
+        wait_for(manifest(config, 40), launcher)
+        hosts[0].kill()  # where the agents meet
+        if least == 2:
+            time.sleep(45)
+            assert launcher.poll() is None, launcher.communicate()
+            servers.start(hosts[0])
+        _, said = launcher.communicate(timeout=240)
+    finally:
+        launcher.kill()
+        if least == 1:
+            servers.start(hosts[0])
+    assert launcher.returncode == 0, said
+    assert f"polyad: {hosts[0].alias} is lost" in said
+    assert f"on {least} hosts" in said
+    assert left_over(hosts) == []
+    done = polyad("launch", whole, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    there, expected = losses(config), losses(whole)
+    assert sorted(there) == list(range(1, steps + 1))
+    if least == 2:
+        assert there == expected
+    else:
+        # The same batches; dropout depends on the number of processes.
+        assert there[steps] == pytest.approx(expected[steps], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_down_and_comes_back(
+    cluster: Cluster, data: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    hosts, _ = cluster
+    steps = 600
+    config, whole = write(tmp_path / "two", data, steps), write(tmp_path / "one", data, steps)
+    launcher = start(cluster, config)
+    try:
+        wait_for(manifest(config, 40), launcher)
+        hosts[1].link("down")
+        time.sleep(70)
+        assert left_over((hosts[1],)) == []  # it ended by itself, for want of its launcher
+        hosts[1].link("up")
+        _, said = launcher.communicate(timeout=240)
+    finally:
+        launcher.kill()
+        hosts[1].link("up")
+    assert launcher.returncode == 0, said
+    assert f"polyad: {hosts[1].alias} is lost" in said
+    done = polyad("launch", whole, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    assert losses(config) == losses(whole)
