@@ -355,6 +355,19 @@ def validate_arguments(parser: Parser) -> None:
     )
 
 
+def verify_layout_arguments(parser: Parser) -> None:
+    """Those of `polyad verify-layout`."""
+    config_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="of this machine; default: those that torchrun has started",
+    )
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
+
+
 def checkpoint_arguments(parser: Parser) -> None:
     """Those of `polyad checkpoint list` and `verify`."""
     add = parser.add_argument

@@ -66,6 +66,13 @@ COMMANDS: dict[str, Command] = {
         arguments=arguments.validate_arguments,
         handler=handlers.validate,
     ),
+    "verify-layout": Command(
+        summary="Compares a layout with one process: losses, every gradient, and a checkpoint.",
+        example="polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "
+        "parallel.expert_parallel_size=2",
+        arguments=arguments.verify_layout_arguments,
+        handler=handlers.verify_layout,
+    ),
     "report": Command(
         summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
         example="polyad report runs/quickstart/run\n"

@@ -344,3 +344,32 @@ def checkpoint_delete(options: Namespace) -> None:
         last_too = options.even_the_last_good
         result = delete_checkpoints(options.folders, even_the_last_good=last_too)
         show(result, checkpoint_table(result), options.json, stdout)
+
+
+def verify_layout(options: Namespace) -> None:
+    """`polyad verify-layout`."""
+    from launch.verify_layout import (
+        become_processes,
+        check,
+        check_processes,
+        table,
+        verify_layout,
+    )
+    from parallel.comm import environment_world_size
+
+    check_json_path(options.json)
+    found = environment_world_size()
+    processes = check_processes(options.processes, found)
+    if found == 1:
+        from train.config.run import load_config
+        from train.layout.small import small_config
+
+        small_config(load_config(options.config, options.overrides), processes)
+        words = [str(options.config), "--processes", str(processes)]
+        words += ["--json", options.json] if options.json else []
+        become_processes([*words, *options.overrides], processes)
+    with only_results_on_stdout() as stdout:
+        result = verify_layout(options.config, options.overrides, processes)
+        if result is not None:
+            show(result, table(result), options.json, stdout)
+            check(result)

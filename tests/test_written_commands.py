@@ -132,7 +132,7 @@ def test_runs_that_are_written_down_are_valid(capfd: pytest.CaptureFixture[str])
         name, _, options = parsed(words)
         processes = 1
         if name == "launch":
-            processes = options.nodes * options.processes_per_node
+            processes = (options.nodes or 1) * options.processes_per_node
         elif command.words[0] == "torchrun":
             processes = int(command.words[command.words.index("--nproc-per-node") + 1])
         left = load_config(ROOT / options.config).model.left_to_data()

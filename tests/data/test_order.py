@@ -56,6 +56,7 @@ def read(build: Build, found: "multiprocessing.Queue") -> None:
     found.put((int(arrays["numbers"][place]), isinstance(arrays["numbers"], np.memmap)))
 
 
+@pytest.mark.slow
 def test_processes_of_a_node_make_an_epoch_once_and_map_it(tmp_path):
     build, context = Build(tmp_path / "notes", seconds=0.5), multiprocessing.get_context("spawn")
     found = context.Queue()

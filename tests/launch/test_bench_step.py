@@ -41,6 +41,7 @@ def test_a_step_changes_the_weights_of_either_variant(name: str) -> None:
     assert not torch.equal(before, weight)
 
 
+@pytest.mark.slow
 def test_the_result_has_both_variants_their_ratio_and_memory() -> None:
     result = bench_step(
         precisions=("fp32",), batch_size=1, sequence_length=8, repeats=1, model=TINY, profiled=True

@@ -70,7 +70,7 @@ def test_recomputation_runs_without_gradients(small_model, random_ids):
         assert torch.equal(small_model(recompute="block")(ids).logits, expected)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids, recompute):
     ids = random_ids(2, 16)
     expected = step(small_model(), ids)

@@ -37,6 +37,7 @@ def faults(how: str, **environment: str) -> tuple[bool | None, list[int]]:
     return kept, pages
 
 
+@pytest.mark.slow
 def test_freed_memory_is_used_again_without_asking_the_system_for_pages() -> None:
     _, given_back = faults("leave")
     kept, pages = faults("keep")

@@ -147,7 +147,9 @@ def test_the_running_statistics_of_a_gate_move(workers, references):
     assert all(bool((values[key] != 1).all()) for key in buffers)
 
 
-@pytest.mark.parametrize("name", ["mixer cp", "vit similarity"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mixer cp", marks=pytest.mark.slow), "vit similarity"]
+)
 def test_a_compiler_traces_models_of_images_whole(workers, name):
     case = case_of(name, 2).but(stage=1)
     assert workers(2).run(breaks_of_a_step, case) == [[], []]

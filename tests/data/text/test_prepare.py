@@ -261,7 +261,8 @@ def test_interrupted_prepare_leaves_nothing_complete(tmp_path, texts, prepared_p
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read in /proc")
-@pytest.mark.parametrize("kind", ["jsonl", pytest.param("txt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, library_text, prepared_path, kind):
     peaks = {}
     for copies in (5, 25):  # about 5 MB and 23 MB

@@ -167,6 +167,7 @@ def test_a_taken_port_is_refused(
     assert f"--port: 29555 is taken on {cluster[0][0].alias}" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_failure_names_its_host_and_ends_all(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:

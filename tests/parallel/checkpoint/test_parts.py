@@ -30,7 +30,10 @@ def chunks_by_file(folder):
 
 
 @pytest.mark.parametrize("average", [None, 0.9])
-@pytest.mark.parametrize(("processes", "tensor"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("processes", "tensor"),
+    [(1, 1), (2, 1), *[pytest.param(4, tensor, marks=pytest.mark.slow) for tensor in (1, 2)]],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_rearranged_parts_are_the_same_tensors(workers, tmp_path, name, processes, tensor, average):
     case = Case(stage=3, model=MODELS[name], tensor=tensor, average=average)
@@ -44,6 +47,7 @@ def test_rearranged_parts_are_the_same_tensors(workers, tmp_path, name, processe
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.slow
 def test_there_are_as_many_ranges_as_parameters_and_processes(workers, tmp_path):
     parameters = len(list(build_model(MODEL).parameters()))
     for stage, trained in ((0, train), (1, train), (3, train_rearranging)):

@@ -54,7 +54,7 @@ def reference_loss(run_folder, data, split, stride):
     return total, scored
 
 
-EVERYDAY = [("dense", "validation", 32), ("cp", "test", 8)]
+EVERYDAY = [("dense", "validation", 32), ("cp", "test", 32)]
 CASES = [
     *EVERYDAY,
     *(

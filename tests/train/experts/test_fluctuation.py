@@ -195,6 +195,7 @@ def test_compiled_blocks_are_read_too(one_process):
         assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_cut_weights_of_a_mumoe_log_what_whole_ones_say(workers, tmp_path, prepared_path):
     lines = train(

@@ -226,7 +226,8 @@ def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("through", [pytest.param("checkpoint", marks=pytest.mark.slow), "list"])
+@pytest.mark.slow
+@pytest.mark.parametrize("through", ["checkpoint", "list"])
 def test_a_batch_left_out_stays_out_on_another_layout(workers, config, tmp_path, through):
     """Two processes go back, and stop; one goes on, from a checkpoint after it or before it."""
     options = ("monitor.spike_action=rewind", "train.steps=15")
@@ -276,6 +277,7 @@ def test_too_many_spikes_end_the_run(workers, config, tmp_path, action, key):
     assert [event["batch"] for event in spikes(tmp_path / "run")][:2] == [BAD, BAD + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_estimate_goes_on_where_it_was(workers, config, tmp_path):
     """A spike right after a resumption is judged by the steps before the stop, and alike."""

@@ -84,6 +84,7 @@ def test_records_count_its_units_and_have_its_scores(whole: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_whole_one(
     command: Command, whole: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one(
     ][6:]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_are_one(command: Command, whole: Path, tmp_path: Path) -> None:
     command("launch", written(tmp_path), "--processes-per-node", 2)

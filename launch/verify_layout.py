@@ -1,0 +1,219 @@
+"""`polyad verify-layout`: a small model of the same kind on the layout, and on one process.
+
+The command becomes torchrun on this machine. Where torchrun or Slurm started it, on several hosts,
+it is one of their processes. Rank 0 has one process compute the reference before it joins.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.ending import guard
+from launch.machine import END_WITH_PARENT, end_with_launcher, prepare_environment, share_cores
+from launch.output import align
+from launch.via.agent import STANDALONE
+from train.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from train.config.run import RunConfig
+    from train.layout.verify import Reference
+
+OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+
+
+def become_processes(arguments: Sequence[str], processes: int) -> None:
+    """Replaces this process by torchrun, which starts `polyad verify-layout` in each of P.
+
+    Args:
+        arguments: of the command.
+        processes: P.
+    """
+    prepare_environment()
+    share_cores(processes)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    words = [
+        *(sys.executable, "-m", "launch.torchrun", *STANDALONE),
+        *("--nproc-per-node", str(processes), "-m", "launch", "verify-layout", *arguments),
+    ]
+    os.execv(sys.executable, words)
+
+
+def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dict[str, Any] | None:
+    """Compares the layout of this group of processes with one process; all call it.
+
+    Args:
+        config: of a run.
+        overrides: `key=value`.
+        processes: in all.
+
+    Returns:
+        JSON values on rank 0; None on the others.
+
+    Raises:
+        ConfigError: the configuration does not fit, or is of another kind of model.
+        RunError: the one process could not compute the reference.
+    """
+    end_with_launcher()
+    prepare_environment()
+    from parallel import comm
+    from train.config.run import load_config
+    from train.layout.small import small_config
+
+    given = load_config(config, overrides)
+    small = small_config(given, processes)
+    with _shared_folder(Path(given.run.folder)) as place:
+        # Before the group exists: the others wait for rank 0 to join.
+        ranks = processes // small.parallel.tensor_parallel_size
+        theirs = _reference(small, ranks, place) if comm.environment_rank() == 0 else None
+        return _compare(small, theirs, place)
+
+
+def _compare(small: "RunConfig", theirs: "Reference | None", place: Path) -> dict[str, Any] | None:
+    from parallel import comm
+    from parallel.checkpoint.checkpoint import Checkpoint
+    from train.layout.compare import differences
+    from train.layout.trial import run_trial, save_again
+    from train.layout.verify import result_of
+
+    degrees = small.parallel
+    world = comm.initialize(
+        degrees.timeout_minutes, degrees.tensor_parallel_size, degrees.expert_parallel_size
+    )
+    folder = Path(comm.from_main(str(place)))
+    ours = run_trial(small, world, folder)
+    trained = comm.from_main(str(theirs.trial.trained) if theirs else "")
+    again = save_again(small, world, Path(trained), folder)
+    found = list(differences(small, ours, *theirs, Checkpoint(again))) if theirs else []
+    comm.barrier()  # the folder is removed
+    comm.shutdown()
+    return result_of(small, world, found) if world.is_main else None
+
+
+@contextmanager
+def _shared_folder(run: Path) -> Iterator[Path]:
+    """A folder that all processes see: beside the run's where they are on several hosts."""
+    if os.environ.get("RANK", "0") != "0":
+        yield run  # rank 0 says which it is
+        return
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    parent = None if one_host else run.absolute().parent
+    if parent:
+        parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".polyad-verify-", dir=parent))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Reference":
+    """What one process computes, in a process of its own."""
+    from train.layout.trial import Trial
+    from train.layout.verify import Reference, alone
+
+    folder = place / "alone"
+    folder.mkdir()
+    simple = alone(small, data_parallel_size)
+    (folder / "config.yaml").write_text(simple.to_yaml(), encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if key not in OF_TORCHRUN}
+    environment = {
+        key: value for key, value in environment.items() if not key.startswith("TORCHELASTIC_")
+    } | {END_WITH_PARENT: str(os.getpid())}
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.verify_layout", str(folder)], env=environment, check=False
+    )
+    if done.returncode:
+        raise RunError("one process could not compute what the layout is compared with")
+    found = json.loads((folder / "trials.json").read_text())
+    return Reference(*map(Trial.model_validate, found))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    shape = ", ".join(
+        f"{name} {result[key]}"
+        for name, key in (
+            ("data parallel", "data_parallel_size"),
+            ("tensor parallel", "tensor_parallel_size"),
+            ("expert parallel", "expert_parallel_size"),
+            ("ZeRO", "zero_stage"),
+        )
+    )
+    rows = [("", "compared", "largest difference")]
+    for kind, about in result["differences"].items():
+        apart = about["largest_difference"]
+        shown = "none" if not apart else f"{apart:.1e}  {about['of']}"
+        rows.append((kind, f"{about['compared']}", shown))
+    columns = align([row[:2] for row in rows]).splitlines()
+    lines = [f"{left}  {row[2]}" for left, row in zip(columns, rows, strict=True)]
+    most = max(each["largest_difference"] for each in result["differences"].values())
+    end = f"equal to {most:.0e}" if result["equal"] else f"{result['wrong_in_all']} numbers differ"
+    return "\n".join([f"{result['processes']} processes: {shape}", *lines, end])
+
+
+def check(result: dict[str, Any]) -> None:
+    """Ends the command with status 1 if the layout computes something else.
+
+    Raises:
+        RunError: it does; the line names the first parameter.
+    """
+    if result["equal"]:
+        return
+    first = result["wrong"][0]
+    place = f" at {first['place']}" if first["place"] else ""
+    raise RunError(
+        f"this layout does not compute what one process does: {first['kind']} of {first['name']} "
+        f"differs by {first['relative']:.1e} of its largest number{place}"
+    )
+
+
+def check_processes(asked: int | None, found: int) -> int:
+    """How many processes compare.
+
+    Args:
+        asked: `--processes`.
+        found: as the environment says, 1 without torchrun.
+
+    Raises:
+        ConfigError: they are not as many, or there is one.
+    """
+    if asked is not None and found > 1 and asked != found:
+        raise ConfigError(f"--processes: {asked} is not allowed, {found} processes were started")
+    processes = asked or found
+    if processes < 2:
+        raise ConfigError(f"--processes: {processes} is not allowed, 2 and more are")
+    return processes
+
+
+def _alone(folder: Path) -> int:
+    from parallel import comm
+    from train.config.run import load_config
+    from train.layout.verify import run_alone
+
+    trials = run_alone(load_config(folder / "config.yaml"), folder)
+    found = [trial.model_dump(mode="json") for trial in trials]
+    (folder / "trials.json").write_text(json.dumps(found), encoding="utf-8")
+    comm.shutdown()
+    return 0
+
+
+def main() -> None:
+    """Computes the reference; the only argument is the folder that holds the small config.yaml."""
+    end_with_launcher()
+    prepare_environment()
+    status = guard(lambda: _alone(Path(sys.argv[1])))
+    from parallel import comm
+
+    comm.leave(status)
+
+
+if __name__ == "__main__":
+    main()

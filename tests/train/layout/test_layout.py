@@ -1,0 +1,133 @@
+"""A layout beside one process: what is compared, and that a wrong gradient is found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.cli import run as polyad
+from model.build import build_model, count_parameters
+from model.smoe.config import SparseMoEConfig
+from tests.helpers.layouts import compared
+from train.config.run import RunConfig, load_config
+from train.layout.compare import worst
+from train.layout.small import small_config
+from train.layout.verify import KINDS, alone, run_alone
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("gpt2", "mixer", "vit")
+CONFIGS = sorted(
+    path
+    for folder in ("gpt2", "mixer", "vit")
+    for path in (ROOT / "configs" / folder).glob("*.yaml")
+)
+SPARSE = ROOT / "configs" / "gpt2" / "124m-smoe-16.yaml"
+
+
+def small(path: Path, processes: int, *overrides: str) -> RunConfig:
+    return small_config(load_config(path, overrides), processes)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
+    given = load_config(path, ["train.global_batch_size=512", "train.micro_batch_size=4"])
+    sparse = isinstance(given.model.known_feed_forward(), SparseMoEConfig)
+    degrees = ["parallel.expert_parallel_size=4"] if sparse else []
+    if given.model.kind == "gpt2":
+        heads = given.model.model_dump()["num_heads"]
+        degrees.append(f"parallel.tensor_parallel_size={5 if heads % 2 else 2}")
+    both = ["train.global_batch_size=512", "train.micro_batch_size=4", *degrees]
+    config = small_config(load_config(path, both), 20 if "=5" in "".join(degrees) else 8)
+    assert count_parameters(build_model(config.model)) < 250_000
+    ours, theirs = config.model.known_feed_forward(), given.model.known_feed_forward()
+    assert ours.kind == theirs.kind
+    for name in ("graph", "score", "capacity_factor", "factorization", "gate", "gate_norm"):
+        assert getattr(ours, name, None) == getattr(theirs, name, None)
+    of_blocks = [config.model.block_feed_forwards(), given.model.block_feed_forwards()]
+    kinds = [{each.kind for each in blocks} for blocks in of_blocks]
+    assert kinds[0] == kinds[1]
+    assert config.model.dropout == 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("gpt2/124m-smoe-64", ("tensor_parallel_size=2", "expert_parallel_size=2")),
+        ("gpt2/124m-mumoe-tr", ("tensor_parallel_size=2", "sequence_parallel=true")),
+        ("gpt2/124m", ("zero_stage=3",)),
+        ("mixer/s16-mumoe-cp", ("zero_stage=2",)),
+        ("vit/vmoe-b16-attention", ("expert_parallel_size=4", "expert_overlap=true")),
+    ],
+)
+def test_layouts_that_are_right_are_equal(workers, tmp_path, name, degrees):
+    keys = [f"parallel.{key}" for key in degrees]
+    keys += ["train.global_batch_size=512", "train.micro_batch_size=4", "model.compile=false"]
+    config = small(ROOT / "configs" / f"{name}.yaml", 4, *keys)
+    ranks = 4 // config.parallel.tensor_parallel_size
+    theirs = workers(1).run(run_alone, alone(config, ranks), tmp_path / "one")[0]
+    found = workers(4).run(compared, config, theirs, tmp_path / "four")[0]
+    assert {each.kind for each in found} == set(KINDS)
+    assert not [each for each in found if each.is_wrong]
+    assert worst(found, "gradient").relative < 1e-5
+    names = {each.name for each in found if each.kind == "gradient"}
+    assert names == {name for name, _ in build_model(config.model).named_parameters()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("part", "factor"), [("router", 1.01), ("experts.up", 1.001), ("blocks.1.attention_norm", 0.5)]
+)
+def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, part, factor):
+    keys = ["parallel.expert_parallel_size=2", "train.micro_batch_size=4", "model.compile=false"]
+    config = small(SPARSE, 2, *keys, "train.global_batch_size=64")
+    theirs = workers(1).run(run_alone, alone(config, 2), tmp_path / "one")[0]
+    found = workers(2).run(compared, config, theirs, tmp_path / "two", part, factor)[0]
+    wrong = [each for each in found if each.is_wrong and each.kind == "gradient"]
+    assert wrong
+    assert all(part in each.name for each in wrong), wrong
+    assert abs(factor - 1) / 4 < wrong[0].relative < abs(factor - 1) * 1.1
+    if part == "experts.up":  # rank 1 has the second half of the experts
+        assert int(wrong[0].place.split(",")[0].removeprefix("expert ")) >= 2
+    # The loss of the first step is right: it alone would not have told.
+    first = next(each for each in found if each.kind == "loss")
+    assert not first.is_wrong
+
+
+@pytest.mark.distributed
+def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "launch", "verify-layout", str(SPARSE), "--processes", "2"),
+            *("--json", "-", "parallel.expert_parallel_size=2", "train.global_batch_size=64"),
+            *("train.micro_batch_size=4", f"run.folder={tmp_path / 'run'}"),
+        ],
+        **{"cwd": ROOT, "capture_output": True, "text": True, "check": False},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["equal"] is True
+    assert result["expert_parallel_size"] == 2
+    assert result["differences"]["gradient"]["compared"] > 10
+    assert result["differences"]["checkpoint"]["largest_difference"] == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--processes", "1"], ["--processes: 1", "2 and more"]),
+        ([], ["--processes: 1"]),
+        (["--processes", "3", "parallel.expert_parallel_size=2"], ["does not divide the 3"]),
+        (["--processes", "2", "parallel.tensor_parallel_size=5"], ["5 does not divide"]),
+    ],
+)
+def test_layouts_that_cannot_be_are_one_line(
+    more: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert polyad(["verify-layout", str(SPARSE), *more]) == 2
+    said = capfd.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert all(word in said for word in words), said

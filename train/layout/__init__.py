@@ -1,0 +1,1 @@
+"""Whether a layout computes what one process does."""

@@ -1,0 +1,110 @@
+"""A small model of the same kind: all parts that layouts treat in their own way, few numbers."""
+
+import math
+from typing import Any
+
+from train.config.rules import validate
+from train.config.run import RunConfig, config_of
+from train.errors import ConfigError
+
+HEAD_WIDTH = 8
+PIXELS, PATCH = 16, 4
+TOKENS, VOCABULARY, CLASSES = 17, 61, 11
+"""Odd, so that padding and uneven parts fall everywhere."""
+FEED_FORWARDS = ("feed_forward", "token_feed_forward", "channel_feed_forward")
+
+
+def small_config(config: RunConfig, processes: int) -> RunConfig:
+    """The configuration with few layers, units, experts, tokens and samples.
+
+    Kinds, scores, graphs, capacities, placement and degrees stay. What draws random numbers is off,
+    since layouts draw them in another order, and so is compilation; numbers are fp32.
+
+    Args:
+        config: of a run.
+        processes: that will run it.
+
+    Returns:
+        One that is valid for as many processes.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: the configuration does not fit the processes.
+    """
+    dims = validate(config, processes)
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    model, train, parallel = tree["model"], tree["train"], tree["parallel"]
+    if model["kind"] not in ("gpt2", "mixer", "vit"):
+        raise ConfigError(
+            f"model.kind: {model['kind']} is not allowed with verify-layout, which makes small "
+            f"models and their input for gpt2, mixer and vit"
+        )
+    cut = dims.tensor_parallel_size
+    _shrink_model(model, cut)
+    for name in FEED_FORWARDS:
+        if name in model:
+            fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
+            _shrink_experts(model[name], cut, fewest, model["num_layers"])
+    if model.get("head", {}).get("kind") == "mumoe":
+        _shrink_factors(model["head"], cut)
+    micro = min(train["micro_batch_size"], 2)
+    accumulation = dims.accumulation_steps(train["global_batch_size"], train["micro_batch_size"])
+    train |= {"precision": "fp32", "tf32": False, "ema": None, "micro_batch_size": micro}
+    train["global_batch_size"] = micro * dims.data_parallel_size * min(accumulation, 2)
+    tree["loss"]["load"] = 0.0  # of the router's noise
+    tree["evaluation"]["stride"] = None  # it may be longer than a sample now
+    parallel["bucket_size"] = min(parallel["bucket_size"], 1000)  # several buckets, as in a run
+    return config_of(tree, (), origin="the small model")
+
+
+def _shrink_model(model: dict[str, Any], cut: int) -> None:
+    model |= {"dropout": 0.0, "compile": False, "num_layers": _layers(model)}
+    heads = cut * max(1, math.ceil(2 / cut))
+    if "num_heads" in model:
+        model["num_heads"] = heads
+    model["hidden_size"] = heads * HEAD_WIDTH
+    if model["kind"] == "gpt2":
+        model |= {"sequence_length": TOKENS, "vocab_size": VOCABULARY}
+    else:
+        model |= {"image_size": PIXELS, "patch_size": PATCH, "num_classes": CLASSES}
+        model["drop_path"] = 0.0
+        if model.get("pre_logits") is not None:
+            model["pre_logits"] = heads * HEAD_WIDTH
+
+
+def _layers(model: dict[str, Any]) -> int:
+    """Two, or as many as it takes to have blocks with experts and blocks without."""
+    most = model["num_layers"]
+    periods = [
+        placement
+        for name in FEED_FORWARDS
+        if isinstance(placement := model.get(name, {}).get("placement", 1), int)
+    ]
+    return int(min(most, max(2, *periods, 2)))
+
+
+def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int) -> None:
+    inner = 3 * HEAD_WIDTH * cut
+    if section["kind"] == "dense":
+        section["hidden_size"] = inner
+    elif section["kind"] == "mumoe":
+        section["hidden_size"] = inner
+        _shrink_factors(section, cut)
+    elif section["kind"] == "smoe":
+        top = min(section["top_k"], 4)
+        experts = min(section["num_experts"], fewest * math.ceil(max(4, top + 1) / fewest))
+        section |= {"top_k": top, "num_experts": experts, "expert_hidden_size": inner}
+        section |= {"router_noise": 0.0, "expert_dropout": 0.0, "dense_hidden_size": inner}
+        if section["final_top_k"] is not None:
+            section["final_top_k"] = min(section["final_top_k"], experts)
+        if section["score_width"] is not None:
+            section["score_width"] = HEAD_WIDTH
+        if isinstance(section["placement"], list):  # a block with experts, after one without
+            section["placement"] = [layers - 1]
+
+
+def _shrink_factors(section: dict[str, Any], cut: int) -> None:
+    experts = (5, 3, 2)
+    given = section["num_experts"]
+    section["num_experts"] = [min(n, experts[min(i, 2)]) for i, n in enumerate(given)]
+    section["rank"] = 6 * cut
+    section["expert_rank"] = min(section["expert_rank"], 3)

@@ -1,0 +1,196 @@
+"""A few steps of a small model on random input: losses, norms, every gradient, and a checkpoint.
+
+The same trial on one process and on a layout has to give the same numbers. Steps are those of SGD:
+Adam would hide a wrong scale of gradients, and blow up what is zero but for rounding. Gradients are
+its momentum after the first step, which the layout's own way of saving has put together. What
+rounding makes of a model is seen by one process too: from weights that differ by one rounding.
+"""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from data.images.samples import ImageBatch
+from model.build import build_model
+from model.config_yaml import dump
+from model.gpt2 import GPT2Config
+from model.settings import ModelSettings
+from model.vision import ImageModelSettings
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.writer import save
+from parallel.fragments import Source
+from parallel.parallelize import InitialWeights, parallelize
+from parallel.zero import Engine
+from train.config.rules import validate
+from train.config.run import RunConfig
+from train.loop.device import Prefetch
+from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.loop.step import train_step
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.language import TextBatch, text_losses
+from train.tasks.task import Predictor
+
+GRADIENTS = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.0)
+"""Momentum of nothing is the gradient."""
+GRADIENT = "momentum_buffer"
+LEARNING_RATE = 1e-2
+STEPS = 3
+
+
+class Trial(BaseModel):
+    """What a layout computed; its tensors are in two checkpoints."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: Path
+    """A checkpoint whose momentum is the gradient at the initial weights."""
+    trained: Path
+    """A checkpoint after a step of the configuration's own optimizer."""
+
+
+class Nudged(InitialWeights):
+    """Initial weights, each of which is moved by at most one rounding of fp32."""
+
+    def read(self, name: str, field: str, *box: tuple[int, ...]) -> torch.Tensor:
+        """A box of a parameter's value; on one process, where a box is the whole of it."""
+        value = super().read(name, field, *box)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        up_or_down = torch.randint(-1, 2, value.shape, generator=generator)
+        return value * (1 + torch.finfo(torch.float32).eps * up_or_down)
+
+
+def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: bool = False) -> Trial:
+    """Trains on this layout; all processes call it together.
+
+    Args:
+        config: a small one.
+        world: this process.
+        folder: for the checkpoints; all processes see it.
+        nudged: whether weights begin as `Nudged` has them, to see what rounding alone makes.
+    """
+    start = (Nudged if nudged else InitialWeights)(build_model(config.model), config.seed)
+    engine = engine_of(config, world, GRADIENTS, start)
+    _step(engine, config, 0, learning_rate=0.0)
+    gradients = _save(engine, config, folder / "gradients", 1)
+    outcomes = [_step(engine, config, step, LEARNING_RATE) for step in range(STEPS)]
+    engine = engine_of(config, world, config.optimizer, start)
+    _step(engine, config, 0, LEARNING_RATE)
+    trained = _save(engine, config, folder / "trained", 1)
+    return Trial(
+        losses=[loss for loss, _ in outcomes],
+        grad_norms=[norm for _, norm in outcomes],
+        gradients=gradients,
+        trained=trained,
+    )
+
+
+def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: Path) -> Path:
+    """Loads a checkpoint into this layout and saves it untouched.
+
+    Args:
+        config: a small one.
+        world: this process.
+        checkpoint: of any layout.
+        folder: for the new one.
+
+    Returns:
+        The new one.
+    """
+    engine = engine_of(config, world, config.optimizer, Checkpoint(checkpoint))
+    return _save(engine, config, folder / "again", 1)
+
+
+def engine_of(
+    config: RunConfig, world: comm.World, optimizer: OptimizerConfig, source: Source
+) -> Engine:
+    """The small model in training.
+
+    Args:
+        config: a small one.
+        world: this process.
+        optimizer: in place of the configuration's.
+        source: of weights and moments.
+    """
+    engine = parallelize(
+        build_model(config.model),
+        validate(config, world.size),
+        config.parallel,
+        world=world,
+        make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
+        precision=config.train.precision,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        clip_grad_norm=optimizer.clip_grad_norm,
+        source=source,
+        cross_entropy=cross_entropy,
+        compiled=False,
+    )
+    engine.train()
+    return engine
+
+
+def _step(
+    engine: Engine, config: RunConfig, step: int, learning_rate: float
+) -> tuple[float, float]:
+    batches = list(micro_batches(config, engine.world, step))
+    outcome = train_step(
+        engine,
+        text_losses if isinstance(config.model, GPT2Config) else _image_losses,
+        Prefetch(iter(batches), engine.world.device),
+        len(batches),
+        learning_rate,
+        losses=config.loss,
+        progress=(step + 1) / (STEPS + 1),
+    )
+    return outcome.loss, outcome.result.grad_norm
+
+
+def micro_batches(
+    config: RunConfig, world: comm.World, step: int
+) -> Iterator[TextBatch | ImageBatch]:
+    """This process's micro-batches of a step; those of all processes are the same on any layout.
+
+    Args:
+        config: a small one.
+        world: this process.
+        step: its number, which is the seed.
+    """
+    size = config.train.micro_batch_size
+    for number in range(config.train.global_batch_size // size):
+        if number % world.data_parallel_size == world.data_parallel_rank:
+            samples = range(number * size, (number + 1) * size)
+            yield _batch([_sample(config.model, 1_000_000 * step + each) for each in samples])
+
+
+def _sample(model: ModelSettings, seed: int) -> TextBatch | ImageBatch:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model, GPT2Config):
+        length = model.sequence_length + 1
+        return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
+    assert isinstance(model, ImageModelSettings)
+    side = model.image_size
+    return ImageBatch(
+        torch.randn((model.channels, side, side), generator=generator),
+        torch.randint(model.known_num_classes(), (), generator=generator),
+        torch.ones(()),
+        torch.zeros(4, dtype=torch.int16),
+    )
+
+
+def _batch(samples: list[TextBatch | ImageBatch]) -> TextBatch | ImageBatch:
+    return type(samples[0])(*map(torch.stack, zip(*samples, strict=True)))
+
+
+def _image_losses(model: Predictor, batch: ImageBatch) -> Any:
+    logits_BK, routing = model(batch.images_BCHW)
+    return cross_entropy(logits_BK, batch.labels_B), routing
+
+
+def _save(engine: Engine, config: RunConfig, folder: Path, step: int) -> Path:
+    model = dump({"model": config.model.model_dump(mode="json")})
+    return save(engine, folder, step, state={}, config_yaml=model)
