@@ -355,6 +355,20 @@ def validate_arguments(parser: Parser) -> None:
     )
 
 
+def doctor_arguments(parser: Parser) -> None:
+    """Those of `polyad doctor`."""
+    from launch.via import options
+
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG", help="a run's file, to look at its data"
+    )
+    override_arguments(parser)
+    options.launch_arguments(parser)
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output"
+    )
+
+
 def verify_layout_arguments(parser: Parser) -> None:
     """Those of `polyad verify-layout`."""
     config_arguments(parser)

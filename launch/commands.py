@@ -66,6 +66,13 @@ COMMANDS: dict[str, Command] = {
         arguments=arguments.validate_arguments,
         handler=handlers.validate,
     ),
+    "doctor": Command(
+        summary="Looks for what would break a run on these hosts, or slow it down.",
+        example="polyad doctor --processes-per-node 2\n"
+        "polyad doctor configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib",
+        arguments=arguments.doctor_arguments,
+        handler=handlers.doctor,
+    ),
     "verify-layout": Command(
         summary="Compares a layout with one process: losses, every gradient, and a checkpoint.",
         example="polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "

@@ -346,6 +346,28 @@ def checkpoint_delete(options: Namespace) -> None:
         show(result, checkpoint_table(result), options.json, stdout)
 
 
+def doctor(options: Namespace) -> int:
+    """`polyad doctor`."""
+    from launch.doctor.command import check, examine, in_a_group, table
+    from launch.machine import end_with_launcher, prepare_environment
+    from launch.via.options import launch_from
+
+    check_json_path(options.json)
+    end_with_launcher()
+    if not in_a_group():
+        if options.processes_per_node is None and options.via != "ssh":
+            options.processes_per_node = 1
+        words = ["--json", options.json] if options.json else []
+        return launch_from(options, ("doctor", *words))
+    prepare_environment()
+    with only_results_on_stdout() as stdout:
+        result = examine(options.config, options.overrides)
+        if result is not None:
+            show(result, table(result), options.json, stdout)
+            check(result)
+    return 0
+
+
 def verify_layout(options: Namespace) -> None:
     """`polyad verify-layout`."""
     from launch.verify_layout import (

@@ -55,32 +55,34 @@ class Rendezvous:
 
 
 def torchrun(
-    config: Path,
+    config: Path | None,
     overrides: Sequence[str],
     processes_per_node: int,
     max_restarts: int,
     *,
+    command: Sequence[str] = ("train",),
     nodes: int = 1,
     meeting: Sequence[str] = STANDALONE,
 ) -> list[str]:
     """The command line that runs a host's part of a run.
 
     Args:
-        config: the run's file.
+        config: the run's file; None: the command needs none.
         overrides: `key=value`.
         processes_per_node: P.
         max_restarts: after failures.
+        command: of `polyad`, with its options.
         nodes: hosts in all.
         meeting: torchrun's options of the rendezvous.
 
     Returns:
         The words; the first is this Python.
     """
-    file = str(config)
+    # A name that starts with a dash would be read as an option.
+    file = [f"./{config}" if str(config).startswith("-") else str(config)] if config else []
     return [
         *(sys.executable, "-m", "launch.torchrun", *meeting),
         *(("--nnodes", str(nodes)) if tuple(meeting) != STANDALONE else ()),
         *("--nproc-per-node", str(processes_per_node), "--max-restarts", str(max_restarts)),
-        # A name that starts with a dash would be read as an option.
-        *("-m", "launch", "train", f"./{file}" if file.startswith("-") else file, *overrides),
+        *("-m", "launch", *command, *file, *overrides),
     ]

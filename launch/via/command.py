@@ -45,8 +45,8 @@ MAX_RESTARTS = {"local": 0, "torchrun": 3, "ssh": 3, "slurm": 3, "kubernetes": 3
 class Launch:
     """A run that shall start, before it is checked."""
 
-    config: Path
-    """The run's file."""
+    config: Path | None
+    """The run's file; None: of `doctor`, which looks at machines alone then."""
     overrides: Sequence[str]
     """`key=value`."""
     processes_per_node: int | None
@@ -55,6 +55,8 @@ class Launch:
     """N hosts, with P processes each; None: one, or those of a hostfile."""
     via: str = "local"
     """One of `MAX_RESTARTS`."""
+    command: Sequence[str] = ("train",)
+    """The command of `polyad` that each process runs, with its options: `train` or `doctor`."""
     max_restarts: int | None = None
     """How often torchrun starts the processes again after a failure, from the run's newest
     checkpoint; None: as `MAX_RESTARTS` says."""
@@ -71,7 +73,18 @@ class Launch:
     @property
     def restarts(self) -> int:
         """How often it starts again after a failure."""
-        return MAX_RESTARTS[self.via] if self.max_restarts is None else self.max_restarts
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return MAX_RESTARTS[self.via] if self._trains else 0
+
+    @property
+    def _file_name(self) -> str:
+        """Of a script or a manifest, without its ending."""
+        return "job" if self._trains else self.command[0]
+
+    @property
+    def _trains(self) -> bool:
+        return self.command[0] == "train"
 
     def start(self) -> int:
         """Starts the run. Where this process becomes torchrun, it does not return.
@@ -102,6 +115,8 @@ class Launch:
             raise LaunchError(f"--nodes: {self.nodes} is not allowed, at least 1")
         if self.processes_per_node is None and self.via != "ssh":
             raise LaunchError("--processes-per-node: is missing; only a hostfile says it elsewhere")
+        if self.config is None and self.via not in ("local", "torchrun"):
+            raise LaunchError(f"CONFIG: is missing; --via {self.via} needs the file of a run")
         if (self.nodes or 1) > 1 and self.via == "local":
             raise LaunchError(
                 f"--nodes: {self.nodes} is not allowed with --via local, which starts processes of "
@@ -118,48 +133,70 @@ class Launch:
         """Nodes, and processes of each."""
         return self.nodes or 1, self.processes_per_node or 1
 
+    def _checked(self, nodes: int, processes: int, *, here: bool = True) -> "RunConfig":
+        """The configuration: of a run that can start, or of one that a command looks at.
+
+        Args:
+            nodes: N.
+            processes: of each.
+            here: whether this machine sees the data and the run's folder.
+        """
+        from train.config.plan import plan_run
+        from train.config.rules import validate
+        from train.config.run import load_config
+
+        assert self.config is not None
+        with _naming_shape(nodes, processes):
+            if self._trains and here:
+                return plan_run(self.config, self.overrides, nodes * processes).config
+            config = load_config(self.config, self.overrides)
+            validate(config, nodes * processes)
+            return config
+
+    def _agent(
+        self, nodes: int, processes: int, meeting: Sequence[str], config: Path | None = None
+    ) -> list[str]:
+        """The words of a host's agent; the configuration may have another place there."""
+        return torchrun(
+            *(config or self.config, self.overrides, processes, self.restarts),
+            command=self.command,
+            nodes=nodes,
+            meeting=meeting,
+        )
+
     def _here(self, variables: dict[str, str]) -> int:
         nodes, processes = self._shape
-        checked = _check_run(self.config, self.overrides, nodes, processes)
-        folder = Path(checked.run.folder)
-        variables |= _patience(checked.monitor.grace_seconds)
-        meeting = STANDALONE if self.via == "local" else self.rendezvous.words(str(folder))
-        words = torchrun(
-            *(self.config, self.overrides, processes, self.restarts), nodes=nodes, meeting=meeting
-        )
+        name = "polyad"
+        if self.config is not None:
+            checked = self._checked(nodes, processes)
+            name = checked.run.folder
+            variables |= _patience(checked.monitor.grace_seconds)
+        meeting = STANDALONE if self.via == "local" else self.rendezvous.words(name)
+        words = self._agent(nodes, processes, meeting)
         _become(words, variables, processes, dry_run=self.dry_run, say=self.via != "local")
         return 0
 
     def _by_slurm(self, variables: dict[str, str]) -> int:
         nodes, processes = self._shape
         sbatch = None if self.dry_run else find_sbatch()
-        checked = _check_run(self.config, self.overrides, nodes, processes)
+        checked = self._checked(nodes, processes)
         folder = Path(checked.run.folder)
         self.slurm.check_grace(checked.monitor.grace_seconds)
         variables |= _patience(checked.monitor.grace_seconds)
-        words = torchrun(
-            *(self.config, self.overrides, processes, self.restarts), nodes=nodes, meeting=()
-        )
+        words = self._agent(nodes, processes, ())
         text = script_text(folder, self.slurm, words, nodes, processes, variables)
-        script = write_script(folder, text)
+        script = write_script(folder, text, self._file_name)
         print(submit(script, sbatch) if sbatch else command_line(["sbatch", script]))
         return 0
 
     def _by_kubernetes(self, variables: dict[str, str]) -> int:
-        from train.config.rules import validate
-        from train.config.run import load_config
-
         nodes, processes = self._shape
         job = self.kubernetes or KubernetesJob()
         kubectl = None if self.dry_run else find_kubectl()
+        assert self.config is not None
         # Data and the run's folder are on a volume of the cluster: the pods look at them.
-        checked = load_config(self.config, self.overrides)
-        with _naming_shape(nodes, processes):
-            validate(checked, nodes * processes)
-        mounted = Path(MOUNTED_CONFIG)
-        _, *agent = torchrun(
-            *(mounted, self.overrides, processes, self.restarts), nodes=nodes, meeting=()
-        )
+        checked = self._checked(nodes, processes, here=False)
+        _, *agent = self._agent(nodes, processes, (), Path(MOUNTED_CONFIG))
         text = manifest(
             *(checked.run.folder, job, self.config.read_text(encoding="utf-8"), agent),
             *(nodes, processes),
@@ -167,20 +204,21 @@ class Launch:
             restarts=self.restarts,
             grace_seconds=checked.monitor.grace_seconds,
         )
-        file = write_manifest(Path(checked.run.folder), text)
+        file = write_manifest(Path(checked.run.folder), text, self._file_name)
         print(apply(file, kubectl) if kubectl else command_line(["kubectl", "apply", "-f", file]))
         return 0
 
     def _over_ssh(self, variables: dict[str, str]) -> int:
         options = self.ssh or SshOptions()
         assert options.hostfile is not None
+        assert self.config is not None
         named = read_hostfile(options.hostfile)
         hosts, processes = chosen_hosts(
             named, options.hostfile, self.nodes, self.processes_per_node
         )
         if not self.dry_run:
             check_ssh()
-        checked = _check_run(self.config, self.overrides, len(hosts), processes)
+        checked = self._checked(len(hosts), processes)
         run = SshRun(
             hosts=hosts,
             processes_per_node=processes,
@@ -190,11 +228,7 @@ class Launch:
             variables=forwarded_variables(os.environ)
             | variables
             | _patience(checked.monitor.grace_seconds),
-            agent=lambda nodes, meeting: torchrun(
-                *(self.config, self.overrides, processes, self.restarts),
-                nodes=nodes,
-                meeting=meeting,
-            )[1:],
+            agent=lambda nodes, meeting: self._agent(nodes, processes, meeting)[1:],
             sizes=_fitting_sizes(checked, len(hosts), processes, options.min_nodes),
             restarts=self.restarts,
             needs_interface=self.interface is None,
@@ -263,14 +297,6 @@ def _naming_shape(nodes: int, processes: int) -> Iterator[None]:
             f"--nodes {nodes} x --processes-per-node {processes} = {nodes * processes} processes "
             f"do not fit: {error}"
         ) from None
-
-
-def _check_run(config: Path, overrides: Sequence[str], nodes: int, processes: int) -> "RunConfig":
-    """Checks the run for all processes of all nodes; gives its configuration."""
-    from train.config.plan import plan_run
-
-    with _naming_shape(nodes, processes):
-        return plan_run(config, overrides, nodes * processes).config
 
 
 def _become(

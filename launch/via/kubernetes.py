@@ -226,19 +226,20 @@ def _job_name(folder: str) -> str:
     return name or "polyad"
 
 
-def write_manifest(folder: Path, text: str) -> str:
-    """Writes a manifest to `launch/job.yaml` in the run's folder.
+def write_manifest(folder: Path, text: str, name: str = "job") -> str:
+    """Writes a manifest to `launch/NAME.yaml` in the run's folder.
 
     Args:
         folder: the run's.
         text: of the manifest.
+        name: of the file.
 
     Returns:
         Its path.
     """
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
-    file = place / "job.yaml"
+    file = place / f"{name}.yaml"
     file.write_text(text, encoding="utf-8")
     return str(file)
 

@@ -1,7 +1,7 @@
 """The options of `polyad launch`."""
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,8 +138,12 @@ def _kubernetes_arguments(parser: Parser) -> None:
     add("--namespace", metavar="NAME", help="default: that of kubectl's context")
 
 
-def launch_from(options: Namespace) -> int:
+def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
     """Launches as the command line says.
+
+    Args:
+        options: of the command line.
+        command: of `polyad`, which each process runs.
 
     Returns:
         The exit status.
@@ -171,6 +175,7 @@ def launch_from(options: Namespace) -> int:
         processes_per_node=options.processes_per_node,
         nodes=options.nodes,
         via=options.via,
+        command=command,
         max_restarts=options.max_restarts,
         dry_run=options.dry_run,
         interface=options.interface,

@@ -307,19 +307,20 @@ exec "${@:1:3}" --rdzv-backend c10d --rdzv-endpoint "$POLYAD_ENDPOINT" \\
 """
 
 
-def write_script(folder: Path, text: str) -> str:
-    """Writes a batch script to `launch/job.sh` in the run's folder.
+def write_script(folder: Path, text: str, name: str = "job") -> str:
+    """Writes a batch script to `launch/NAME.sh` in the run's folder.
 
     Args:
         folder: the run's.
         text: of the script.
+        name: of the file.
 
     Returns:
         Its path.
     """
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
-    script = place / "job.sh"
+    script = place / f"{name}.sh"
     script.write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(script)
 

@@ -37,6 +37,12 @@ class Host:
         """Puts its only link `up` or `down`."""
         _ip("-n", self.name, "link", "set", self.interface, state)
 
+    def limit(self, megabits: int) -> None:
+        """Lets no more than so many million bits a second leave it."""
+        rate = f"rate {megabits}mbit burst 64kbit latency 2s".split()
+        words = ["tc", "qdisc", "add", "dev", self.interface, "root", "tbf", *rate]
+        subprocess.run([*self.inside, *words], check=True, capture_output=True)
+
     def processes(self) -> list[int]:
         """Ids of all processes on it."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
@@ -57,16 +63,18 @@ def several_hosts(count: int, *, net: int = 77) -> Iterator[tuple[Host, ...]]:
 
     Args:
         count: of hosts.
-        net: their addresses are 10.`net`.0.1 and so on, this machine's is 10.`net`.0.254.
+        net: their addresses are 10.`net`.n.1 and so on, this machine's is 10.`net`.n.254, where n
+            is made of this process's id.
     """
     if shutil.which("ip") is None:
         pytest.skip("several hosts need `ip netns`, of Debian's iproute2")
     if os.geteuid() != 0:
         pytest.skip("several hosts are network namespaces, which need root")
     pid = os.getpid()
+    prefix = f"10.{net}.{pid % 251}"
     bridge = f"pb{net}-{pid}"
     hosts = tuple(
-        Host(f"polyad-{net}-{pid}-{i}", f"10.{net}.0.{i}", f"host-{i}") for i in range(1, count + 1)
+        Host(f"polyad-{net}-{pid}-{i}", f"{prefix}.{i}", f"host-{i}") for i in range(1, count + 1)
     )
     try:
         for number, host in enumerate(hosts):
@@ -75,7 +83,7 @@ def several_hosts(count: int, *, net: int = 77) -> Iterator[tuple[Host, ...]]:
                 pytest.skip(f"this machine makes no network namespaces: {made.stderr.strip()}")
             made.check_returncode()
         _ip("link", "add", bridge, "type", "bridge")
-        _ip("addr", "add", f"10.{net}.0.254/24", "dev", bridge)
+        _ip("addr", "add", f"{prefix}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for number, host in enumerate(hosts):
             _join(host, bridge, f"pv{net}{number}-{pid}")

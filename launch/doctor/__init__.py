@@ -1,0 +1,1 @@
+"""`polyad doctor`: what would break a run on these hosts, or slow it down."""

@@ -1,0 +1,211 @@
+"""From what processes have seen to what is wrong with it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from parallel.probe import Link, Measured
+
+SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
+"""Of the usual one: links and devices below it are named."""
+CLOCKS_APART = 1.0
+"""Seconds between clocks that are worth a line."""
+BUSY = 0.5
+"""Load beside ours, as a share of a host's cores."""
+FREE_MEMORY = 0.9
+"""Of a GPU's memory: with less, somebody else is on it."""
+
+
+class Finding(NamedTuple):
+    """Something to know before a run."""
+
+    breaks: bool
+    """Whether a run would fail of it, or compute something else."""
+    text: str
+
+
+def findings(
+    facts: Sequence[dict[str, Any]], measured: Measured, room: str | None = None
+) -> list[Finding]:
+    """What is wrong, the worst first.
+
+    Args:
+        facts: of each rank.
+        measured: of all.
+        room: why checkpoints do not fit, if they do not.
+    """
+    found = [
+        *_differing(facts),
+        *_devices(facts),
+        *_data(facts),
+        *_folder(facts),
+        *([Finding(True, room)] if room else []),
+        *_clocks(facts, measured),
+        *_slow(facts, measured),
+    ]
+    return sorted(found, key=lambda each: not each.breaks)
+
+
+def _hosts(ranks: Sequence[int], facts: Sequence[dict[str, Any]]) -> str:
+    """Hosts of ranks, each once; at most five by name."""
+    names = list(dict.fromkeys(facts[rank]["host"] for rank in ranks))
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + rest
+
+
+def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """Ranks by what they have, the most common first."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def _differ(
+    what: str, values: Sequence[Any], facts: Sequence[dict[str, Any]], *, breaks: bool = True
+) -> list[Finding]:
+    groups = _groups(values)
+    if len(groups) < 2:
+        return []
+    shown = "; ".join(f"{value} on {_hosts(ranks, facts)}" for value, ranks in groups.items())
+    return [Finding(breaks, f"{what} differs: {shown}")]
+
+
+def _differing(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    found = []
+    names = sorted({name for each in facts for name in each["versions"]})
+    for name in names:
+        what = "Polyad's code" if name == "code" else f"the version of {name}"
+        found += _differ(what, [each["versions"].get(name) for each in facts], facts)
+    found += _differ("the configuration", [each["config"] for each in facts], facts)
+    kinds = [each["device"].get("gpu", "no GPU") for each in facts]
+    return [*found, *_differ("the kind of GPU", kinds, facts, breaks=False)]
+
+
+def _devices(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    found = []
+    for each in facts:
+        device, place = each["device"], f"{each['host']}, GPU {each['local_rank']}"
+        first = each["local_rank"] == 0
+        if first and 0 < device["gpus"] < each["local_processes"]:
+            found.append(
+                Finding(
+                    True,
+                    f"{each['host']} has {device['gpus']} GPUs for {each['local_processes']} "
+                    f"processes",
+                )
+            )
+        if first and not device["gpus"] and device["load"] > BUSY * device["cores"]:
+            load = f"a load of {device['load']:.1f} on {device['cores']} cores"
+            found.append(Finding(False, f"{each['host']} is busy: {load}"))
+        if "gpu" not in device:
+            continue
+        total, free = device["gpu_memory_bytes"], device["gpu_memory_free_bytes"]
+        if free < FREE_MEMORY * total:
+            text = f"{place}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
+            found.append(Finding(False, f"{text}; somebody else is on it"))
+        if device.get("throttled"):
+            text = f"{place}: clocks are lowered (reasons {device['throttled']:#x})"
+            found.append(Finding(False, text))
+        if device.get("ecc_errors"):
+            text = f"{place}: {device['ecc_errors']} uncorrected memory errors"
+            found.append(Finding(True, text))
+        found += [Finding(False, f"{each['host']}: {line}") for line in device.get("xid", [])]
+    return found
+
+
+def _data(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    readers = [each for each in facts if each["data"] is not None]
+    failed = [each for each in readers if "error" in each["data"]]
+    found = [Finding(True, f"{each['host']}: {each['data']['error']}") for each in failed]
+    good = [each for each in readers if "error" not in each["data"]]
+    return found + _differ("the data", [each["data"]["fingerprint"] for each in good], good)
+
+
+def _folder(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    def ranks(wrong: Callable[[dict[str, Any]], bool]) -> list[int]:
+        seen = {rank: each["folder"] for rank, each in enumerate(facts) if each.get("folder")}
+        return [rank for rank, folder in seen.items() if wrong(folder)]
+
+    found = []
+    if blind := ranks(lambda seen: not seen["seen"]):
+        found.append(
+            Finding(
+                True,
+                f"run.folder: {_hosts(blind, facts)} do not see what {facts[0]['host']} writes "
+                f"beside it: all hosts need one file system",
+            )
+        )
+    if late := ranks(lambda seen: seen["seen"] and not seen["renamed"]):
+        text = f"run.folder: a file that was renamed is not seen on {_hosts(late, facts)}"
+        found.append(Finding(True, text))
+    if unlocked := ranks(lambda seen: seen.get("lock") == "taken")[1:]:
+        text = (
+            f"run.folder: a lock of {facts[0]['host']} does not hold on {_hosts(unlocked, facts)}: "
+            f"two starts of a run at once are not noticed (Lustre: mount it with flock)"
+        )
+        found.append(Finding(False, text))
+    return found
+
+
+def _clocks(facts: Sequence[dict[str, Any]], measured: Measured) -> list[Finding]:
+    apart = max(measured.clocks) - min(measured.clocks)
+    if apart <= CLOCKS_APART:
+        return []
+    first, last = (measured.clocks.index(pick(measured.clocks)) for pick in (min, max))
+    names = f"{facts[last]['host']} is {apart:.1f} s ahead of {facts[first]['host']}"
+    return [Finding(False, f"clocks differ: {names}")]
+
+
+def _slow(facts: Sequence[dict[str, Any]], measured: Measured) -> list[Finding]:
+    found = []
+    usual = _upper_quartile(measured.flops)
+    for rank, flops in enumerate(measured.flops):
+        if flops < SLOW_DEVICE * usual:
+            text = (
+                f"{facts[rank]['host']}, process {facts[rank]['local_rank']} computes with "
+                f"{flops / 1e12:.3g} TFLOP/s, others with {usual / 1e12:.3g}"
+            )
+            found.append(Finding(False, text))
+    for links, between in ((measured.within, False), (measured.between, True)):
+        found += _slow_links(facts, links, between)
+    return found
+
+
+def _slow_links(
+    facts: Sequence[dict[str, Any]], links: Sequence[Link], between: bool
+) -> list[Finding]:
+    usual = _upper_quartile([link.bytes_per_second for link in links])
+    slow = [link for link in links if link.bytes_per_second < SLOW_LINK * usual]
+    # A host with a bad adapter is one line, and not one for each other host.
+    culprits = [rank for rank in _ends(links) if 1 < _count(links, rank) == _count(slow, rank)]
+    found = []
+    for rank in culprits:
+        own = [link.bytes_per_second for link in slow if rank in link[:2]]
+        found.append(f"every link of {_place(facts, rank, between)} is slow: {_rate(max(own))}")
+    for link in slow:
+        if not set(link[:2]) & set(culprits):
+            ends = " and ".join(_place(facts, rank, between) for rank in link[:2])
+            found.append(f"the link of {ends} is slow: {_rate(link.bytes_per_second)}")
+    return [Finding(False, f"{text}, others {_rate(usual)}") for text in found]
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    """What is usual: a bad one among three hosts makes two of three links slow."""
+    return sorted(values)[round(0.75 * (len(values) - 1))] if values else 0.0
+
+
+def _ends(links: Sequence[Link]) -> list[int]:
+    return sorted({rank for link in links for rank in link[:2]})
+
+
+def _count(links: Sequence[Link], rank: int) -> int:
+    return sum(rank in link[:2] for link in links)
+
+
+def _place(facts: Sequence[dict[str, Any]], rank: int, between: bool) -> str:
+    host = str(facts[rank]["host"])
+    return host if between else f"process {facts[rank]['local_rank']} of {host}"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"

@@ -1,0 +1,97 @@
+"""`polyad doctor` in real processes."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.cli import run
+from tests.helpers.hosts import SshServers, several_hosts
+from tests.launch.test_cli import error_line
+
+Polyad = Callable[..., subprocess.CompletedProcess[str]]
+TWO = ("--processes-per-node", 2)
+
+pytestmark = pytest.mark.distributed
+
+
+def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) -> None:
+    done = polyad("doctor", config, *TWO, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["errors"] == []
+    assert (result["processes"], result["device"]) == (2, "cpu")
+    about = result["measured"]
+    (link,) = about["within"]
+    assert link[:2] == [0, 1]
+    assert min(link[2], about["all_reduce"], about["all_to_all"], *about["flops"]) > 1e6
+    assert about["between"] == []
+    assert max(map(abs, about["clocks"])) < 0.5
+    first, second = result["ranks"]
+    assert first["versions"] == second["versions"]
+    assert first["data"]["fingerprint"]
+    assert first["folder"]["seen"] is second["folder"]["seen"] is True
+    assert (first["folder"]["lock"], first["folder"]["renamed"]) == ("taken", True)
+    # Nothing is left behind, and the run's folder was not made.
+    assert not (config.parent / "run").exists()
+    assert not list(config.parent.glob(".polyad-*"))
+
+
+def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Polyad) -> None:
+    done = polyad("doctor", config, *TWO, "data.path=nowhere")
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("polyad: error: a run would not go well here: ")
+    assert "nowhere" in last
+    assert "Traceback" not in done.stderr
+    assert any(line.startswith("error: ") for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--via", "ssh", "--hostfile", "x"], ["CONFIG: is missing", "--via ssh"]),
+        (["--via", "slurm"], ["CONFIG: is missing", "--via slurm"]),
+        (["none.yaml"], ["none.yaml: there is no such file"]),
+    ],
+)
+def test_what_it_cannot_look_at_is_one_line(
+    arguments: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["doctor", *arguments]) == 2
+    line = error_line(capfd.readouterr().err)
+    assert all(word in line for word in words), line
+
+
+def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--via", "slurm", "--nodes", "2", "--dry-run", "train.global_batch_size=4"]
+    assert run(["doctor", str(config), *arguments]) == 0
+    script = config.parent / "run" / "launch" / "doctor.sh"
+    assert str(script) in capfd.readouterr().out
+    assert f"--max-restarts 0 -m launch doctor {config}" in script.read_text()
+
+
+@pytest.mark.slow
+def test_hosts_are_looked_at_over_ssh_and_a_slow_link_is_named(
+    config: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    with several_hosts(3, net=79) as hosts:
+        servers = SshServers(hosts, tmp_path)
+        hosts[2].limit(50)
+        file = config.parent / "hosts"
+        file.write_text("".join(f"{host.alias} slots=1\n" for host in hosts))
+        ssh = ("--via", "ssh", "--hostfile", file, "--ssh-config", servers.client)
+        more = ("--interface", "eth0", "--json", config.parent / "found.json")
+        done = polyad("doctor", config, *ssh, *more, "train.global_batch_size=6")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((config.parent / "found.json").read_text())
+    assert len({each["host"] for each in result["ranks"]}) == 3
+    speeds = {tuple(link[:2]): link[2] for link in result["measured"]["between"]}
+    assert speeds.keys() == {(0, 1), (0, 2), (1, 2)}
+    assert max(speeds[0, 2], speeds[1, 2]) < 20e6 < speeds[0, 1]
+    (slow,) = [text for text in result["warnings"] if text.startswith("every link of ")]
+    assert "(node 2) is slow" in slow
