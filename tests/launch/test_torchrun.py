@@ -35,7 +35,7 @@ def test_word_of_a_stop_is_left_for_our_agent_alone(
 
 
 def start(config: Path, *overrides: str, restarts: int = 3) -> "subprocess.Popen[str]":
-    words = ["evaluation.every=0", "log.tensorboard=false", *overrides]
+    words = ["evaluation.every=0", "log.trackers=[]", *overrides]
     command = torchrun(config, words, processes_per_node=2, max_restarts=restarts)
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     return subprocess.Popen(

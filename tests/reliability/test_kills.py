@@ -97,7 +97,7 @@ def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage,
         tmp_path / "config.yaml", prepared_path, train__steps=steps, checkpoint__every=EVERY,
         evaluation__every=8, evaluation__max_windows=2, model__dropout=0.1,
         parallel__zero_stage=stage, checkpoint__asynchronous=asynchronous,
-        log__tensorboard=False, log__every=1000,
+        log__trackers=[], log__every=1000,
         monitor__spike_warmup=8, monitor__spike_window=16,
     )  # fmt: skip
     run, chance, done, log = tmp_path / "run", random.Random(seed), 0, []
@@ -142,7 +142,7 @@ def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage,
 def test_a_signal_in_the_middle_of_a_copy_ends_the_run_saved(forks, tmp_path, prepared_path):
     config = write_config(
         tmp_path / "config.yaml", prepared_path, train__steps=100, checkpoint__every=EVERY,
-        checkpoint__asynchronous=True, evaluation__every=0, log__tensorboard=False,
+        checkpoint__asynchronous=True, evaluation__every=0, log__trackers=[],
     )  # fmt: skip
     before = functools.partial(slow_copies, tmp_path)
     process = forks.start(tmp_path, ["train", str(config)], before=before)

@@ -84,7 +84,7 @@ def test_a_run_in_pieces_is_bitwise_the_run_in_one(
             tmp_path / name / "config.yaml", small_data, train__steps=STEPS, seed=SEED,
             model__feed_forward=FEED_FORWARDS[kind], model__dropout=0.2,
             train__precision=precision, parallel__zero_stage=stage, checkpoint__every=0,
-            evaluation__every=4, log__tensorboard=False,
+            evaluation__every=4, log__trackers=[],
             monitor__spike_warmup=8, monitor__spike_window=8,
         )  # fmt: skip
     assert workers(2).run(run, configs["whole"]) == [STEPS] * 2
@@ -107,7 +107,7 @@ def test_every_layout_takes_the_same_global_batches_none_twice_and_none_left_out
     """Over 2, 1 and 4 processes in turn, cut anywhere; one batch the run went back without."""
     config = write_config(
         tmp_path / "config.yaml", small_data, seed=SEED, checkpoint__every=0, evaluation__every=0,
-        log__tensorboard=False,
+        log__trackers=[],
     )  # fmt: skip
     left_out = 6
     (tmp_path / "run").mkdir()
@@ -136,7 +136,7 @@ def test_samples_read_ahead_are_not_lost(workers, small_data, tmp_path):
     """Loader workers are a few batches ahead of the step at which a run ends."""
     config = write_config(
         tmp_path / "config.yaml", small_data, seed=SEED, checkpoint__every=0, evaluation__every=0,
-        log__tensorboard=False,
+        log__trackers=[],
     )  # fmt: skip
     taken = []
     for number, steps in enumerate((2, 4)):

@@ -79,7 +79,7 @@ _NAMES = {
     "evaluation.max_windows": "eval_iters val_iters limit_val_batches",
     "evaluation.batch_size": "eval_batch_size val_batch_size per_device_eval_batch_size",
     "log.every": "log_every log_interval log_steps logging_steps log_freq print_every",
-    "log.tensorboard": "wandb wandb_log wandb_project use_wandb report_to logger tb",
+    "log.trackers": "tensorboard wandb wandb_log wandb_project use_wandb report_to logger tb",
 }  # fmt: skip
 
 

@@ -120,6 +120,7 @@ def open_run_folder(
         startup,
         unit=plan.task.unit,
         validation_score=plan.task.validation_score,
+        about=plan.config.model_dump(mode="json"),
     )
 
 

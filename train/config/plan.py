@@ -24,6 +24,7 @@ from train.errors import ConfigError, RunError
 from train.guard.room import check_room
 from train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place
 from train.loop.optimizer import state_tensors
+from train.loop.trackers import check_trackers
 from train.state import TrainState
 from train.tasks.registry import open_task
 from train.tasks.task import Kept, Task
@@ -93,6 +94,7 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
     config = load_config(path, overrides)
     dims = validate(config, world_size)
     check_compiler(config)
+    check_trackers(config.log.trackers)
     task = open_task(config.for_task())
     if config.log.fluctuation:
         if not task.has_validation:

@@ -1,23 +1,23 @@
-"""What a run reports: the console line, metrics.jsonl and TensorBoard, the same numbers."""
+"""What a run reports: the console line, metrics.jsonl and trackers, the same numbers."""
 
 import json
-import math
 import resource
 import sys
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
-import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from data.files import write_whole
 from model.config import Config
 from train.console import Clock, Console, bar, duration, json_number
 from train.loop.routing import console_summary
 from train.loop.startup import PREFIX, Startup, startup_line
+from train.loop.trackers import TrackerName, Trackers
 from train.tasks.task import Unit
 
 # Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32, TF32). A V100 has no TF32, and of
@@ -29,6 +29,9 @@ DEVICE_PEAKS: dict[str, tuple[float, float, float]] = {
     "h200": (989.0, 67.0, 494.0),
     "b200": (2250.0, 80.0, 1125.0),
 }
+
+
+NOTHING: Mapping[str, Any] = {}
 
 
 class ProfileConfig(Config):
@@ -46,8 +49,9 @@ class LogConfig(Config):
     every: Annotated[int, Field(ge=1)] = 1
     """Steps between console lines, between points in TensorBoard, and between records of every
     single expert; of all else metrics.jsonl gets every step."""
-    tensorboard: bool = True
-    """Whether `tensorboard/` is written."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where curves go beside metrics.jsonl: `tensorboard` (a folder in the run's), `wandb` and
+    `trackio`, which are packages of their own."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
     """Whose peak rate MFU refers to; auto: the GPU in use, and none on a CPU."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
@@ -57,6 +61,21 @@ class LogConfig(Config):
     fluctuation_tokens: Annotated[int, Field(ge=1)] = 16_384
     """Tokens of the validation split that are compared, in whole windows evenly over it."""
     profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_key(cls, given: Any) -> Any:
+        """Runs that began before there were several trackers say `tensorboard: true` or false."""
+        if isinstance(given, dict) and isinstance(given.get("tensorboard"), bool):
+            given = dict(given)
+            chosen = ["tensorboard"] if given.pop("tensorboard") else []
+            given.setdefault("trackers", chosen)
+        return given
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _is_list(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
 
 
 def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> float | None:
@@ -105,6 +124,7 @@ class Metrics:
         startup: times of the start, for the first record; None leaves them out.
         unit: what throughput counts.
         validation_score: the most important key of a validation.
+        about: the run's configuration, as JSON values, for trackers that show it.
     """
 
     def __init__(
@@ -117,10 +137,11 @@ class Metrics:
         *,
         unit: Unit,
         validation_score: str,
+        about: Mapping[str, Any] = NOTHING,
     ) -> None:
         self._config, self._total = config, total_steps
         self._unit, self._validation_score = unit, validation_score
-        self._startup = startup
+        self._startup, self._about = startup, about
         self._clock = Clock(done_steps, total_steps)
         self._folder = folder
         self._console = Console(sys.stderr)
@@ -132,12 +153,8 @@ class Metrics:
         path = self._folder / "metrics.jsonl"
         drop_records_after(path, done_steps)
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._writer = None
-        if self._config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard drops earlier records of this step and of later ones.
-            self._writer = SummaryWriter(self._folder / "tensorboard", purge_step=done_steps + 1)
+        names = self._config.trackers
+        self._trackers = Trackers(names, self._folder, self._about, done_steps)
 
     def go_back(self, done_steps: int) -> None:
         """Drops the records of later steps, which will be done again.
@@ -194,22 +211,14 @@ class Metrics:
             self._startup = None
             record = record | start
             line = startup_line(start)
-            if self._writer is not None:
-                self._writer.add_text("startup", line, step)
+            self._trackers.text(step, "startup", line)
             self._console.show(line)
             self._console.end()
         self._file.write(json.dumps(json_number(record)) + "\n")
         self._file.flush()
-        if due and self._writer is not None:
-            for name, value in record.items():
-                if name.startswith(PREFIX):  # one number per start makes no curve: written as text
-                    continue
-                if isinstance(value, list):
-                    if all(map(math.isfinite, value)):
-                        self._writer.add_histogram(name, np.asarray(value), step)
-                elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                    self._writer.add_scalar(name, value, step)
         if due:
+            # One number per start makes no curve: it was written as text.
+            self._trackers.log(record, without=PREFIX)
             left = self._clock.left(step)
             line = console_line(record, self._total, left, self._unit, self._validation_score)
             self._console.show(line)
@@ -225,8 +234,7 @@ class Metrics:
         self.flush()
         self._console.end()
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._trackers.close()
 
 
 def drop_records_after(path: Path, step: int) -> None:

@@ -23,7 +23,7 @@ def small_study(folder: Path, base: Path, data: Path) -> dict[str, Any]:
         "data": {"path": str(data)},
         "seeds": [1],
         "baseline": "dense",
-        "common": {"optimizer.learning_rate": 0.01, "log.tensorboard": False},
+        "common": {"optimizer.learning_rate": 0.01, "log.trackers": []},
         "variants": {"dense": None, "cp": {"model.feed_forward": CP}},
     }
 

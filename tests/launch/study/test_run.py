@@ -29,7 +29,7 @@ from train.study.study import load_study
 # A study is a few whole runs: 47 s.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-QUICK = {"evaluation.batch_size": 64, "log.tensorboard": False}
+QUICK = {"evaluation.batch_size": 64, "log.trackers": []}
 """Of runs whose scores do not matter."""
 Capture = pytest.CaptureFixture[str]
 

@@ -42,7 +42,7 @@ def write(folder: Path, data: Path, steps: int, **sections: dict[str, object]) -
         "schedule": {"decay_steps": steps},
         "checkpoint": {"every": 20},
         "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
-        "log": {"every": 20, "tensorboard": False},
+        "log": {"every": 20, "trackers": []},
     }
     folder.mkdir()
     path = folder / "run.yaml"

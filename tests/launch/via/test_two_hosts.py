@@ -38,7 +38,7 @@ def write_config(folder: Path, data: Path) -> Path:
         "schedule": {"decay_steps": STEPS},
         "checkpoint": {"every": EVERY},
         "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
-        "log": {"every": EVERY, "tensorboard": False},
+        "log": {"every": EVERY, "trackers": []},
     }
     folder.mkdir()
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 def config(tmp_path, prepared_path):
     return write_config(
         tmp_path / "config.yaml", prepared_path, train__steps=2, evaluation__every=0,
-        checkpoint__every=0, log__tensorboard=False,
+        checkpoint__every=0, log__trackers=[],
     )  # fmt: skip
 
 

@@ -151,7 +151,7 @@ NEAREST = {
     "train.bf16": "train.precision",
     "train.save_steps": "checkpoint.every",
     "train.eval_steps": "evaluation.every",
-    "wandb": "log.tensorboard",
+    "wandb": "log.trackers",
     "model.feed_forward.n_experts": "model.feed_forward.num_experts",
     "model.feed_forward.hiden_size": "model.feed_forward.hidden_size",
     "parallel.tensor_paralel_size": "parallel.tensor_parallel_size",

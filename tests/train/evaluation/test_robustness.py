@@ -52,7 +52,7 @@ def trained(workers, tmp_path_factory):
             "steps": 20, "global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32",
         },
         "optimizer": {"learning_rate": 0.02}, "schedule": {"kind": "constant"},
-        "evaluation": {"max_windows": 64}, "log": {"tensorboard": False},
+        "evaluation": {"max_windows": 64}, "log": {"trackers": []},
     }))  # fmt: skip
     workers(1).run(run, config)
     return root / "run"

@@ -101,7 +101,7 @@ def test_the_probe_set_lies_evenly_over_the_split(prepared_path):
 
 def train(workers, folder, data, processes, *overrides, **changes):
     # Windows that neither the batch size nor the processes divide.
-    log = {"fluctuation": True, "fluctuation_tokens": 32 * 11, "tensorboard": True}
+    log = {"fluctuation": True, "fluctuation_tokens": 32 * 11, "trackers": ["tensorboard"]}
     changes = {"model__feed_forward": SMOE, "log": log} | changes
     config = write_config(
         folder / "config.yaml", data, checkpoint__every=2, evaluation__batch_size=2, **changes

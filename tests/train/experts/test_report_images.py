@@ -49,7 +49,7 @@ def trained(request, workers, tmp_path_factory):
         "train": {
             "steps": 8, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
         },
-        "optimizer": {"learning_rate": 0.02}, "log": {"tensorboard": False},
+        "optimizer": {"learning_rate": 0.02}, "log": {"trackers": []},
     }))  # fmt: skip
     workers(1).run(run, config)
     return root / "run"

@@ -118,7 +118,7 @@ def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(
     forks, copy, tmp_path, validating
 ):
     flip_in_the_middle(copy)
-    config = write_config(tmp_path / "config.yaml", copy, log__tensorboard=False)
+    config = write_config(tmp_path / "config.yaml", copy, log__trackers=[])
     every = ["evaluation.every=1", "evaluation.max_windows=null"] if validating else []
     words = ["train", str(config), "train.steps=100000", "checkpoint.every=0", *every]
     run = forks.start(tmp_path, words)
@@ -141,7 +141,7 @@ def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(
 @pytest.mark.distributed
 def test_a_run_that_is_over_first_still_says_so(forks, copy, tmp_path):
     flip_in_the_middle(copy)
-    config = write_config(tmp_path / "config.yaml", copy, log__tensorboard=False)
+    config = write_config(tmp_path / "config.yaml", copy, log__trackers=[])
     run = forks.start(tmp_path, ["train", str(config), "train.steps=1"])
     assert run.wait(60) == [2, 2]
     assert f"data.verify: {copy / 'train.bin'}: damaged: " in run.text()

@@ -26,7 +26,7 @@ def die_before_there_is_a_config(rank: int) -> None:
 def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
     forks, tmp_path, prepared_path
 ):
-    config = write_config(tmp_path / "config.yaml", prepared_path, log__tensorboard=False)
+    config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
     options = ["train.steps=100000", "checkpoint.every=0", "evaluation.every=0"]
     first = forks.start(tmp_path, ["train", str(config), *options])
     records = tmp_path / "run" / "metrics.jsonl"
@@ -51,9 +51,7 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
 def test_a_run_that_was_killed_while_it_wrote_its_configuration_starts_again(
     forks, tmp_path, prepared_path
 ):
-    config = write_config(
-        tmp_path / "config.yaml", prepared_path, train__steps=2, log__tensorboard=False
-    )
+    config = write_config(tmp_path / "config.yaml", prepared_path, train__steps=2, log__trackers=[])
     killed = forks.start(tmp_path, ["train", str(config)], before=die_before_there_is_a_config)
     assert killed.wait()[0] == 137
     left = {path.name for path in (tmp_path / "run").iterdir()}

@@ -23,7 +23,7 @@ GRACE = 25
 
 @pytest.fixture
 def config(tmp_path, prepared_path):
-    return write_config(tmp_path / "config.yaml", prepared_path, log__tensorboard=False)
+    return write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
 
 
 def lines(folder):

@@ -103,7 +103,7 @@ def test_the_rank_that_stalls_is_named_with_its_stack(forks, tmp_path, prepared_
         (tmp_path / kind).mkdir()
         config = write_config(tmp_path / kind / "config.yaml", prepared_path)
         options = ["train.steps=100000", "evaluation.every=0", "checkpoint.every=0"]
-        options += ["monitor.stall_minutes=0.07", "log.tensorboard=false"]
+        options += ["monitor.stall_minutes=0.07", "log.trackers=[]"]
         runs[kind] = forks.start(tmp_path / kind, ["train", str(config), *options], before=before)
     for kind, (rank, _, number, _, _) in KINDS.items():
         records = tmp_path / kind / "run" / "metrics.jsonl"
@@ -140,7 +140,7 @@ def test_the_rank_that_stalls_is_named_with_its_stack(forks, tmp_path, prepared_
 
 @pytest.mark.distributed
 def test_a_run_that_goes_on_is_not_taken_for_stalled(forks, tmp_path, prepared_path):
-    config = write_config(tmp_path / "config.yaml", prepared_path, log__tensorboard=False)
+    config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
     options = ["train.steps=6", "monitor.stall_minutes=0.03"]
     run = forks.start(tmp_path, ["train", str(config), *options])
     assert run.wait() == [0, 0]

@@ -57,7 +57,7 @@ def test_the_first_record_of_a_process_has_it_and_the_console_says_it(tmp_path, 
     startup.lap("imports")
     metrics = Metrics(
         tmp_path,
-        LogConfig(tensorboard=False),
+        LogConfig(trackers=()),
         0,
         2,
         startup,

@@ -59,7 +59,7 @@ TREE = {
     "schedule": {"kind": "constant"},
     "checkpoint": {"every": 15},
     "evaluation": {"every": 15},
-    "log": {"tensorboard": False},
+    "log": {"trackers": []},
 }  # fmt: skip
 
 

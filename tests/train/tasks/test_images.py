@@ -60,7 +60,7 @@ TREE = {
     "schedule": {"kind": "constant"},
     "checkpoint": {"every": 6},
     "evaluation": {"every": 6},
-    "log": {"tensorboard": False, "fluctuation": True},
+    "log": {"trackers": [], "fluctuation": True},
 }  # fmt: skip
 MIXER = (
     "model={kind: mixer, image_size: 8, patch_size: 2, num_layers: 2, hidden_size: 16, "

@@ -28,7 +28,7 @@ CONFIG = {
     "schedule": {"kind": "constant"},
     "checkpoint": {"every": 6},
     "evaluation": {"every": 6},
-    "log": {"tensorboard": False},
+    "log": {"trackers": []},
 }
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

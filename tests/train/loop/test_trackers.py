@@ -1,0 +1,179 @@
+"""Trackers: the same numbers under the same names in all, and none that ends a run."""
+
+import json
+import math
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch.cli import run as polyad
+from tests.helpers.runs import records, run, write_config
+from train.config.run import parse_config
+from train.loop import trackers
+from train.loop.trackers import TRACKERS, Tracker, Trackers
+
+RECORDS = [
+    {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75], "startup_a": 1.0},
+    {"step": 2, "loss": 2.0, "grad_norm": 0.5, "routing/load": [0.5, 0.5], "note": "text"},
+]
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from train.loop.trackers import Trackers
+found = Trackers([sys.argv[1]], Path(sys.argv[2]), {"seed": 7, "model": {"kind": "gpt2"}}, 0)
+for record in json.loads(sys.argv[3]):
+    found.log(record, without="startup")
+found.text(2, "startup", "a line")
+found.close()
+"""
+
+
+def tracked(name: str, folder: Path, **environment: str) -> None:
+    """Writes the records through a tracker in a process of its own."""
+    folder.mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, name, str(folder), json.dumps(RECORDS)],
+        **{"env": os.environ | environment, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "warning" not in done.stderr
+
+
+def in_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    tags = found.Tags()
+    assert tags["histograms"] == ["routing/load"]
+    return {name: {e.step: e.value for e in found.Scalars(name)} for name in tags["scalars"]}
+
+
+HEADER, BLOCK = 7, 2**15
+FULL, LAST = 1, 4
+
+
+def log_records(content: bytes) -> Iterator[bytes]:
+    """Records of LevelDB's log format: blocks of pieces, each with its length and kind."""
+    whole, place = b"", 0
+    while place + 7 <= len(content):
+        left = BLOCK - (place + HEADER) % BLOCK
+        if left < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
+        whole += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (FULL, LAST):
+            yield whole
+            whole = b""
+
+
+def in_wandb(folder: Path) -> dict[str, dict[int, float]]:
+    """Reads the file that an offline run leaves for `wandb sync`."""
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    found = {}
+    for data in log_records(path.read_bytes()[HEADER:]):
+        record = proto.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        assert row.get("routing/load/_type", "histogram") == "histogram"
+        for name, value in row.items():
+            if not name.startswith(("_", "routing/load/")) and name != "step":
+                found.setdefault(name, {})[row["step"]] = value
+    return found
+
+
+def in_trackio(folder: Path) -> dict[str, dict[int, float]]:
+    (path,) = folder.parent.glob("trackio/*.db")
+    found: dict[str, dict[int, float]] = {}
+    with sqlite3.connect(path) as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+    for step, text in rows:
+        for name, value in json.loads(text).items():
+            if name == "routing/load":
+                assert value["_type"] == "trackio.histogram"
+            else:
+                found.setdefault(name, {})[step] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("tensorboard", in_tensorboard), ("wandb", in_wandb), ("trackio", in_trackio)],
+)
+def test_all_have_the_same_numbers_under_the_same_names(name, read, tmp_path):
+    pytest.importorskip(name, exc_type=ImportError)
+    local = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    tracked(name, tmp_path / "run", **local)
+    assert read(tmp_path / "run") == {"loss": {1: 2.5, 2: 2.0}, "grad_norm": {2: 0.5}}
+
+
+def test_every_tracker_is_tried():
+    assert set(TRACKERS) == {"tensorboard", "wandb", "trackio"}
+
+
+@pytest.mark.distributed
+def test_a_run_offline_has_its_curves_and_its_configuration(workers, tmp_path, prepared_path):
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, log__trackers=["tensorboard", "wandb"],
+        train__steps=2, evaluation__every=0,
+    )  # fmt: skip
+    assert workers(2).run(run, config)[0] == 2
+    losses = {line["step"]: line["loss"] for line in records(tmp_path / "run")}
+    assert in_wandb(tmp_path / "run")["loss"] == pytest.approx(losses)
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+class Failing(Tracker):
+    def __init__(self, folder, about, done_steps):
+        pass
+
+    def log(self, step, numbers, lists):
+        raise ConnectionError("no route to\nthe server")
+
+    def close(self):
+        raise AssertionError("it was left out")
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Failing)
+    found = Trackers(["wandb", "tensorboard"], tmp_path, {}, 0)
+    for record in RECORDS:
+        found.log(record, without="startup")
+    found.close()
+    assert in_tensorboard(tmp_path)["loss"] == {1: 2.5, 2: 2.0}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "polyad: warning: log.trackers: wandb failed and is left out: no route to the server"
+    )
+
+
+def test_a_package_that_is_not_there_is_one_line_before_a_run(
+    tmp_path, prepared_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=["wandb"])
+    assert polyad(["train", str(config)]) == 2
+    assert "log.trackers: wandb is not installed: pip install wandb" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("earlier", "now"), [("true", ("tensorboard",)), ("false", ())])
+def test_runs_that_began_with_the_earlier_key_go_on(earlier, now):
+    text = "run: {folder: x}\ndata: {path: y}\n"
+    text += "train: {steps: 1, global_batch_size: 1, micro_batch_size: 1}\n"
+    text += f"model: {{vocab_size: 10}}\nlog: {{tensorboard: {earlier}}}\n"
+    assert parse_config(text, origin="x").log.trackers == now
