@@ -355,6 +355,17 @@ def validate_arguments(parser: Parser) -> None:
     )
 
 
+def schema_arguments(parser: Parser) -> None:
+    """Those of `polyad schema`."""
+    parser.add_argument(
+        "kind",
+        nargs="?",
+        choices=("run", "study"),
+        default="run",
+        help="of a file for `polyad train`, or for `polyad study`",
+    )
+
+
 def doctor_arguments(parser: Parser) -> None:
     """Those of `polyad doctor`."""
     from launch.via import options

@@ -66,6 +66,12 @@ COMMANDS: dict[str, Command] = {
         arguments=arguments.validate_arguments,
         handler=handlers.validate,
     ),
+    "schema": Command(
+        summary="Prints the JSON Schema of a configuration, for editors.",
+        example="polyad schema > polyad.schema.json\npolyad schema study > study.schema.json",
+        arguments=arguments.schema_arguments,
+        handler=handlers.schema,
+    ),
     "doctor": Command(
         summary="Looks for what would break a run on these hosts, or slow it down.",
         example="polyad doctor --processes-per-node 2\n"

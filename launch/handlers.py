@@ -346,6 +346,13 @@ def checkpoint_delete(options: Namespace) -> None:
         show(result, checkpoint_table(result), options.json, stdout)
 
 
+def schema(options: Namespace) -> None:
+    """`polyad schema`."""
+    from launch.schema import schema_text
+
+    sys.stdout.write(schema_text(options.kind))
+
+
 def doctor(options: Namespace) -> int:
     """`polyad doctor`."""
     from launch.doctor.command import check, examine, in_a_group, table

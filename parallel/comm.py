@@ -1,9 +1,11 @@
 """The process group: its start and end, and the collectives that the training loop needs."""
 
 import hashlib
+import ipaddress
 import json
 import math
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ from parallel.dims import LayoutError
 from parallel.host_memory import keep_freed_memory
 
 T = TypeVar("T")
+TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+"""The variables that say how many tasks something has started, this process or its agent in one."""
 RECORDED = 2000
 """Collectives that PyTorch's flight recorder keeps."""
 _dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
@@ -84,7 +88,44 @@ def environment_world_size() -> int:
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise LayoutError(f"{name}: is missing in the environment, though RANK is there")
+    _check_not_apart()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_not_apart() -> None:
+    """Refuses worlds that do not know of one another: each would train the whole run, alone.
+
+    Raises:
+        LayoutError: srun or mpirun has started several tasks that torchrun did not join, or this
+            host would look for the others on itself.
+    """
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    for name, starter in TASKS_OF.items():
+        tasks = os.environ.get(name, "1")
+        if tasks.isdecimal() and int(tasks) > 1 and nodes == 1:
+            world = os.environ.get("WORLD_SIZE", "1")
+            raise LayoutError(
+                f"{name}: {starter} has started {tasks} tasks, and this process knows a world of "
+                f"{world} on 1 host: each task would train alone. Start them with `polyad launch` "
+                f"or torchrun (--nnodes {tasks}), or a single task"
+            )
+    address = os.environ.get("MASTER_ADDR", "")
+    if os.environ.get("GROUP_RANK", "0") != "0" and _is_this_host(address):
+        raise LayoutError(
+            f"MASTER_ADDR: {address} is a loopback address on this host, which is not the first "
+            f"of {nodes}: it would look for the others on itself. Give the first host's address "
+            f"(--rdzv-endpoint), or a name that is not in /etc/hosts as 127.0.0.1"
+        )
+
+
+def _is_this_host(address: str) -> bool:
+    try:
+        found = (
+            {str(each[4][0]) for each in socket.getaddrinfo(address, None)} if address else set()
+        )
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(each).is_loopback for each in found)
 
 
 def environment_rank() -> int:

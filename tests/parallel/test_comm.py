@@ -3,6 +3,7 @@
 import pytest
 
 from parallel import comm
+from parallel.dims import LayoutError
 from tests.helpers.forking import ForkServer
 from tests.helpers.training import Case, wait_in_vain
 from tests.helpers.workers import WorkerPool
@@ -40,3 +41,45 @@ def test_a_peer_that_has_failed_is_seen_and_a_process_does_not_take_itself_for_o
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     assert not comm.peer_has_failed()
     assert ended == [0, 143, 2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, ["SLURM_STEP_NUM_TASKS: srun has started 2 tasks", "of 1"]),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, ["OMPI_COMM_WORLD_SIZE: mpirun has started 8 tasks"]),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
+            ["world of 4 on 1 host", "--nnodes 2"],
+        ),
+        (
+            {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
+            ["MASTER_ADDR: localhost is a loopback address", "--rdzv-endpoint"],
+        ),
+    ],
+)
+def test_worlds_that_do_not_know_of_one_another_are_refused(environment, words, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LayoutError) as caught:
+        comm.environment_world_size()
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},  # a shell in an allocation
+        {"SLURM_STEP_NUM_TASKS": "2", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "1"},
+        {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"},
+        {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.1.1"},
+        {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"},
+    ],
+)
+def test_worlds_of_several_hosts_and_of_one_are_not(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert comm.environment_world_size() == 1
