@@ -100,10 +100,32 @@ def left_over(hosts: tuple[Host, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("feed_forward", "degrees"),
+    [
+        ({"kind": "dense"}, {}),
+        pytest.param(
+            {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32},
+            {"expert_parallel_size": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["dense", "experts over hosts"],
+)
 def test_a_run_over_two_hosts_is_that_of_one_machine(
-    cluster: Cluster, data: Path, polyad: Polyad, tmp_path: Path
+    cluster: Cluster,
+    data: Path,
+    polyad: Polyad,
+    tmp_path: Path,
+    feed_forward: dict[str, object],
+    degrees: dict[str, object],
 ) -> None:
-    config, whole = write(tmp_path / "two", data, 6), write(tmp_path / "one", data, 6)
+    sections = {
+        "model": SMALL["model"] | {"dropout": 0.1, "feed_forward": feed_forward},
+        "parallel": {"zero_stage": 1, "timeout_minutes": 2.0} | degrees,
+    }
+    config = write(tmp_path / "two", data, 6, **sections)
+    whole = write(tmp_path / "one", data, 6, **sections)
     launcher = start(cluster, config)
     out, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, said

@@ -1,0 +1,102 @@
+"""Jobs of a real Slurm: from sbatch to a finished run, and back into the queue before the limit."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from parallel.checkpoint.commit import complete_checkpoints
+from tests.helpers.hosts import several_hosts
+from tests.helpers.slurm import Slurm, slurm
+from tests.launch.conftest import ROOT
+from tests.launch.via.test_ssh import losses, write
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TWO = ("--nodes", "2", "--processes-per-node", "1", "--interface", "eth0")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with several_hosts(2, net=80) as hosts:
+        controller = f"{hosts[0].address.rpartition('.')[0]}.254"
+        with slurm(hosts, controller, tmp_path_factory.mktemp("slurm")) as found:
+            yield found
+
+
+def submitted(cluster: Slurm, command: str, config: Path, *more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", command, str(config), "--via", "slurm", *TWO, *more],
+        **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    return re.search(r"Submitted batch job (\d+)", done.stdout)[1]  # type: ignore[index]
+
+
+def output(config: Path, job: str) -> str:
+    return (config.parent / "run" / "launch" / f"slurm-{job}.out").read_text()
+
+
+def test_a_job_runs_to_its_end(cluster: Slurm, data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "two", data, 6)
+    job = submitted(cluster, "launch", config)
+    found = cluster.wait(job, ("COMPLETED", "FAILED", "TIMEOUT"), 120)
+    assert found["JobState"] == "COMPLETED", output(config, job)
+    assert sorted(losses(config)) == list(range(1, 7))
+    said = output(config, job)
+    assert "6 steps done" in said
+    assert "\x1b" not in said
+    assert "\r" not in said
+    environment = json.loads((config.parent / "run" / "environment.json").read_text())
+    assert environment["world_size"] == 2
+
+
+def test_nodes_are_looked_at_by_a_job(cluster: Slurm, data: Path, tmp_path: Path) -> None:
+    config = write(tmp_path / "two", data, 6)
+    found = tmp_path / "found.json"
+    job = submitted(cluster, "doctor", config, "--json", str(found))
+    state = cluster.wait(job, ("COMPLETED", "FAILED"), 120)["JobState"]
+    assert state == "COMPLETED", output(config, job)
+    result = json.loads(found.read_text())
+    assert result["errors"] == []
+    assert len(result["measured"]["between"]) == 1
+
+
+def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
+    cluster: Slurm, data: Path, tmp_path: Path
+) -> None:
+    config = write(tmp_path / "two", data, 1_000_000)
+    job = submitted(cluster, "launch", config, "--time", "1:35", "--signal-seconds", "30")
+    cluster.wait(job, ("RUNNING",), 60)
+    # Slurm rounds the limit up to two minutes, and sends the signal up to a minute early.
+    until = time.monotonic() + 180
+    while cluster.job(job)["Restarts"] == "0":
+        assert time.monotonic() < until, output(config, job)
+        time.sleep(0.5)
+    said = output(config, job)
+    assert f"stopping, then requeueing job {job}" in said
+    (saved,) = re.findall(r"stopped by SIGUSR1; the same command goes on from (\S+)", said)
+    step = int(Path(saved).name.removeprefix("step-"))
+    assert complete_checkpoints(config.parent / "run" / "checkpoints")[-1].name == Path(saved).name
+    assert max(losses(config)) == step
+    cluster.wait(job, ("RUNNING",), 180)
+    until = time.monotonic() + 120
+    while max(losses(config)) <= step + 20:
+        assert time.monotonic() < until, output(config, job)
+        time.sleep(0.5)
+    assert sorted(losses(config)) == list(range(1, max(losses(config)) + 1))
+    cluster.ask("scancel", job)
+    cluster.wait(job, ("CANCELLED",), 60)
+    until = time.monotonic() + 60
+    while "stopped by SIGTERM" not in output(config, job):
+        assert time.monotonic() < until, output(config, job)
+        time.sleep(0.5)
+    newest = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
+    assert int(newest.name.removeprefix("step-")) > step
+    assert os.listdir(newest)
