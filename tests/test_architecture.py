@@ -205,7 +205,8 @@ def test_no_file_names_a_place_of_one_machine() -> None:
     # Paths of a home folder or a container, in the files that are shipped.
     place = re.compile(r"(?<![\w.])/(?:work|root|home|Users)/\w")
     files = [p for room in (*ROOMS, "configs") for p in (ROOT / room).rglob("*") if p.is_file()]
-    files += [*ROOT.glob("*.md"), *(ROOT / "docs").iterdir(), ROOT / "Makefile"]
+    files += [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*") if p.is_file())]
+    files.append(ROOT / "Makefile")
     files += [ROOT / "pyproject.toml", ROOT / "CITATION.cff"]
     shipped = [p for p in files if p.suffix in {".py", ".md", ".yaml", ".toml", ".svg", ".cff", ""}]
     assert [str(p) for p in shipped if place.search(p.read_text(encoding="utf-8"))] == []

@@ -38,7 +38,12 @@ NOT_RUN = {
     "polyad bench step --device cuda": "needs a GPU",
 }
 """How commands begin that are parsed only, and why."""
-DRY = {"torchrun": "needs several hosts that meet", "slurm": "needs Slurm"}
+DRY = {
+    "torchrun": "needs several hosts that meet",
+    "ssh": "needs hosts",
+    "slurm": "needs Slurm",
+    "kubernetes": "needs a cluster",
+}
 """Ways of `polyad launch --via` that are run with --dry-run, and why."""
 TINY = (
     *("model.hidden_size=32", "model.num_heads=2", "model.sequence_length=128"),

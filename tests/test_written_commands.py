@@ -8,6 +8,7 @@ import pytest
 from launch.cli import run
 from launch.commands import COMMANDS
 from launch.parser import UsageError
+from launch.via.hostfile import read_hostfile
 from tests.helpers.written import (
     PAGES,
     ROOT,
@@ -132,7 +133,11 @@ def test_runs_that_are_written_down_are_valid(capfd: pytest.CaptureFixture[str])
         name, _, options = parsed(words)
         processes = 1
         if name == "launch":
-            processes = (options.nodes or 1) * options.processes_per_node
+            if options.via == "ssh":
+                hosts = read_hostfile(ROOT / options.hostfile)
+                processes = sum(host.slots or 1 for host in hosts)
+            else:
+                processes = (options.nodes or 1) * options.processes_per_node
         elif command.words[0] == "torchrun":
             processes = int(command.words[command.words.index("--nproc-per-node") + 1])
         left = load_config(ROOT / options.config).model.left_to_data()

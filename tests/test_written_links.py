@@ -11,7 +11,7 @@ from tests.helpers.written import PAGES, ROOT, markdown_files
 FILES = markdown_files()
 NAMED = re.compile(r"`([\w.-]+(?:/[\w.-]+)*\.(?:py|c|h|md|yaml|sh))`")
 """A file between marks. `report.json` and the like are of a run and stand in no folder here."""
-OF_A_RUN = {"config.yaml", "launch/job.sh"}
+OF_A_RUN = {"config.yaml", "launch/job.sh", "launch/job.yaml"}
 """Names between marks that are files of a run, not of this repository."""
 
 

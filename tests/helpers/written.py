@@ -29,7 +29,10 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
-PAGES = ("prepare", "train", "many-hosts", "evaluate", "convert", "experts", "images", "studies")
+PAGES = (
+    *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "experts", "images"),
+    "studies",
+)
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})
 """Arguments that name what a command makes; it reads every other path."""
