@@ -100,14 +100,14 @@ def left_over(hosts: tuple[Host, ...]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feed_forward", "degrees"),
     [
         ({"kind": "dense"}, {}),
-        pytest.param(
+        (
             {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32},
             {"expert_parallel_size": 2},
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["dense", "experts over hosts"],
