@@ -18,7 +18,8 @@ from parallel import comm
 LARGEST, REPEATS = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}, 5
 """Bytes that a process sends in a measurement, by device; and how often."""
 PAIR_REPEATS = 3
-MATRIX, PRODUCT_SECONDS = {"cuda": 8192, "cpu": 512}, 0.3
+MATRIX, PRODUCTS = {"cuda": 4096, "cpu": 512}, 50
+"""The side of a product's factors, by device; how many are timed."""
 CLOCK_ROUNDS = 8
 
 
@@ -144,13 +145,22 @@ def _all_to_all(world: comm.World) -> float:
 
 
 def _product_flops(device: torch.device) -> float:
+    return float(2 * MATRIX[device.type] ** 3 / product_seconds(device, PRODUCTS))
+
+
+def product_seconds(device: torch.device, repeats: int) -> float:
+    """The shortest time of a matrix product of a fixed size, alone on this process's device.
+
+    Args:
+        device: of this process; it is waited for.
+        repeats: how many are timed.
+    """
     side = MATRIX[device.type]
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = torch.ones(2, side, side, dtype=kind, device=device)
-    until, times = time.monotonic() + PRODUCT_SECONDS, list[float]()
-    while time.monotonic() < until or len(times) < 3:
-        times.append(_median_seconds(lambda: a @ b, device, 1, warm_up=not times))
-    return 2 * side**3 / min(times)
+    return min(
+        _median_seconds(lambda: a @ b, device, 1, warm_up=number == 0) for number in range(repeats)
+    )
 
 
 def _clocks() -> list[float]:

@@ -1,6 +1,7 @@
 """`polyad train`: opens the inputs of a run, builds its parts in order, and starts the loop."""
 
 import itertools
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from train.guard.memory import RunMemory
 from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers
 from train.guard.run_folder import RunLock
 from train.guard.stopping import StopSignals
+from train.guard.stragglers import Stragglers
 from train.guard.watchdog import Watchdog
 from train.loop.device import Prefetch, allow_tf32
 from train.loop.hooks import Checkpoints, Hooks, Validation, sources_of
@@ -150,4 +152,7 @@ def _hooks(
         stop=stop,
         at=watchdog.at,
         fluctuation=fluctuation,
+        stragglers=Stragglers(
+            config.monitor.stragglers, comm.from_all(socket.gethostname()), engine.world
+        ),
     )

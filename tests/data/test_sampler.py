@@ -100,6 +100,7 @@ def test_order_is_the_one_of_earlier_versions(samples):
     assert samples._generator(3, 0).permutation(10).tolist() == [9, 4, 6, 8, 7, 3, 1, 5, 2, 0]
 
 
+@pytest.mark.slow
 def test_workers_read_the_same(samples):
     state = torch.get_rng_state()
     assert global_batch(samples, 3, start=2, steps=3, workers=2) == global_batch(samples, 3)

@@ -32,6 +32,7 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
     assert (config.parent / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("all_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]

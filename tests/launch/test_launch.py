@@ -63,6 +63,7 @@ def test_evaluate_writes_json_beside_the_table(
     assert f"{result['perplexity']:.3f}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_one_line_without_torchruns_report(
     config: Path, polyad: Polyad
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(
     assert all(line.startswith(known) for line in lines[:-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Polyad) -> None:
     options = ["--nproc-per-node", 2, "-m", "launch", "train", config, "train.stps=3"]
     done = polyad("--standalone", *options, module="torch.distributed.run")

@@ -101,7 +101,13 @@ FEED_FORWARDS = {
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("name", FEED_FORWARDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=[] if each in ("sparse", "cp") else pytest.mark.slow)
+        for each in FEED_FORWARDS
+    ],
+)
 def test_a_compiler_traces_model_and_loss_whole(small_model, random_ids, name, dtype):
     _dynamo.reset()
     _dynamo.utils.counters.clear()

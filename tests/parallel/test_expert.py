@@ -201,7 +201,10 @@ def test_recomputation_and_compilation_change_nothing(workers, references, chang
     assert all(same_routing(*pair) for pair in pairs)
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize(
+    "graph",
+    [pytest.param(each, marks=[] if each == "similarity" else pytest.mark.slow) for each in GRAPHS],
+)
 def test_a_compiler_traces_exchanging_experts_whole(workers, graph):
     case = Case(stage=1, expert=2, model=model("linear", graph))
     assert workers(2).run(breaks_of_a_step, case) == [[], []]

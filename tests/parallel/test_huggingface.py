@@ -115,6 +115,7 @@ print(box, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_box_of_a_large_tensor_does_not_load_it(folder, tmp_path):
     if not Path("/proc/self/status").exists():
         pytest.skip("peak memory of a process is read from /proc")

@@ -43,19 +43,32 @@ def test_every_step_records_its_routing(finished):
         assert 1 <= line[f"{LAYER}/effective_neighbours"] <= 32
         assert 0 < line[f"{LAYER}/entropy"] < 1.387  # ln 4
         assert 1 <= line["routing/load_max"] <= 4
+        assert load[line[f"{LAYER}/busiest"]] == max(load)
+        assert load[line[f"{LAYER}/idlest"]] == min(load)
+        # Rank 0 has the first two experts.
+        shares = [sum(load[:2]), sum(load[2:])]
+        assert line[f"{LAYER}/rank_load"] == pytest.approx(shares, abs=1e-5)
+        assert line["routing/rank_load_max"] == pytest.approx(2 * max(shares), rel=1e-4)
         assert not any(key.startswith("routing/blocks.0") for key in line)  # dense
     events = EventAccumulator(str(finished / "run" / "tensorboard"))
     events.Reload()
-    for name in ("routing/load_max", f"{LAYER}/entropy", f"{LAYER}/balance_loss"):
+    whose = (f"{LAYER}/busiest", "routing/rank_load_max")
+    for name in ("routing/load_max", f"{LAYER}/entropy", f"{LAYER}/balance_loss", *whose):
         actual = [event.value for event in events.Scalars(name)]
         assert actual == pytest.approx([line[name] for line in lines], rel=1e-6)
+
+
+def _is_of_any_layout(key: str) -> bool:
+    """Not loads of ranks, and not which of two equal loads is called the largest."""
+    ends = ("busiest", "idlest", "rank_load", "rank_load_max")
+    return key.startswith("routing/") and not key.endswith(ends)
 
 
 def test_one_process_records_the_same(workers, finished, tmp_path, prepared_path):
     config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS)
     workers(1).run(run, config)
     for ours, theirs in zip(records(tmp_path / "run"), records(finished / "run"), strict=True):
-        names = [key for key in theirs if key.startswith("routing/")]
+        names = [key for key in theirs if _is_of_any_layout(key)]
         names += ["loss", "grad_norm", *(["validation_loss"] if "validation_loss" in ours else [])]
         for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

@@ -28,6 +28,9 @@ class MonitorConfig(Config):
     """Minutes without any progress after which a process is named as stalled, with its stack, and
     the run ends. Longer than the longest time without a collective, as in compiling or in writing
     a checkpoint, and shorter than `parallel.timeout_minutes`. 0 watches nothing."""
+    stragglers: Annotated[int, Field(ge=0)] = 100
+    """Steps between two looks for processes that all others wait for, which are named with their
+    host; 0: none. A look waits for the device once."""
     grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
     """Seconds from a signal to the end of the process, saved or not: less than what the scheduler
     allows before it kills it, and torchrun (30, unless `polyad launch` tells it more)."""

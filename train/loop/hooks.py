@@ -8,6 +8,7 @@ from parallel.checkpoint.saver import Saver
 from parallel.zero import Engine
 from train.guard.memory import RunMemory
 from train.guard.stopping import StopSignals
+from train.guard.stragglers import Stragglers
 from train.guard.watchdog import Watchdog
 from train.state import TrainState
 from train.tasks.task import Task
@@ -103,6 +104,7 @@ class Hooks:
     stop: StopSignals
     at: Callable[[str], None]
     """Tells the watchdog what the process does next, which counts as progress."""
+    stragglers: Stragglers
     fluctuation: Callable[[], dict[str, float]] | None = None
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
     None where `log.fluctuation` does not ask for it."""

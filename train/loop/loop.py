@@ -169,6 +169,8 @@ class TrainLoop:
         )
         batch = batch_of_step(state.step, state.left_out)
         limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
+        look = self._hooks.stragglers
+        look.look(state.step + 1)
         issued = issue_step(
             self._engine,
             self._task.losses,
@@ -178,7 +180,11 @@ class TrainLoop:
             losses=config.loss,
             progress=(state.step + 1) / config.train.steps,
             limits=limits,
-            own=lambda: (self._hooks.stop.number, *memory_of_process(self._world.device)),
+            own=lambda: (
+                self._hooks.stop.number,
+                *memory_of_process(self._world.device),
+                *look.own(self._batches.waited),
+            ),
         )
         seconds = self._timer.step()
         state.step += 1
@@ -209,7 +215,8 @@ class TrainLoop:
         """The record of a step; None if the run went back to a checkpoint."""
         state, config = self._state, self._config
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
-        signals, held, reserved = map(max, zip(*numbers.of_each, strict=True))
+        *highest, products, waits = zip(*numbers.of_each, strict=True)
+        signals, held, reserved = map(max, highest)
         self._told = signals
         if signals:
             self._hooks.stop.heard()
@@ -240,7 +247,12 @@ class TrainLoop:
             "skipped_steps": state.skipped_steps,
         } | _memory_record(held, reserved)
         if self._metrics is not None:  # of all processes one writes it
-            record |= routing_record(routing)
+            record |= routing_record(routing, self._world.expert_parallel_size)
+        slow, lines = self._hooks.stragglers.judge(products, waits, pending.seconds)
+        record |= slow
+        if self._metrics is not None:
+            for line in lines:
+                self._metrics.say(f"polyad: warning: step {pending.step}: {line}")
         if spike:
             record |= self._guard.stayed(pending.step, pending.batch, limits, outcome)
         return record | self._guard.rewound()

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from model.interface import FeedForward
 from model.mumoe.head import MuMoEHead
@@ -25,31 +25,40 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
         layer.update(stats, progress)
 
 
-def routing_record(routing: Routing) -> dict[str, Any]:
-    """The statistics of a step as flat keys, for metrics.jsonl and TensorBoard.
+LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
+"""Measures of which all layers together have the largest; of others they have the mean."""
+
+
+ROUNDING = 1e-5
+"""Of the mean load: loads that differ by less are equal."""
+
+
+def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
+    """The statistics of a step as flat keys, for metrics.jsonl and trackers.
 
     Args:
         routing: Averaged over the step.
+        ranks: Processes that have different experts.
 
     Returns:
         `routing/LAYER/MEASURE` for each layer, and `routing/MEASURE` for all layers: the mean, but
-        for `load_max` the largest. Empty for a model that does not route.
+        for loads the largest. Empty for a model that does not route.
     """
-    layers = {stats.name: measures(stats) for stats in routing}
+    layers = {stats.name: measures(stats, ranks) for stats in routing}
     record: dict[str, Any] = {}
     for name in {key: None for values in layers.values() for key in values}:
         of_layers = [values.get(name) for values in layers.values()]
         numbers = [value for value in of_layers if isinstance(value, float)]
         if numbers:
             record[f"routing/{name}"] = (
-                max(numbers) if name == "load_max" else math.fsum(numbers) / len(numbers)
+                max(numbers) if name in LARGEST_OF_LAYERS else math.fsum(numbers) / len(numbers)
             )
     for layer, values in layers.items():
         record |= {f"routing/{layer}/{name}": value for name, value in values.items()}
     return record
 
 
-def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
+def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | list[float]]:
     """One layer's statistics as numbers.
 
     A mean over tokens of numbers that are never negative is 0 only if all of them are, and sums of
@@ -58,22 +67,40 @@ def measures(stats: RoutingStats) -> dict[str, float | list[float]]:
 
     Args:
         stats: Averaged over a step, or over one forward pass.
+        ranks: Processes that have different experts.
 
     Returns:
         `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
         share of the experts that got nothing; `load`: the share of the assignments of each expert;
+        `busiest` and `idlest` of sparse experts: their numbers; `rank_load` over several processes:
+        the share of the assignments that each computes; `rank_load_max`: the largest over the mean;
         the other fields of `RoutingStats` that the layer has, by their names.
     """
     load_E = stats.load_E
     levels = load_E.split_with_sizes(list(stats.levels or load_E.shape))
-    values: dict[str, float | list[float]] = {
-        "load_max": max(load_N.max().item() * load_N.numel() for load_N in levels),
+    values: dict[str, float | int | list[float]] = {
+        "load_max": max(map(_most, levels)),
         "unused": (load_E == 0).float().mean().item(),
     }
+    if not stats.levels:
+        values |= {"busiest": _first_of_most(load_E), "idlest": _first_of_most(-load_E)}
+    if ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers
+        load_R = load_E.view(ranks, -1).sum(1)
+        values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
     for name, value in tensors_of(stats).items():
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
     return values
+
+
+def _most(load_N: Tensor) -> float:
+    """The largest share over the mean."""
+    return load_N.max().item() * load_N.numel()
+
+
+def _first_of_most(load_E: Tensor) -> int:
+    """The number of the largest; of equal ones the first, whatever rounding makes of them."""
+    return int((load_E >= load_E.max() - ROUNDING / load_E.numel()).nonzero()[0])
 
 
 def _short(numbers: list[float]) -> list[float]:
@@ -89,7 +116,9 @@ def console_summary(record: dict[str, Any]) -> list[str]:
     """
     parts = []
     if "routing/load_max" in record:
-        parts.append(f"load {record['routing/load_max']:.2f}x")
+        parts.append(f"load {record['routing/load_max']:.2f}x{_whose(record)}")
+        if "routing/rank_load_max" in record:
+            parts.append(f"ranks {record['routing/rank_load_max']:.2f}x")
         if record["routing/unused"]:
             parts.append(f"unused {100 * record['routing/unused']:.0f}%")
     if "routing/effective_experts" in record:
@@ -103,3 +132,17 @@ def console_summary(record: dict[str, Any]) -> list[str]:
     if "fluctuation/top1" in record:
         parts.append(f"changed {100 * record['fluctuation/top1']:.1f}%")
     return parts
+
+
+def _whose(record: dict[str, Any]) -> str:
+    """Which expert of which layer is the busiest of all, of a sparse one."""
+    loads = {
+        name: value
+        for name, value in record.items()
+        if name.startswith("routing/") and name.endswith("/load_max") and name.count("/") > 1
+    }
+    layer = max(loads, key=lambda name: loads[name], default="").removesuffix("/load_max")
+    if f"{layer}/busiest" not in record:
+        return ""
+    block = next((part for part in layer.split(".") if part.isdecimal()), "")
+    return f" (block {block}, expert {record[f'{layer}/busiest']})"

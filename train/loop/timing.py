@@ -55,6 +55,11 @@ class TimedBatches(Generic[Batch]):
         finally:
             self._seconds += time.monotonic() - started
 
+    @property
+    def waited(self) -> float:
+        """What was waited since the last call of `seconds`."""
+        return self._seconds
+
     def seconds(self) -> float:
         """What was waited since the last call."""
         seconds, self._seconds = self._seconds, 0.0

@@ -39,6 +39,7 @@ def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) 
     assert not list(config.parent.glob(".polyad-*"))
 
 
+@pytest.mark.slow
 def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Polyad) -> None:
     done = polyad("doctor", config, *TWO, "data.path=nowhere")
     assert done.returncode == 1, done.stderr

@@ -58,6 +58,7 @@ def test_rank_0_alone_reads_small_files_and_nothing_is_digested_twice(workers, c
     assert main["digested_again"] == other["digested_again"] == 0
 
 
+@pytest.mark.slow
 def test_a_file_that_another_node_sees_first_is_waited_for(workers, checkpoints, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(checkpoints, folder)

@@ -153,8 +153,14 @@ def test_every_checkpoint_but_the_first_has_a_record(one_process):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [{}, {"parallel__expert_parallel_size": 2},
-                                      {"parallel__tensor_parallel_size": 2}])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        pytest.param({"parallel__expert_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"parallel__tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepared_path, parallel):
     lines = train(workers, tmp_path, prepared_path, 2, **parallel)
     for ours, theirs in zip(lines, one_process[1], strict=True):

@@ -67,6 +67,7 @@ def test_a_step_that_does_not_fit_names_size_use_and_keys(config: Path) -> None:
     ) in line
 
 
+@pytest.mark.slow
 def test_validation_that_does_not_fit_names_its_own_batch_size(config: Path) -> None:
     small = ("train.global_batch_size=1", "train.micro_batch_size=1", "train.steps=1")
     inner = ("model.feed_forward.hidden_size=50000", "evaluation.max_windows=null")

@@ -76,7 +76,8 @@ def test_while_it_starts_there_is_nothing_to_save(forks, config, tmp_path):
     assert "stopped by SIGTERM; " in run.text()
 
 
-@pytest.mark.parametrize("last", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [False, True])
 def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
     """And everything is as if nothing had happened, the records too."""
     steps = 4 if last else 6

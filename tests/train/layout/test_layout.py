@@ -96,6 +96,7 @@ def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, par
     assert not first.is_wrong
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -74,6 +74,7 @@ def test_records_behind_a_step_and_half_lines_are_dropped(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
 def test_peak_memory_is_this_processs_own():
     ballast = torch.ones(150_000_000)  # 600 MB here, and none of it there

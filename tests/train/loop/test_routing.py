@@ -7,6 +7,7 @@ import torch
 
 from model.mumoe.gating import GateOutput
 from model.mumoe.statistics import gate_statistics
+from model.output import RoutingStats
 from parallel import comm
 from train.loop.routing import console_summary, measures, routing_record
 from train.loop.statistics import StepStatistics
@@ -64,3 +65,17 @@ def test_the_console_says_how_many_experts_a_token_has():
 def test_numbers_of_single_experts_are_short_and_zero_stays_zero():
     load = measures(statistics([[1 / 3, 2 / 3, 0]]))["load"]
     assert load == [0.333333, 0.666667, 0.0]
+
+
+def test_the_console_names_the_busiest_expert_and_how_uneven_processes_are():
+    shares = {3: [0.25, 0.25, 0.3, 0.2], 12: [0.1, 0.1, 0.2, 0.6]}
+    routing = tuple(
+        RoutingStats(f"blocks.{block}.feed_forward", torch.tensor(load), torch.tensor(1.0))
+        for block, load in shares.items()
+    )
+    record = routing_record(routing, ranks=2)
+    assert record["routing/blocks.12.feed_forward/rank_load"] == pytest.approx([0.2, 0.8])
+    assert record["routing/blocks.3.feed_forward/idlest"] == 3
+    assert "routing/busiest" not in record
+    assert console_summary(record)[:2] == ["load 2.40x (block 12, expert 3)", "ranks 1.60x"]
+    assert console_summary(routing_record(routing))[:2] == ["load 2.40x (block 12, expert 3)"]

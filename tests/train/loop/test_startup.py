@@ -93,6 +93,7 @@ def test_a_run_says_it_at_each_start(workers, tmp_path, prepared_path):
         assert line["startup_first_step_seconds"] == line["step_seconds"]
 
 
+@pytest.mark.slow
 def test_libraries_come_without_torch_s_compiler():
     code = (
         "import json, sys, torch\n"

@@ -112,6 +112,7 @@ def test_a_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path, hub, tr
     assert load_tokenizer(cached).fingerprint == trained.fingerprint
 
 
+@pytest.mark.slow
 def test_gpt2_is_found_in_the_cache_and_in_a_snapshot_of_it(tmp_path, shared):
     snapshot = tmp_path / "hub" / "models--gpt2" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
