@@ -99,7 +99,7 @@ def _check_not_apart() -> None:
         LayoutError: srun or mpirun has started several tasks that torchrun did not join, or this
             host would look for the others on itself.
     """
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    nodes = environment_nodes()
     for name, starter in TASKS_OF.items():
         tasks = os.environ.get(name, "1")
         if tasks.isdecimal() and int(tasks) > 1 and nodes == 1:
@@ -126,6 +126,11 @@ def _is_this_host(address: str) -> bool:
     except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(each).is_loopback for each in found)
+
+
+def environment_nodes() -> int:
+    """Hosts that torchrun's processes are on, 1 without it; reads the environment only."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def environment_rank() -> int:

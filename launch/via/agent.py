@@ -62,6 +62,7 @@ def torchrun(
     *,
     command: Sequence[str] = ("train",),
     nodes: int = 1,
+    min_nodes: int | None = None,
     meeting: Sequence[str] = STANDALONE,
 ) -> list[str]:
     """The command line that runs a host's part of a run.
@@ -73,6 +74,7 @@ def torchrun(
         max_restarts: after failures.
         command: of `polyad`, with its options.
         nodes: hosts in all.
+        min_nodes: hosts that are enough when others are lost; None: all.
         meeting: torchrun's options of the rendezvous.
 
     Returns:
@@ -80,9 +82,10 @@ def torchrun(
     """
     # A name that starts with a dash would be read as an option.
     file = [f"./{config}" if str(config).startswith("-") else str(config)] if config else []
+    shape = str(nodes) if min_nodes is None else f"{min_nodes}:{nodes}"
     return [
         *(sys.executable, "-m", "launch.torchrun", *meeting),
-        *(("--nnodes", str(nodes)) if tuple(meeting) != STANDALONE else ()),
+        *(("--nnodes", shape) if tuple(meeting) != STANDALONE else ()),
         *("--nproc-per-node", str(processes_per_node), "--max-restarts", str(max_restarts)),
         *("-m", "launch", *command, *file, *overrides),
     ]

@@ -53,6 +53,9 @@ class Launch:
     """P; None: as a hostfile says."""
     nodes: int | None = None
     """N hosts, with P processes each; None: one, or those of a hostfile."""
+    min_nodes: int | None = None
+    """Of torchrun and ssh: the run goes on with so many hosts if others are lost; None: with all.
+    """
     via: str = "local"
     """One of `MAX_RESTARTS`."""
     command: Sequence[str] = ("train",)
@@ -161,14 +164,29 @@ class Launch:
             *(config or self.config, self.overrides, processes, self.restarts),
             command=self.command,
             nodes=nodes,
+            min_nodes=self.min_nodes if self.via == "torchrun" else None,
             meeting=meeting,
         )
+
+    def _check_any_size(self, config: "RunConfig", nodes: int, processes: int) -> None:
+        """Refuses a least number of hosts where torchrun could meet with one that does not fit."""
+        if self.min_nodes is None:
+            return
+        fitting = _fitting_sizes(config, nodes, processes, self.min_nodes)
+        for size in range(self.min_nodes, nodes):
+            if size not in fitting:
+                raise LaunchError(
+                    f"--min-nodes: {self.min_nodes} is not allowed: with {size} hosts of "
+                    f"{processes} processes the layout does not fit, and torchrun goes on with "
+                    f"any number from {self.min_nodes} to {nodes}"
+                )
 
     def _here(self, variables: dict[str, str]) -> int:
         nodes, processes = self._shape
         name = "polyad"
         if self.config is not None:
             checked = self._checked(nodes, processes)
+            self._check_any_size(checked, nodes, processes)
             name = checked.run.folder
             variables |= _patience(checked.monitor.grace_seconds)
         meeting = STANDALONE if self.via == "local" else self.rendezvous.words(name)
@@ -229,7 +247,7 @@ class Launch:
             | variables
             | _patience(checked.monitor.grace_seconds),
             agent=lambda nodes, meeting: self._agent(nodes, processes, meeting)[1:],
-            sizes=_fitting_sizes(checked, len(hosts), processes, options.min_nodes),
+            sizes=_fitting_sizes(checked, len(hosts), processes, self.min_nodes),
             restarts=self.restarts,
             needs_interface=self.interface is None,
         )

@@ -19,7 +19,8 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rdzv_endpoint", "rdzv_id", "rdzv_is_host", "local_addr"), ("torchrun",)),
     **dict.fromkeys(("time", "partition", "account", "qos", "signal_seconds"), ("slurm",)),
     **dict.fromkeys(("job_name", "gpus_per_node", "cpus_per_node", "memory_per_node"), BATCH),
-    **dict.fromkeys(("hostfile", "ssh_config", "port", "min_nodes", "wait_minutes"), ("ssh",)),
+    **dict.fromkeys(("hostfile", "ssh_config", "port", "wait_minutes"), ("ssh",)),
+    "min_nodes": ("torchrun", "ssh"),
     **dict.fromkeys(("claim", "namespace"), ("kubernetes",)),
     **dict.fromkeys(("image", "mount"), BATCH),
 }
@@ -36,6 +37,12 @@ def launch_arguments(parser: Parser) -> None:
         help="processes on each host; with --via ssh by default the slots of the hostfile",
     )
     add("--nodes", type=positive, metavar="N", help="number of hosts; default 1, or the hostfile's")
+    add(
+        "--min-nodes",
+        type=positive,
+        metavar="M",
+        help="torchrun, ssh: hosts that the run goes on with if others are lost; default: all",
+    )
     add(
         "--via",
         choices=tuple(MAX_RESTARTS),
@@ -118,12 +125,6 @@ def _ssh_arguments(parser: Parser) -> None:
     add("--ssh-config", type=Path, metavar="FILE", help="of OpenSSH; default: the user's")
     add("--port", type=positive, metavar="PORT", help="where agents meet; default 29400")
     add(
-        "--min-nodes",
-        type=positive,
-        metavar="M",
-        help="hosts that the run goes on with when others are lost; default: all",
-    )
-    add(
         "--wait-minutes",
         type=positive,
         metavar="T",
@@ -165,7 +166,7 @@ def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
         given = {
             name: values[name]
             for name, ways in ONLY_FOR.items()
-            if via in ways and values[name] is not None
+            if via in ways and values[name] is not None and name != "min_nodes"
         }
         return kind(**given) if options.via == via else None
 
@@ -174,6 +175,7 @@ def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
         overrides=options.overrides,
         processes_per_node=options.processes_per_node,
         nodes=options.nodes,
+        min_nodes=options.min_nodes,
         via=options.via,
         command=command,
         max_restarts=options.max_restarts,

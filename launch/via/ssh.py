@@ -49,8 +49,6 @@ class SshOptions:
     """A file of OpenSSH's client, for users, ports, keys and jumps; None: the user's."""
     port: int = DEFAULT_PORT
     """Where the agents meet, on the first host."""
-    min_nodes: int | None = None
-    """The run goes on with so many hosts if others are lost; None: with all."""
     wait_minutes: float = 30.0
     """How long hosts that were lost are waited for."""
 

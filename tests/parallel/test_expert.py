@@ -203,7 +203,7 @@ def test_recomputation_and_compilation_change_nothing(workers, references, chang
 
 @pytest.mark.parametrize(
     "graph",
-    [pytest.param(each, marks=[] if each == "similarity" else pytest.mark.slow) for each in GRAPHS],
+    [pytest.param(each, marks=[] if each == "none" else pytest.mark.slow) for each in GRAPHS],
 )
 def test_a_compiler_traces_exchanging_experts_whole(workers, graph):
     case = Case(stage=1, expert=2, model=model("linear", graph))

@@ -41,7 +41,7 @@ MODELS = {
 LAYOUTS = [  # (processes, tensor-parallel ones, stage); the slow ones are more of the same
     *[(2, 2, stage) for stage in (0, 1, 2, 3)],
     *[pytest.param(4, 2, s, marks=[pytest.mark.slow] if s % 2 else []) for s in (0, 1, 2, 3)],
-    (4, 4, 1),
+    pytest.param(4, 4, 1, marks=pytest.mark.slow),
 ]
 
 

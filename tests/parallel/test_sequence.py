@@ -28,6 +28,8 @@ MODELS = {
     "attention": moe_model(graph="attention"),
     "mixed": moe_model(placement=[1], dense_hidden_size=16),
 }
+EVERYDAY = ("sparse", "mixed")
+"""Models that are tried in four processes outside the slow part, too."""
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, sequence=True)
 
 
@@ -48,8 +50,16 @@ def close(ours, theirs, rtol=1e-5):
     return torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize(("processes", "tensor", "stage"), [(2, 2, 1), (4, 2, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "processes", "tensor", "stage"),
+    [
+        *((name, 2, 2, 1) for name in MODELS),
+        *(
+            pytest.param(name, 4, 2, 2, marks=[] if name in EVERYDAY else pytest.mark.slow)
+            for name in MODELS
+        ),
+    ],
+)
 def test_losses_and_norms_are_those_of_one_process(
     workers, references, name, processes, tensor, stage
 ):
@@ -80,14 +90,17 @@ def test_every_stage_and_any_number_of_tokens(workers, change):
         assert close(result["norms"], expected["norms"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense", "attention"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("attention", marks=pytest.mark.slow)])
 def test_bf16_stays_near_fp32(workers, references, name):
     case = SGD.but(model=MODELS[name], tensor=2, stage=1, precision="bf16")
     result = workers(2).run(train, case)[0]
     assert close(result["losses"], references(name)["losses"], rtol=3e-3)
 
 
-@pytest.mark.parametrize("name", ["dense", "cp", "similarity"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp", "similarity"))],
+)
 def test_a_checkpoint_is_that_of_any_layout(workers, tmp_path, name):
     case = Case(model=MODELS[name], stage=1)
     cut = case.but(tensor=2, sequence=True)

@@ -82,7 +82,7 @@ def kill_at_a_moment(
     ("kills", "stage", "seed", "moments"),
     [
         (8, 1, 0, SYNCHRONOUS),
-        (3, 1, 1, ("copying",)),
+        pytest.param(3, 1, 1, ("copying",), marks=pytest.mark.slow),
         *[
             pytest.param(50, stage, 100 + stage, moments, marks=pytest.mark.slow)
             for stage, moments in enumerate((ASYNCHRONOUS, SYNCHRONOUS, ASYNCHRONOUS, SYNCHRONOUS))

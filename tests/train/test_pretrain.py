@@ -93,7 +93,14 @@ def test_tensor_parallel_processes_train_and_validate_alike(
 
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
-    [("dense", 2, 1), ("dense", 1, 2), ("smoe", 2, 1), ("cp", 2, 1), ("tr", 1, 2)],
+    [
+        ("dense", 2, 1),
+        ("smoe", 2, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("dense", 1, 2), ("cp", 2, 1), ("tr", 1, 2))
+        ),
+    ],
 )
 def test_a_run_goes_on_by_itself_on_another_layout(
     workers, trained, tmp_path, prepared_path, kind, first, second

@@ -121,6 +121,7 @@ def open_run_folder(
         unit=plan.task.unit,
         validation_score=plan.task.validation_score,
         about=plan.config.model_dump(mode="json"),
+        nodes=comm.environment_nodes(),
     )
 
 

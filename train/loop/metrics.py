@@ -125,6 +125,7 @@ class Metrics:
         unit: what throughput counts.
         validation_score: the most important key of a validation.
         about: the run's configuration, as JSON values, for trackers that show it.
+        nodes: that the processes are on; with several the console has the rate of one, too.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class Metrics:
         unit: Unit,
         validation_score: str,
         about: Mapping[str, Any] = NOTHING,
+        nodes: int = 1,
     ) -> None:
         self._config, self._total = config, total_steps
-        self._unit, self._validation_score = unit, validation_score
+        self._unit, self._validation_score, self._nodes = unit, validation_score, nodes
         self._startup, self._about = startup, about
         self._clock = Clock(done_steps, total_steps)
         self._folder = folder
@@ -220,7 +222,8 @@ class Metrics:
             # One number per start makes no curve: it was written as text.
             self._trackers.log(record, without=PREFIX)
             left = self._clock.left(step)
-            line = console_line(record, self._total, left, self._unit, self._validation_score)
+            score = self._validation_score
+            line = console_line(record, self._total, left, self._unit, score, self._nodes)
             self._console.show(line)
 
     def close(self) -> None:
@@ -252,17 +255,23 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def console_line(
-    record: dict[str, Any], total: int, seconds_left: float, unit: Unit, validation_score: str
+    record: dict[str, Any],
+    total: int,
+    seconds_left: float,
+    unit: Unit,
+    validation_score: str,
+    nodes: int = 1,
 ) -> str:
     """A step's record for a person: progress first, then what it costs."""
-    step = record["step"]
+    step, rate = record["step"], record[f"{unit.name}s_per_second"]
     width = len(str(total))
+    of_one = f" ({rate / nodes:,.0f} a node)" if nodes > 1 else ""
     parts = [
         f"step {step:{width}}/{total} {bar(step / total)}",
         f"loss {record['loss']:.4f}",
         f"norm {record['grad_norm']:.2f}",
         f"lr {record['learning_rate']:.2e}",
-        f"{record[f'{unit.name}s_per_second']:,.0f} {unit.short}/s",
+        f"{rate:,.0f} {unit.short}/s{of_one}",
     ]
     if record.get("mfu") is not None:
         parts.append(f"mfu {100 * record['mfu']:.1f}%")

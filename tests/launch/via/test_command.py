@@ -34,7 +34,12 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--hostfile", "hosts"], ["--hostfile: 'hosts'", "--via local", "--via ssh"]),
         (["--via", "kubernetes", "--image", "polyad"], ["--claim", "missing"]),
         (["--via", "kubernetes", "--claim", "data"], ["--image", "missing"]),
-        (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via slurm", "--via ssh"]),
+        (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via torchrun and ssh"]),
+        (["--nodes", "2", *TORCHRUN, "--min-nodes", "3"], ["--min-nodes: 3", "hosts, 2"]),
+        (
+            ["--nodes", "4", *TORCHRUN, "--min-nodes", "2", "train.micro_batch_size=1"],
+            ["--min-nodes: 2", "with 3 hosts of 1 processes"],
+        ),
         (["--max-restarts", "-1"], ["--max-restarts", "'-1'"]),
         (["--nodes", "2", "--via", "torchrun"], ["--rdzv-endpoint", "missing", "2 nodes"]),
         (["--nodes", "3", *TORCHRUN], ["--nodes 3", "--processes-per-node 1", "= 3", "4 is not"]),
@@ -94,6 +99,15 @@ def test_a_dry_run_prints_this_hosts_command(
         *("-m", "launch", "train", str(config), "train.micro_batch_size=1", override),
     ]
     assert not folder.exists()
+
+
+def test_a_least_number_of_hosts_is_torchruns_own(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["--nodes", "2", "--min-nodes", "1", "--processes-per-node", "2", *TORCHRUN]
+    assert run(["launch", str(config), *shape, "--dry-run", "train.micro_batch_size=1"]) == 0
+    words = shlex.split(capfd.readouterr().out)
+    assert words[words.index("--nnodes") + 1] == "1:2"
 
 
 def test_a_dry_run_of_this_machine_is_standalone_and_starts_once(

@@ -45,14 +45,14 @@ def write_config(folder: Path, data: Path) -> Path:
     return folder / "run.yaml"
 
 
-def start(host: Host, endpoint: Host, config: Path) -> subprocess.Popen[str]:
+def start(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess.Popen[str]:
     """The command a person would give on this host."""
     command = [
         *(*host.inside, sys.executable, "-m", "launch", "launch", str(config)),
         *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
         *("--rdzv-endpoint", f"{endpoint.address}:29700"),
         *("--rdzv-is-host", "true" if host is endpoint else "false"),
-        *("--local-addr", host.address, "--interface", host.interface),
+        *("--local-addr", host.address, "--interface", host.interface, *more),
     ]
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     return subprocess.Popen(
@@ -115,3 +115,29 @@ def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
     uninterrupted = losses(tmp_path / "one" / "run")
     assert sorted(uninterrupted) == list(range(1, STEPS + 1))
     assert losses(run) == uninterrupted  # bitwise, every step
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_hosts_that_are_left(
+    hosts: tuple[Host, ...], data: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    config, whole = write_config(tmp_path / "two", data), write_config(tmp_path / "one", data)
+    run = tmp_path / "two" / "run"
+    manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
+    agents = [start(host, hosts[0], config, "--min-nodes", "1") for host in hosts]
+    try:
+        wait_for(manifest.exists, agents)
+        hosts[1].kill()
+        out, said = agents[0].communicate(timeout=240)
+    finally:
+        for agent in agents:
+            stop(agent)
+    assert agents[0].returncode == 0, said
+    assert f"{STEPS} steps done" in out
+    done = polyad("launch", whole, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    there, expected = losses(run), losses(tmp_path / "one" / "run")
+    assert sorted(there) == list(range(1, STEPS + 1))
+    assert there[EVERY] == expected[EVERY]
+    # The same batches; dropout depends on the number of processes.
+    assert there[STEPS] == pytest.approx(expected[STEPS], rel=0.02)
