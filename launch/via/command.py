@@ -26,10 +26,10 @@ from launch.via.kubernetes import (
     apply,
     find_kubectl,
     manifest,
-    write_manifest,
 )
-from launch.via.slurm import SlurmJob, find_sbatch, script_text, submit, write_script
+from launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
 from launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
+from launch.via.submission import write_launch_file
 
 if TYPE_CHECKING:
     from train.config.run import RunConfig
@@ -203,7 +203,7 @@ class Launch:
         variables |= _patience(checked.monitor.grace_seconds)
         words = self._agent(nodes, processes, ())
         text = script_text(folder, self.slurm, words, nodes, processes, variables)
-        script = write_script(folder, text, self._file_name)
+        script = write_launch_file(folder, f"{self._file_name}.sh", text)
         print(submit(script, sbatch) if sbatch else command_line(["sbatch", script]))
         return 0
 
@@ -222,7 +222,7 @@ class Launch:
             restarts=self.restarts,
             grace_seconds=checked.monitor.grace_seconds,
         )
-        file = write_manifest(Path(checked.run.folder), text, self._file_name)
+        file = write_launch_file(Path(checked.run.folder), f"{self._file_name}.yaml", text)
         print(apply(file, kubectl) if kubectl else command_line(["kubectl", "apply", "-f", file]))
         return 0
 

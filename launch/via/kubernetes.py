@@ -6,8 +6,6 @@ meet again, and the run goes on from its newest checkpoint.
 """
 
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import yaml
 
 from launch.via.hosts import DEFAULT_PORT, LaunchError, image_name, mount_path
-from launch.via.slurm import SubmissionError, launch_folder
+from launch.via.submission import find_program, hand_in
 from train.errors import one_line, shown
 
 MAX_JOB_NAME = 52
@@ -226,63 +224,15 @@ def _job_name(folder: str) -> str:
     return name or "polyad"
 
 
-def write_manifest(folder: Path, text: str, name: str = "job") -> str:
-    """Writes a manifest to `launch/NAME.yaml` in the run's folder.
-
-    Args:
-        folder: the run's.
-        text: of the manifest.
-        name: of the file.
-
-    Returns:
-        Its path.
-    """
-    place = launch_folder(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    file = place / f"{name}.yaml"
-    file.write_text(text, encoding="utf-8")
-    return str(file)
-
-
 def find_kubectl() -> str:
-    """The path of `kubectl`.
-
-    Raises:
-        LaunchError: it is not on the PATH.
-    """
-    found = shutil.which("kubectl")
-    if found is None:
-        raise LaunchError(
-            "--via: kubernetes needs kubectl, which is not on the PATH; add --dry-run to write the "
-            "manifest alone"
-        )
-    return found
+    """The path of `kubectl`; raises a LaunchError where there is none."""
+    return find_program("kubernetes", "kubectl", "add --dry-run to write the manifest alone")
 
 
 def apply(file: str, kubectl: str) -> str:
-    """Gives a manifest to the cluster of kubectl's context.
+    """Gives a manifest to the cluster of kubectl's context; see `hand_in`."""
 
-    Args:
-        file: the manifest.
-        kubectl: the command.
+    def reason(said: str) -> str:
+        return one_line(said.strip().rpartition("\n")[2])
 
-    Returns:
-        What kubectl says.
-
-    Raises:
-        SubmissionError: it refused, or could not be started.
-    """
-    try:
-        done = subprocess.run(
-            [kubectl, "apply", "-f", file],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except OSError as error:
-        raise SubmissionError(f"{kubectl} cannot be started: {error.strerror}") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise SubmissionError(f"kubectl did not take {file}: {one_line(said[-1])}")
-    return f"{done.stdout.strip()}\n{file}"
+    return hand_in([kubectl, "apply", "-f", file], "kubectl did not take", reason)

@@ -7,13 +7,12 @@ not by a shell, so what stands in them has to match a strict pattern.
 import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.via.hosts import LaunchError, image_name, mount_path, plain_name
+from launch.via.submission import find_program, hand_in, launch_folder
 
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
@@ -27,12 +26,6 @@ _TIME = re.compile(
 )
 _MEMORY = re.compile(r"[0-9]{1,9}[KMGT]?")
 _DIRECTIVE_PATH = re.compile(r"/[A-Za-z0-9_./+,@:=-]*")
-
-
-class SubmissionError(RuntimeError):
-    """Slurm did not take a job: one line with its reason."""
-
-    exit_status = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,13 +222,6 @@ def script_text(
     )
 
 
-def launch_folder(folder: Path) -> Path:
-    """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
-    from train.config.plan import LAUNCH_FOLDER  # not at the top: it brings torch
-
-    return folder.absolute() / LAUNCH_FOLDER
-
-
 def _job_name(folder: Path) -> str:
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", folder.absolute().name)[:64].lstrip(".+-")
     return name or "polyad"
@@ -307,59 +293,15 @@ exec "${@:1:3}" --rdzv-backend c10d --rdzv-endpoint "$POLYAD_ENDPOINT" \\
 """
 
 
-def write_script(folder: Path, text: str, name: str = "job") -> str:
-    """Writes a batch script to `launch/NAME.sh` in the run's folder.
-
-    Args:
-        folder: the run's.
-        text: of the script.
-        name: of the file.
-
-    Returns:
-        Its path.
-    """
-    place = launch_folder(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    script = place / f"{name}.sh"
-    script.write_text(text, encoding="utf-8", errors="surrogateescape")
-    return str(script)
-
-
 def find_sbatch() -> str:
-    """The path of `sbatch`.
-
-    Raises:
-        LaunchError: it is not on the PATH.
-    """
-    found = shutil.which("sbatch")
-    if found is None:
-        raise LaunchError(
-            "--via: slurm needs sbatch, which is not on the PATH; start it on a login node of the "
-            "cluster, or add --dry-run to write the script alone"
-        )
-    return found
+    """The path of `sbatch`; raises a LaunchError where there is none."""
+    return find_program(
+        "slurm",
+        "sbatch",
+        "start it on a login node of the cluster, or add --dry-run to write the script alone",
+    )
 
 
 def submit(script: str, sbatch: str) -> str:
-    """Submits a script.
-
-    Args:
-        script: its path.
-        sbatch: the command.
-
-    Returns:
-        What sbatch says.
-
-    Raises:
-        SubmissionError: it refused, or could not be started.
-    """
-    try:
-        done = subprocess.run(
-            [sbatch, script], capture_output=True, text=True, errors="replace", check=False
-        )
-    except OSError as error:
-        raise SubmissionError(f"{sbatch} cannot be started: {error.strerror}") from None
-    if done.returncode:
-        reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
-        raise SubmissionError(f"sbatch refused {script}: {reason}")
-    return f"{done.stdout.strip()}\n{script}"
+    """Submits a script; see `hand_in`."""
+    return hand_in([sbatch, script], "sbatch refused", lambda said: " ".join(said.split()))

@@ -126,7 +126,6 @@ class Trackio(Tracker):
     """A run of Trackio: on this machine, or where its own settings say."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
-        self._step = done_steps
         with contextlib.redirect_stdout(sys.stderr):
             import trackio
 

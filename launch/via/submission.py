@@ -1,0 +1,81 @@
+"""A file in the run's folder that is handed to a scheduler: written, and given to its command."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.via.hosts import LaunchError
+
+
+class SubmissionError(RuntimeError):
+    """A scheduler did not take a job: one line with its reason."""
+
+    exit_status = 1
+
+
+def launch_folder(folder: Path) -> Path:
+    """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
+    from train.config.plan import LAUNCH_FOLDER  # not at the top: it brings torch
+
+    return folder.absolute() / LAUNCH_FOLDER
+
+
+def write_launch_file(folder: Path, name: str, text: str) -> str:
+    """Writes a script or a manifest to `launch/NAME` in the run's folder.
+
+    Args:
+        folder: the run's.
+        name: of the file.
+        text: of it.
+
+    Returns:
+        Its path.
+    """
+    place = launch_folder(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    file = place / name
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    return str(file)
+
+
+def find_program(via: str, program: str, advice: str) -> str:
+    """The path of a scheduler's command.
+
+    Args:
+        via: the value of `--via` that needs it.
+        program: its name.
+        advice: what to do without it.
+
+    Raises:
+        LaunchError: it is not on the PATH.
+    """
+    found = shutil.which(program)
+    if found is None:
+        raise LaunchError(f"--via: {via} needs {program}, which is not on the PATH; {advice}")
+    return found
+
+
+def hand_in(words: Sequence[str], refused: str, reason: Callable[[str], str]) -> str:
+    """Runs a scheduler's command on a file.
+
+    Args:
+        words: the command, and at last the file.
+        refused: how the line begins if it refuses, without the file.
+        reason: makes one line of what it says then.
+
+    Returns:
+        What it says, and the file.
+
+    Raises:
+        SubmissionError: it refused, or could not be started.
+    """
+    program, file = words[0], words[-1]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise SubmissionError(f"{program} cannot be started: {error.strerror}") from None
+    if done.returncode:
+        why = reason(done.stderr) or f"status {done.returncode}"
+        raise SubmissionError(f"{refused} {file}: {why}")
+    return f"{done.stdout.strip()}\n{file}"
