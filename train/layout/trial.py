@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from data.images.samples import ImageBatch
 from model.build import build_model
 from model.config_yaml import dump
-from model.gpt2 import GPT2Config
-from model.settings import ModelSettings
-from model.vision import ImageModelSettings
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.writer import save
@@ -32,8 +28,7 @@ from train.loop.device import Prefetch
 from train.loop.optimizer import OptimizerConfig, build_optimizer
 from train.loop.step import train_step
 from train.tasks.cross_entropy import cross_entropy
-from train.tasks.language import TextBatch, text_losses
-from train.tasks.task import Predictor
+from train.tasks.random_input import losses_for, random_batch
 
 GRADIENTS = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.0)
 """Momentum of nothing is the gradient."""
@@ -140,7 +135,7 @@ def _step(
     batches = list(micro_batches(config, engine.world, step))
     outcome = train_step(
         engine,
-        text_losses if isinstance(config.model, GPT2Config) else _image_losses,
+        losses_for(config.model),
         Prefetch(iter(batches), engine.world.device),
         len(batches),
         learning_rate,
@@ -150,9 +145,7 @@ def _step(
     return outcome.loss, outcome.result.grad_norm
 
 
-def micro_batches(
-    config: RunConfig, world: comm.World, step: int
-) -> Iterator[TextBatch | ImageBatch]:
+def micro_batches(config: RunConfig, world: comm.World, step: int) -> Iterator[Any]:
     """This process's micro-batches of a step; those of all processes are the same on any layout.
 
     Args:
@@ -164,31 +157,7 @@ def micro_batches(
     for number in range(config.train.global_batch_size // size):
         if number % world.data_parallel_size == world.data_parallel_rank:
             samples = range(number * size, (number + 1) * size)
-            yield _batch([_sample(config.model, 1_000_000 * step + each) for each in samples])
-
-
-def _sample(model: ModelSettings, seed: int) -> TextBatch | ImageBatch:
-    generator = torch.Generator().manual_seed(seed)
-    if isinstance(model, GPT2Config):
-        length = model.sequence_length + 1
-        return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
-    assert isinstance(model, ImageModelSettings)
-    side = model.image_size
-    return ImageBatch(
-        torch.randn((model.channels, side, side), generator=generator),
-        torch.randint(model.known_num_classes(), (), generator=generator),
-        torch.ones(()),
-        torch.zeros(4, dtype=torch.int16),
-    )
-
-
-def _batch(samples: list[TextBatch | ImageBatch]) -> TextBatch | ImageBatch:
-    return type(samples[0])(*map(torch.stack, zip(*samples, strict=True)))
-
-
-def _image_losses(model: Predictor, batch: ImageBatch) -> Any:
-    logits_BK, routing = model(batch.images_BCHW)
-    return cross_entropy(logits_BK, batch.labels_B), routing
+            yield random_batch(config.model, [1_000_000 * step + each for each in samples])
 
 
 def _save(engine: Engine, config: RunConfig, folder: Path, step: int) -> Path:
