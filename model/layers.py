@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm
 
+from model.kernels.switch import on_cpu
+
 
 class Embedding(nn.Embedding):
     """PyTorch's Embedding, with gradients summed in fp32."""
@@ -59,7 +61,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension."""
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        if x.dtype != torch.bfloat16 or not on_cpu(x):
             return super().forward(x)
         scale, shift = (None if p is None else p.float() for p in (self.weight, self.bias))
         return layer_norm(x.float(), self.normalized_shape, scale, shift, self.eps).to(x.dtype)

@@ -70,8 +70,8 @@ def grouped(
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
         return one_by_one(*tensors, drop)
-    on_cpu = rows_MD.device.type in {"cpu", "meta"} and not switch.takes_triton(rows_MD)
-    if on_cpu and drop is None:
+    takes_these = switch.on_cpu(rows_MD) or rows_MD.is_meta
+    if takes_these and not switch.takes_triton(rows_MD) and drop is None:
         return experts_on_cpu(*tensors)
     return by_grouped_products(*tensors, drop)
 

@@ -102,7 +102,8 @@ def mixture(
     if switch.REFERENCE:
         return mixture_by_definition(*tensors, scale=scale, causal=causal, entropy_BS=entropy_BS)
     whole = query_BTF.shape[1] == key_BSF.shape[1]
-    if query_BTF.device.type == "cuda" and whole and entropy_BS is None:
+    on_gpu = not (switch.on_cpu(query_BTF) or query_BTF.is_meta)
+    if on_gpu and whole and entropy_BS is None:
         return mixture_by_attention(*tensors, scale=scale, causal=causal)
     mixed_BTE: Tensor = _by_blocks(*tensors, scale, causal, entropy_BS)[0]
     return mixed_BTE

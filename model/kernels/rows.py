@@ -91,7 +91,7 @@ def _top_k(tokens_ND: Tensor, row_A: Tensor) -> int:
 
 def _takes_bags(rows_MD: Tensor) -> bool:
     """Whether sums of rows are one operation: on a CPU, which is slow at several over all rows."""
-    return rows_MD.device.type == "cpu"
+    return switch.on_cpu(rows_MD)
 
 
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:

@@ -7,6 +7,8 @@ reference   the definition of every operation, in plain PyTorch
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -50,6 +52,25 @@ TRITON = _WAY == "triton"
 """Whether kernels in Triton are taken where they can run."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether those run on a CPU, one program after the other."""
+
+
+_stands_in = False
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """A context in which tensors on a CPU stand for those of a GPU: a plan has no numbers."""
+    global _stands_in
+    _stands_in = True
+    try:
+        yield
+    finally:
+        _stands_in = False
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether a CPU computes with this tensor, and takes what is faster there, or needed."""
+    return x.device.type == "cpu" and not _stands_in
 
 
 def takes_triton(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ from pydantic import Field
 from torch import nn
 
 from model.config import Config
+from model.kernels.switch import on_cpu
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -59,7 +60,7 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
-    on_gpu = parameters[0][1].is_cuda
+    on_gpu = not on_cpu(parameters[0][1])
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
