@@ -393,6 +393,62 @@ def verify_layout_arguments(parser: Parser) -> None:
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
+def plan_arguments(parser: Parser) -> None:
+    """Those of `polyad plan`."""
+    config_arguments(parser)
+    add = parser.add_argument
+    add("--nodes", type=positive, default=1, metavar="N", help="hosts; default 1")
+    add(
+        "--processes-per-node",
+        type=positive,
+        default=8,
+        metavar="P",
+        help="processes on each, one for a GPU; default 8",
+    )
+    add(
+        "--device",
+        default="a100-80gb",
+        metavar="NAME",
+        help="a100-80gb, h100, h200 or b200, in nodes as their maker sells them; cpu-here times "
+        "every operation on this machine; default a100-80gb",
+    )
+    add(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="rows of experts that the busiest process gets, over the mean of all; default 1",
+    )
+    add(
+        "--storage",
+        type=float,
+        default=2.0,
+        metavar="GB",
+        help="GB a second that a node writes to the folder of checkpoints; default 2",
+    )
+    add(
+        "--failures",
+        type=float,
+        default=50_000.0,
+        metavar="HOURS",
+        help="hours between two failures of one GPU with its share of a node; default 50,000",
+    )
+    add("--search", action="store_true", help="look for the fastest layouts of as many GPUs, too")
+    add(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="predict up to 1,024 GPUs, too, and draw that into FILE, as .svg",
+    )
+    add(
+        "--check",
+        type=positive,
+        metavar="STEPS",
+        help="with cpu-here: do so many steps as well, and say how far off the prediction is",
+    )
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
+
+
 def checkpoint_arguments(parser: Parser) -> None:
     """Those of `polyad checkpoint list` and `verify`."""
     add = parser.add_argument

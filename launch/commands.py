@@ -86,6 +86,17 @@ COMMANDS: dict[str, Command] = {
         arguments=arguments.verify_layout_arguments,
         handler=handlers.verify_layout,
     ),
+    "plan": Command(
+        summary="Predicts memory, exchanges and time of a run on GPUs, and which layout is best.",
+        example="polyad plan configs/gpt2/124m.yaml --processes-per-node 8 --device h100 "
+        "model.vocab_size=50257\n"
+        "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --search model.vocab_size=50257 "
+        "model.num_layers=4\n"
+        "polyad plan configs/quickstart/gpt2-smoe.yaml --device cpu-here --processes-per-node 2 "
+        "--check 3 data.path=runs/stdlib",
+        arguments=arguments.plan_arguments,
+        handler=handlers.plan,
+    ),
     "report": Command(
         summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
         example="polyad report runs/quickstart/run\n"

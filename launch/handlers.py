@@ -402,3 +402,57 @@ def verify_layout(options: Namespace) -> None:
         if result is not None:
             show(result, table(result), options.json, stdout)
             check(result)
+
+
+def plan(options: Namespace) -> None:
+    """`polyad plan`."""
+    from launch.plan.command import (
+        HERE,
+        become_processes,
+        check,
+        check_options,
+        configuration,
+        plan,
+        plan_here,
+    )
+    from launch.plan.table import table
+    from launch.study.figure import check_figure
+    from parallel.comm import environment_world_size
+    from parallel.plan.devices import DEVICES
+    from train.forecast.forecast import Machines
+
+    check_json_path(options.json)
+    if options.figure:
+        check_figure(options.figure, dry_run=False)
+    check_options(options)
+    processes = options.nodes * options.processes_per_node
+    config = configuration(options.config, options.overrides, processes)
+    if options.device == HERE:
+        if processes > 1 and environment_world_size() == 1:
+            become_processes(options)
+        with only_results_on_stdout() as stdout:
+            here = plan_here(config, processes, check_steps=options.check or 0)
+            if here is not None:
+                show(here, table(here), options.json, stdout)
+        return
+    machines = Machines(
+        device=DEVICES[options.device],
+        nodes=options.nodes,
+        processes_per_node=options.processes_per_node,
+        storage=1e9 * options.storage,
+        hours_of_one=options.failures,
+    )
+    with only_results_on_stdout() as stdout:
+        result = plan(
+            config,
+            machines,
+            imbalance=options.imbalance,
+            search=options.search,
+            scale=options.figure is not None,
+        )
+        if options.figure:
+            from launch.plan.figure import figure
+
+            options.figure.write_text(figure(result), encoding="utf-8")
+        show(result, table(result), options.json, stdout)
+        check(result)

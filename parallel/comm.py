@@ -167,7 +167,7 @@ def initialize(
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if on_gpu else "gloo", **options)
     if tensor_parallel_size > 1:
-        _join_tensor_parallel_group(tensor_parallel_size)
+        join_tensor_parallel_group(tensor_parallel_size)
     return World(
         dist.get_rank(),
         dist.get_world_size(),
@@ -178,7 +178,8 @@ def initialize(
     )
 
 
-def _join_tensor_parallel_group(size: int) -> None:
+def join_tensor_parallel_group(size: int) -> None:
+    """Makes megatron-core's groups of so many processes each, unless they are there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state

@@ -47,13 +47,22 @@ def describe_run(
     else:
         config, epoch, step = load_config(path, overrides), None, None
         dims = validate(config, world_size)
-        if missing := config.model.left_to_data():
-            raise ConfigError(
-                f"{missing}: null takes it from the data; without the data a number is needed, as "
-                f"in {missing}={50257 if missing.endswith('vocab_size') else 1000}"
-            )
+        check_without_data(config)
     check_compiler(config)
     return describe(config, dims, samples_per_epoch=epoch) | {"goes_on_from_step": step}
+
+
+def check_without_data(config: RunConfig) -> None:
+    """Checks that a configuration says what the data would decide.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if missing := config.model.left_to_data():
+        raise ConfigError(
+            f"{missing}: null takes it from the data; without the data a number is needed, as "
+            f"in {missing}={50257 if missing.endswith('vocab_size') else 1000}"
+        )
 
 
 def describe(
@@ -232,7 +241,7 @@ def description_table(description: dict[str, Any]) -> str:
         *_training_rows(description["training"], description["unit"]),
         ("layout", _layout_row(description["layout"])),
         ("memory", _memory_row(description["memory_bytes_per_process"])),
-        ("checkpoint", _bytes(description["checkpoint_bytes"])),
+        ("checkpoint", in_bytes(description["checkpoint_bytes"])),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
@@ -309,8 +318,10 @@ def _layout_row(layout: dict[str, Any]) -> str:
 
 
 def _memory_row(memory: dict[str, int]) -> str:
-    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.items() if name != "total")
-    return f"about {_bytes(memory['total'])} a process, beside the libraries' own  ({parts})"
+    parts = ", ".join(
+        f"{name} {in_bytes(size)}" for name, size in memory.items() if name != "total"
+    )
+    return f"about {in_bytes(memory['total'])} a process, beside the libraries' own  ({parts})"
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -322,7 +333,8 @@ def _count(model: nn.Module, *prefixes: str) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefixes))
 
 
-def _bytes(size: float) -> str:
+def in_bytes(size: float) -> str:
+    """Bytes for a person, in powers of 1,000."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

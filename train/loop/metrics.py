@@ -14,22 +14,12 @@ from pydantic import Field, field_validator, model_validator
 
 from data.files import write_whole
 from model.config import Config
+from parallel.plan.devices import PEAKS
 from train.console import Clock, Console, bar, duration, json_number
 from train.loop.routing import console_summary
 from train.loop.startup import PREFIX, Startup, startup_line
 from train.loop.trackers import TrackerName, Trackers
 from train.tasks.task import Unit
-
-# Dense peak rates in TFLOP/s as vendors state them: (bf16, fp32, TF32). A V100 has no TF32, and of
-# the 125 tensor-core TFLOP/s that are stated for it, fp16 has them.
-DEVICE_PEAKS: dict[str, tuple[float, float, float]] = {
-    "v100": (125.0, 15.7, 15.7),
-    "a100": (312.0, 19.5, 156.0),
-    "h100": (989.0, 67.0, 494.0),
-    "h200": (989.0, 67.0, 494.0),
-    "b200": (2250.0, 80.0, 1125.0),
-}
-
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -93,8 +83,8 @@ def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> floa
         if not torch.cuda.is_available():
             return None
         full = torch.cuda.get_device_name().lower()
-        name = next((known for known in DEVICE_PEAKS if known in full), "")
-    peaks = DEVICE_PEAKS.get(name)
+        name = next((known for known in PEAKS if known in full), "")
+    peaks = PEAKS.get(name)
     if peaks is None:
         return None
     bf16, fp32, with_tf32 = peaks

@@ -1,0 +1,1 @@
+"""`polyad plan`."""

@@ -1,0 +1,193 @@
+"""A plan for a person."""
+
+from typing import Any
+
+from launch.output import align
+from train.config.describe import in_bytes
+from train.console import duration
+
+EVERY = 1e-4
+"""Of a step: collectives that take less of the bytes are one line together."""
+
+
+def table(result: dict[str, Any]) -> str:
+    """Aligned lines: what a process holds, what a step takes, and what to save how often."""
+    unit, layout = result["unit"], result["layout"]
+    of = "" if layout["device"] == "cpu-here" else "prediction, no run: "
+    lines = [
+        f"{of}{result['parameters']:,} parameters on {layout['processes']} {layout['device']}: "
+        f"data parallel {layout['data_parallel_size']}, "
+        f"tensor parallel {layout['tensor_parallel_size']}, "
+        f"expert parallel {layout['expert_parallel_size']}, ZeRO {layout['zero_stage']}, "
+        f"{_micro_batches(layout)}",
+        "",
+        *_memory(result["memory_bytes"], result["largest_bytes"]),
+        *_recompute(result.get("recompute", {})),
+        "",
+        *_exchanges(result["exchanges"]),
+        "",
+        *_step(result, unit),
+        "",
+        *_saving(result["checkpoint"], result["step"]["seconds"]),
+    ]
+    if "layouts" in result:
+        lines += ["", *_layouts(result["layouts"], unit)]
+    if "scaling" in result:
+        for kind, points in result["scaling"].items():
+            lines += ["", *_scaling(kind, points, unit)]
+    return "\n".join(lines)
+
+
+def _micro_batches(layout: dict[str, Any]) -> str:
+    number, size = layout["accumulation_steps"], layout["micro_batch_size"]
+    return f"{number} micro-batches of {size}" if number > 1 else f"one micro-batch of {size}"
+
+
+def _memory(memory: dict[str, int], largest: dict[str, int]) -> list[str]:
+    rows = [("memory of a process", "at its peak", "largest")]
+    for kind in {**largest, **memory}:
+        if kind not in {"total", "device"}:
+            most = in_bytes(largest[kind]) if kind in largest else ""
+            rows.append((f"  {kind}", in_bytes(memory.get(kind, 0)), most))
+    rows.append(("  total", in_bytes(memory["total"]), ""))
+    rows.append(("  there is", in_bytes(memory["device"]), ""))
+    return _aligned(rows)
+
+
+def _recompute(modes: dict[str, dict[str, Any]]) -> list[str]:
+    if not modes:
+        return []
+    rows = [("with model.recompute", "activations", "total", "a step")]
+    rows += [
+        (
+            f"  {mode}",
+            in_bytes(each["activations"]),
+            in_bytes(each["total"]),
+            f"{each['seconds']:.3g} s",
+        )
+        for mode, each in modes.items()
+    ]
+    return ["", *_aligned(rows)]
+
+
+def _exchanges(exchanges: list[dict[str, Any]]) -> list[str]:
+    if not any(each["processes"] > 1 for each in exchanges):
+        return ["no exchanges"]
+    rows = [("exchanges of a step", "among", "of", "over the", "calls", "sent by a process")]
+    most = max(each["sent_bytes"] for each in exchanges)
+    small = [0, 0]
+    for each in exchanges:
+        if each["processes"] == 1:
+            continue
+        if each["sent_bytes"] < EVERY * most:
+            small[0] += each["calls"]
+            small[1] += each["sent_bytes"]
+            continue
+        rows.append(
+            (
+                f"  {each['kind']}",
+                f"{each['processes']} {each['axis']}",
+                each["precision"],
+                each["link"],
+                f"{each['calls']:,}",
+                in_bytes(each["sent_bytes"]),
+            )
+        )
+    if small[0]:
+        rows.append(("  small ones", "", "", "", f"{small[0]:,}", in_bytes(small[1])))
+    return _aligned(rows)
+
+
+def _step(result: dict[str, Any], unit: str) -> list[str]:
+    step, run = result["step"], result["run"]
+    whole = step["seconds"]
+
+    def part(name: str, seconds: float) -> tuple[str, str, str]:
+        return f"  {name}", f"{seconds:.3g} s", f"{seconds / whole:.0%}"
+
+    rows = [("a step", f"{whole:.3g} s", "")]
+    rows += [
+        part(name, step[key])
+        for name, key in (
+            ("products", "products"),
+            ("attention", "attention"),
+            ("bound by memory", "memory"),
+            ("waiting for the host", "idle"),
+        )
+        if step[key]
+    ]
+    rows += [part(f"exchanges, {axis}", s) for axis, s in step["exchanges"].items()]
+    if step["hidden_exchanges"]:
+        rows.append(("  hidden exchanges", f"{step['hidden_exchanges']:.3g} s", "beside"))
+    rate = result[f"{unit}s_per_second"]
+    mfu = "" if result["mfu"] is None else f"MFU {result['mfu']:.0%}"
+    rows.append((f"{unit}s/s", f"{rate:,.0f}", mfu))
+    rows.append(
+        (
+            f"{run['steps']:,} steps",
+            duration(run["seconds"]),
+            f"{run['device_hours']:,.0f} device hours",
+        )
+    )
+    if "measured" in result:
+        found = result["measured"]
+        off = f"prediction {found['prediction_off_by']:+.0%}"
+        rows.append(("measured", f"{found['step_seconds']:.3g} s", off))
+    return _aligned(rows)
+
+
+def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
+    rows = [
+        ("checkpoint", in_bytes(checkpoint["bytes"]), f"stall {checkpoint['stall_seconds']:.3g} s"),
+        ("a failure every", f"{checkpoint['failure_every_seconds'] / 3600:,.0f} hours", ""),
+        (
+            "best checkpoint.every",
+            f"{checkpoint['best_every_steps']:,}",
+            f"{duration(checkpoint['best_interval_seconds'])}; "
+            f"{checkpoint['lost_share']:.2%} of the time lost",
+        ),
+    ]
+    if "every_steps" in checkpoint:
+        every = checkpoint["every_steps"]
+        rows.append(
+            (
+                "checkpoint.every now",
+                f"{every:,}",
+                f"{duration(every * seconds)}; {checkpoint['lost_share_then']:.2%} lost",
+            )
+        )
+    return _aligned(rows)
+
+
+def _layouts(layouts: list[dict[str, Any]], unit: str) -> list[str]:
+    if not layouts:
+        return ["no layout that was tried fits"]
+    lines = ["fastest layouts"]
+    for each in layouts:
+        change = " ".join(each["change"]) or "as it is"
+        lines.append(
+            f"  {each['units_per_second']:>12,.0f} {unit}s/s  {in_bytes(each['memory_bytes']):>8}  "
+            f"{each['why']}"
+        )
+        lines.append(f"  {'':>12} {change}")
+    return lines
+
+
+def _scaling(kind: str, points: list[dict[str, Any]], unit: str) -> list[str]:
+    names = {"weak": "as much for each (weak scaling)", "strong": "the same batch (strong scaling)"}
+    rows = [(names[kind], f"{unit}s/s", "of one's", "memory", "largest cost beside products")]
+    rows += [
+        (
+            f"  {point['processes']:,} processes",
+            f"{point['units_per_second']:,.0f}",
+            f"{point['efficiency']:.0%}",
+            in_bytes(point["memory_bytes"]),
+            point["why"],
+        )
+        for point in points
+    ]
+    return _aligned(rows)
+
+
+def _aligned(rows: list[Any]) -> list[str]:
+    return align([tuple(map(str, row)) for row in rows]).splitlines()

@@ -1,0 +1,1 @@
+"""What a step will take and cost on processes that are not there: memory, exchanges, time."""

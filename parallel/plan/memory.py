@@ -1,0 +1,117 @@
+"""Bytes that are held, by what they are for."""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from parallel.plan.weightless import Operation
+
+PLACES = (
+    ("/torch/optim/", "optimizer"),
+    ("/parallel/gradients.py", "gradients"),
+    ("/deepspeed/runtime/", "communication"),
+    ("/parallel/exchange.py", "experts"),
+    ("/model/smoe/dispatch.py", "experts"),
+    ("/model/smoe/experts.py", "experts"),
+    ("/model/kernels/linear_cross_entropy.py", "loss"),
+    ("/train/tasks/cross_entropy.py", "loss"),
+)
+"""What memory is for, by the nearest of these files that asks for it; else `activations`."""
+GRADIENTS = {"_fill_param_grad_accum_attribute", "_build_compact_grad_partition_buffer"}
+"""The functions in which DeepSpeed's stages 1 and 2 take memory for the sums of gradients."""
+NOT_THERE = ("/deepspeed/runtime/engine.py",)
+"""Is below every call."""
+
+
+class _Block:
+    """The memory of one storage."""
+
+    def __init__(self, size: int, kind: str) -> None:
+        self.size, self.kind = size, kind
+
+
+class Memory:
+    """Follows the memory of tensors from their making to their end; an observer of `Watched`.
+
+    Attributes:
+        now: Bytes that are held, by kind.
+        peak: By kind, when most were held at once.
+        largest: The most of each kind, each at a time of its own.
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.largest: Counter[str] = Counter()
+        self._total = self._highest = 0
+        self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
+        self._kind: str | None = None
+
+    def __call__(self, operation: Operation) -> None:
+        """Counts the memory that an operation has taken."""
+        given: set[int] = set()
+        if operation.name != "aten::lift_fresh":  # a tensor made of Python's numbers
+            given = {each.untyped_storage()._cdata for each in operation.inputs()}
+        for tensor in operation.outputs():
+            if tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage not in self._blocks and storage.nbytes():
+                self._add(storage, self._kind or _kind_by_place())
+
+    @contextmanager
+    def all_of(self, kind: str) -> Iterator[None]:
+        """A context in which whatever is taken is of a kind."""
+        outer, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = outer
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Says what the memory of tensors is for."""
+        for tensor in tensors:
+            block = self._blocks.get(tensor.untyped_storage())
+            if block is not None:
+                self.now[block.kind] -= block.size
+                block.kind = kind
+                self._count(kind, block.size)
+
+    def start_peak(self) -> None:
+        """Looks for a peak from here on."""
+        self.peak, self._highest = Counter(self.now), self._total
+        self.largest = Counter(self.now)
+
+    def _count(self, kind: str, size: int) -> None:
+        self.now[kind] += size
+        self.largest[kind] = max(self.largest[kind], self.now[kind])
+
+    def _add(self, storage: Any, kind: str) -> None:
+        block = self._blocks[storage] = _Block(storage.nbytes(), kind)
+        self._count(kind, block.size)
+        self._total += block.size
+        if self._total > self._highest:
+            self.peak, self._highest = Counter(self.now), self._total
+        weakref.finalize(storage, self._free, block)
+
+    def _free(self, block: _Block) -> None:
+        self.now[block.kind] -= block.size
+        self._total -= block.size
+
+
+def _kind_by_place() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_code.co_name in GRADIENTS:
+            return "gradients"
+        for part, kind in PLACES:
+            if part in file and not file.endswith(NOT_THERE):
+                return kind
+        frame = frame.f_back
+    return "activations"

@@ -1,0 +1,208 @@
+"""Operations that have shapes and no numbers: a step of any model, on any layout, in seconds.
+
+The real model, the real engine and its collectives run, on tensors whose memory nobody touches: an
+operation gives what its shape function says, in address space that the system never fills. Small
+tensors whose numbers are known keep them, as the counters and flags that DeepSpeed decides by.
+"""
+
+import mmap
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+SMALL = 65_536
+"""Elements up to which known numbers are computed with."""
+_PAGES = 1 << 20
+"""Bytes from which memory comes from the system, page by page as it is touched: never."""
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 does not have its name
+ALIASES = {
+    *("aten::detach", "aten::alias", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"),
+    "aten::_unsafe_view",
+}
+"""Share the memory of an argument, though torch does not call them views."""
+
+
+class Operation(NamedTuple):
+    """An operation that was done."""
+
+    function: Any
+    """Of torch's dispatcher, an `OpOverload`."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    @property
+    def name(self) -> str:
+        """As `aten::addmm`."""
+        return str(self.function._schema.name)
+
+    def inputs(self) -> list[Tensor]:
+        """Its tensors."""
+        return tensors_in((self.args, self.kwargs))
+
+    def outputs(self) -> list[Tensor]:
+        """The tensors that it returned."""
+        return tensors_in(self.result)
+
+
+class Observer(Protocol):
+    """Is told every operation."""
+
+    def __call__(self, operation: Operation) -> None:
+        """One was done."""
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors of nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Watched(TorchDispatchMode):
+    """Inside this context observers are told every operation; it is done as always.
+
+    Args:
+        observers: Are told.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        super().__init__()
+        self._observers = observers
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        result = self.execute(func, args, named)
+        done = Operation(func, args, named, result)
+        for observer in self._observers:
+            observer(done)
+        return result
+
+    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does the operation."""
+        return function(*args, **kwargs)
+
+
+class Weightless(Watched):
+    """Inside this context operations have shapes and no numbers.
+
+    A number that is read and not known is 1.0, or 0 of whole numbers and truth values: a loss and a
+    norm are finite, and no flag of an overflow is set. Lists of unknown whole numbers must not be
+    asked for.
+
+    Args:
+        observers: Are told every operation.
+    """
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        super().__init__(observers)
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Whether a tensor has no numbers."""
+        return tensor.untyped_storage() in self._unknown
+
+    def forget(self, tensor: Tensor) -> None:
+        """Takes a tensor's numbers, and those of all that shares its memory, as not known."""
+        self._unknown.add(tensor.untyped_storage())
+
+    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does the operation on shapes, or on numbers that are known and few."""
+        schema, name = function._schema, function._schema.name
+        inputs = tensors_in((args, kwargs))
+        if function.namespace == "c10d":
+            return self._collective(function, args, kwargs)
+        if name == "_c10d_functional::wait_tensor":
+            return args[0]
+        unknown = any(map(self.is_unknown, inputs))
+        if function is torch.ops.aten._local_scalar_dense.default and unknown:
+            return 1.0 if args[0].is_floating_point() else 0
+        written = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        returns_tensors = any("Tensor" in str(each.type) for each in schema.returns)
+        is_meta = kwargs.get("device") == torch.device("meta")  # asked for as a shape
+        if is_meta or function.is_view or name in ALIASES or not (returns_tensors or written):
+            return function(*args, **kwargs)
+        known = not unknown and all(each.numel() <= SMALL for each in inputs)
+        if known and inputs and function.namespace != "_c10d_functional":
+            return function(*args, **kwargs)
+        if written:
+            return self._in_place(schema, args, kwargs)
+        on_meta = self._on_meta(function, args, kwargs)
+        if not inputs and all(each.numel() <= SMALL for each in tensors_in(on_meta)):
+            return function(*args, **kwargs)
+        return tree_map(lambda x: self._like(x) if isinstance(x, Tensor) else x, on_meta)
+
+    def _in_place(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what was written to, whose numbers are not known any more."""
+        given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
+        written = [
+            given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write
+        ]
+        for tensor in tensors_in(written):
+            self.forget(tensor)
+        if not schema.returns:
+            return None
+        return written[0] if len(schema.returns) == 1 else tuple(written)
+
+    def _on_meta(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        copies: dict[int, Tensor] = {}
+
+        def shape_of(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return torch.device("meta")
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device="meta"
+                )
+            return copies[id(value)]
+
+        args, kwargs = tree_map(shape_of, (args, kwargs))
+        if not copies and "device" in {a.name for a in function._schema.arguments}:
+            kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
+        return function(*args, **kwargs)
+
+    def _like(self, shape: Tensor) -> Tensor:
+        """A tensor in memory that is not there."""
+        tensor = _reserved(shape.shape, shape.stride(), shape.dtype)
+        self.forget(tensor)
+        return tensor
+
+    def _collective(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Sends nothing: small known numbers stay what they are, as if all others had the same."""
+        nothing: Callable[[Any], Any] = lambda x: (  # noqa: E731
+            torch.empty(0, dtype=x.dtype) if isinstance(x, Tensor) else x
+        )
+        empty, named = tree_map(nothing, (args, kwargs))
+        result = function(*empty, **named)
+        for written, read in _copied(function._schema.name, args):
+            if self.is_unknown(read) or read.numel() > SMALL or written.numel() % read.numel():
+                self.forget(written)
+            else:
+                written.view(-1, read.numel()).copy_(read.clone().view(1, -1))
+        return (args[0], *result[1:]) if isinstance(result, tuple) else result
+
+
+def _copied(name: str, args: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
+    """What a collective that gathers writes, and what it reads; of others each stays what it is."""
+    if "allgather" not in name or len(args) < 2:
+        return []
+    written, read = tensors_in(args[0]), tensors_in(args[1])
+    return [(each, read[0]) for each in written] if len(read) == 1 else []
+
+
+def _reserved(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor whose pages the system has only promised."""
+    elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
+    if elements * dtype.itemsize < _PAGES:
+        return torch.empty_strided(size, stride, dtype=dtype).zero_()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    pages = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
+    return torch.frombuffer(pages, dtype=dtype).as_strided(size, stride)

@@ -1,0 +1,65 @@
+"""A world of processes that are not there, of which this one plays a rank."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from parallel import comm
+from parallel.dims import Dims
+from parallel.zero import import_deepspeed
+
+
+@contextmanager
+def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
+    """Inside this context there is a process group of `dims.world_size`, and nothing is sent.
+
+    Libraries keep groups in globals; those are as before when the context ends. There must be no
+    process group yet.
+
+    Args:
+        dims: The layout.
+        rank: Of this process.
+
+    Yields:
+        This process, on a CPU.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import_deepspeed()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this kind of group has no timeout to set
+            if dims.tensor_parallel_size > 1:
+                comm.join_tensor_parallel_group(dims.tensor_parallel_size)
+            yield comm.World(
+                rank,
+                dims.world_size,
+                0,
+                torch.device("cpu"),
+                dims.tensor_parallel_size,
+                dims.expert_parallel_size,
+            )
+    finally:
+        _forget_groups(dims)
+        dist.destroy_process_group()
+
+
+def _forget_groups(dims: Dims) -> None:
+    import deepspeed.comm.comm
+    from deepspeed.utils import groups
+
+    if dims.tensor_parallel_size > 1:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    deepspeed.comm.comm.cdb = None
+    groups.mpu = None
+    for name, value in list(vars(groups).items()):
+        if name.startswith("_") and name.isupper() and "GROUP" in name:
+            setattr(groups, name, {} if isinstance(value, dict) else None)

@@ -1,0 +1,102 @@
+"""Steps that are really done, and what they exchange and hold, called in worker processes."""
+
+from typing import Any
+
+import torch
+
+from model.build import build_model
+from parallel import comm
+from parallel.parallelize import InitialWeights
+from parallel.plan.traffic import Amount, Exchange, Traffic
+from parallel.plan.weightless import Watched
+from parallel.zero import Engine
+from train.config.rules import validate
+from train.config.run import RunConfig
+from train.forecast.step import OWN_NUMBERS
+from train.layout.trial import engine_of, micro_batches
+from train.loop.step import issue_step
+from train.tasks.random_input import losses_for
+
+
+def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, int]]:
+    """What this process exchanges in the second step of a run, and holds after it."""
+    degrees = config.parallel
+    world = comm.initialize(
+        tensor_parallel_size=degrees.tensor_parallel_size,
+        expert_parallel_size=degrees.expert_parallel_size,
+    )
+    dims = validate(config, world.size)
+    start = InitialWeights(build_model(config.model), config.seed)
+    engine = engine_of(config, world, config.optimizer, start)
+    for step in range(2):
+        traffic = Traffic(dims, world.rank)
+        batches = list(micro_batches(config, world, step))
+        with Watched([traffic]):
+            issue_step(
+                engine,
+                losses_for(config.model),
+                iter(batches),
+                len(batches),
+                1e-3,
+                losses=config.loss,
+                progress=0.5,
+                own=lambda: (0,) * OWN_NUMBERS,
+            )
+    return traffic.exchanges, held(engine)
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Bytes of weights and buffers, and of what the optimizer keeps."""
+    optimizer = engine.deepspeed.basic_optimizer
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    masters += getattr(engine.deepspeed.optimizer, "fp32_partitioned_groups_flat", [])
+    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    found: dict[str, Any] = {}
+    for kind, tensors in (
+        ("weights", [*weights, *engine.module.buffers()]),
+        ("optimizer", [*masters, *moments]),
+    ):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            found.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+    sizes = {"weights": 0, "optimizer": 0}
+    for kind, size in found.values():
+        sizes[kind] += size
+    return sizes
+
+
+def measured_rise(config: RunConfig) -> int:
+    """How many bytes more than before a step its peak takes, as torch's allocator has them."""
+    world = comm.initialize()
+    start = InitialWeights(build_model(config.model), config.seed)
+    engine = engine_of(config, world, config.optimizer, start)
+
+    batches = list(micro_batches(config, world, 0))
+
+    def step() -> None:
+        issue_step(
+            engine,
+            losses_for(config.model),
+            iter(batches),
+            len(batches),
+            1e-3,
+            losses=config.loss,
+            progress=0.5,
+        )
+
+    step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda each: each[0]):
+        held += change
+        peak = max(peak, held)
+    return peak

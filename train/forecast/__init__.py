@@ -1,0 +1,1 @@
+"""What a run would take and cost on machines that need not be there."""

@@ -1,0 +1,239 @@
+"""What a plan says: memory, exchanges, time, and how often to save."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.dims import Dims
+from parallel.plan.devices import Device
+from parallel.plan.failures import HOURS_OF_ONE, best_saving, saving
+from parallel.plan.times import Place, StepTime, seconds_by_axis, step_time
+from parallel.plan.traffic import Exchanges
+from train.config.run import RunConfig
+from train.forecast.step import Footprint, footprint
+from train.tasks.registry import task_class
+
+HOST_COPY = 20e9
+"""Bytes a second from a GPU to its host's memory, which an asynchronous checkpoint waits for."""
+KINDS = (
+    *("weights", "gradients", "optimizer", "activations", "experts", "loss", "communication"),
+    *("libraries", "allocator"),
+)
+"""Of memory, in the order in which people read them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What a run is planned on."""
+
+    device: Device
+    nodes: int
+    processes_per_node: int
+    storage: float = 2e9
+    """Bytes a second that a node writes to the folder of checkpoints."""
+    hours_of_one: float = HOURS_OF_ONE
+    """Hours between two failures of one process."""
+
+    @property
+    def processes(self) -> int:
+        """In all."""
+        return self.nodes * self.processes_per_node
+
+
+def forecast(
+    config: RunConfig, dims: Dims, machines: Machines, *, imbalance: float = 1.0
+) -> dict[str, Any]:
+    """Predicts a run on GPUs.
+
+    Args:
+        config: Resolved; it fits the layout.
+        dims: The layout.
+        machines: What it runs on.
+        imbalance: Rows of experts that the busiest process gets, over the mean of all.
+
+    Returns:
+        JSON values, as `describe_forecast` makes them.
+    """
+    found = footprint(config, dims, imbalance=imbalance, on_gpu=True)
+    spent = predicted_time(config, dims, machines, found)
+    memory = with_libraries(found.memory, machines.device)
+    result = describe_forecast(
+        config, dims, machines, found, spent, memory, peak=peak_of(config, machines.device)
+    )
+    return result | {"imbalance": imbalance}
+
+
+def by_recomputation(
+    config: RunConfig, dims: Dims, machines: Machines, *, imbalance: float = 1.0
+) -> dict[str, dict[str, Any]]:
+    """What each way to keep activations takes, by the value of `model.recompute`.
+
+    Args:
+        config: Resolved.
+        dims: The layout.
+        machines: What it runs on.
+        imbalance: See `forecast`.
+
+    Returns:
+        For each mode `activations` and `total` (bytes of a process at its peak) and `seconds` (of a
+        step); empty for models that have no such modes.
+    """
+    modes = {}
+    for mode in ("none", "block") if hasattr(config.model, "recompute") else ():
+        model = config.model.model_copy(update={"recompute": mode})
+        other = config.model_copy(update={"model": model})
+        found = footprint(other, dims, imbalance=imbalance, on_gpu=True)
+        modes[mode] = {
+            "activations": found.memory.get("activations", 0),
+            "total": sum(with_libraries(found.memory, machines.device).values()),
+            "seconds": predicted_time(other, dims, machines, found).total,
+        }
+    return modes
+
+
+def predicted_time(config: RunConfig, dims: Dims, machines: Machines, found: Footprint) -> StepTime:
+    """How long a step takes on GPUs."""
+    return step_time(
+        found.work,
+        found.exchanges,
+        machines.device,
+        place_of(config, dims, machines),
+        tf32=config.train.tf32,
+        compiled=config.model.compile,
+    )
+
+
+def place_of(config: RunConfig, dims: Dims, machines: Machines) -> Place:
+    """Where a process is."""
+    return Place(
+        dims=dims,
+        processes_of_node=machines.processes_per_node,
+        zero_stage=config.parallel.zero_stage,
+        overlap=config.parallel.expert_overlap,
+    )
+
+
+def peak_of(config: RunConfig, device: Device) -> float:
+    """FLOP/s that MFU refers to."""
+    return device.peak(config.train.precision, tf32=config.train.tf32)
+
+
+def with_libraries(memory: dict[str, int], device: Device) -> dict[str, int]:
+    """Adds what libraries take, and what the allocator keeps beside tensors."""
+    share = round(sum(memory.values()) * device.allocator_share)
+    return memory | {"libraries": device.libraries, "allocator": share}
+
+
+def describe_forecast(
+    config: RunConfig,
+    dims: Dims,
+    machines: Machines,
+    found: Footprint,
+    spent: StepTime,
+    memory: dict[str, int],
+    *,
+    peak: float | None,
+) -> dict[str, Any]:
+    """What a plan says.
+
+    Args:
+        config: Resolved.
+        dims: The layout.
+        machines: What it runs on.
+        found: What a process holds, sends and computes.
+        spent: How long a step takes.
+        memory: Bytes by kind when most are held, with what libraries take.
+        peak: FLOP/s of one device; None: MFU is not given.
+
+    Returns:
+        JSON values.
+    """
+    train, world = config.train, dims.world_size
+    unit = task_class(config.data.kind).unit.name
+    units = train.global_batch_size * config.model.units_per_sample()
+    rate = units / spent.total
+    held = {kind: memory[kind] for kind in KINDS if memory.get(kind)}
+    total = sum(held.values())
+    return {
+        "prediction": True,
+        "unit": unit,
+        "parameters": found.parameters,
+        "layout": {
+            "device": machines.device.name,
+            "nodes": machines.nodes,
+            "processes_per_node": machines.processes_per_node,
+            "processes": world,
+            "data_parallel_size": dims.data_parallel_size,
+            "tensor_parallel_size": dims.tensor_parallel_size,
+            "expert_parallel_size": dims.expert_parallel_size,
+            "zero_stage": config.parallel.zero_stage,
+            "micro_batch_size": train.micro_batch_size,
+            "accumulation_steps": dims.accumulation_steps(
+                train.global_batch_size, train.micro_batch_size
+            ),
+            "global_batch_size": train.global_batch_size,
+        },
+        "memory_bytes": held | {"total": total, "device": machines.device.memory},
+        "largest_bytes": {kind: found.largest[kind] for kind in KINDS if kind in found.largest},
+        "fits": total <= machines.device.memory,
+        "exchanges": _exchanges(found.exchanges, place_of(config, dims, machines)),
+        "step": {
+            "seconds": spent.total,
+            "products": spent.products,
+            "attention": spent.attention,
+            "memory": spent.memory,
+            "idle": spent.idle,
+            "exchanges": seconds_by_axis(spent.exposed),
+            "hidden_exchanges": spent.hidden,
+        },
+        f"{unit}s_per_second": rate,
+        "mfu": rate * config.model.flops_per_unit() / (peak * world) if peak else None,
+        "run": {
+            "steps": train.steps,
+            f"{unit}s": train.steps * units,
+            "seconds": train.steps * spent.total,
+            "device_hours": train.steps * spent.total * world / 3600,
+        },
+        "checkpoint": _checkpoint(config, machines, found, spent.total),
+    }
+
+
+def _exchanges(exchanges: Exchanges, place: Place) -> list[dict[str, Any]]:
+    rows = []
+    for exchange, amount in sorted(exchanges.items(), key=lambda each: -each[1].sent):
+        size, here = place.group(exchange.axis)
+        rows.append(
+            {
+                **exchange._asdict(),
+                "processes": size,
+                "link": "network" if here < size else "node",
+                "calls": amount.calls,
+                "payload_bytes": amount.payload,
+                "sent_bytes": amount.sent,
+            }
+        )
+    return rows
+
+
+def _checkpoint(
+    config: RunConfig, machines: Machines, found: Footprint, seconds: float
+) -> dict[str, Any]:
+    size = 4 * found.parameters * (1 + config.tensors_per_weight())
+    if config.checkpoint.asynchronous:
+        stall = size / machines.processes / HOST_COPY
+    else:
+        stall = size / (machines.storage * machines.nodes)
+    best = best_saving(stall, machines.processes, machines.hours_of_one)
+    result = {
+        "bytes": size,
+        "stall_seconds": stall,
+        "failure_every_seconds": best.failure_every,
+        "best_interval_seconds": best.interval,
+        "best_every_steps": max(1, round(best.interval / seconds)),
+        "lost_share": best.lost_share,
+    }
+    if config.checkpoint.every:
+        chosen = saving(
+            config.checkpoint.every * seconds, stall, machines.processes, machines.hours_of_one
+        )
+        result |= {"every_steps": config.checkpoint.every, "lost_share_then": chosen.lost_share}
+    return result

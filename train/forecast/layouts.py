@@ -1,0 +1,237 @@
+"""Layouts of a run on so many GPUs, and which of them is fastest."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from model.smoe.config import SparseMoEConfig
+from parallel.dims import Dims
+from train.config.rules import validate
+from train.config.run import RunConfig, config_of
+from train.forecast.forecast import Machines, forecast, predicted_time, with_libraries
+from train.forecast.step import Footprint, footprint
+
+LARGEST_MICRO_BATCH = 128
+SHOWN = 5
+
+
+class Layout(NamedTuple):
+    """A layout that was tried."""
+
+    changes: tuple[str, ...]
+    """Of the configuration, as `key=value`."""
+    config: RunConfig
+    dims: Dims
+    memory: int
+    """Bytes of a process."""
+    seconds: float
+    """Of a step."""
+    why: str
+    """What most of the time goes to beside products."""
+
+
+def changed(config: RunConfig, changes: Sequence[str]) -> RunConfig:
+    """The configuration with other values; raises if it is not valid then."""
+    return config_of(config.model_dump(mode="json"), changes, origin="the plan")
+
+
+def what_would_fit(
+    config: RunConfig, machines: Machines, *, imbalance: float = 1.0
+) -> list[tuple[str, int]]:
+    """Single changes with which a run fits the memory, and the bytes that it takes then.
+
+    Of each key the value that is nearest to the present one.
+
+    Args:
+        config: That does not fit.
+        machines: Whose memory it is.
+        imbalance: See `forecast`.
+    """
+    found: list[tuple[str, int]] = []
+    for change in _single_changes(config, machines):
+        key = change.partition("=")[0]
+        if any(other.startswith(f"{key}=") for other, _ in found):
+            continue  # less of it does
+        try:
+            other = changed(config, [change])
+            dims = validate(other, machines.processes)
+        except ValueError:
+            continue
+        plan = forecast(other, dims, machines, imbalance=imbalance)
+        if plan["fits"]:
+            found.append((change, plan["memory_bytes"]["total"]))
+    return found
+
+
+def _single_changes(config: RunConfig, machines: Machines) -> Iterator[str]:
+    micro = config.train.micro_batch_size
+    while micro > 1:
+        micro //= 2
+        yield f"train.micro_batch_size={micro}"
+    if getattr(config.model, "recompute", None) == "none":
+        yield "model.recompute=block"
+    for stage in range(config.parallel.zero_stage + 1, 4):
+        yield f"parallel.zero_stage={stage}"
+    for key in ("tensor_parallel_size", "expert_parallel_size"):
+        degree = 2 * getattr(config.parallel, key)
+        while degree <= machines.processes_per_node:
+            yield f"parallel.{key}={degree}"
+            degree *= 2
+
+
+def fastest_layouts(
+    config: RunConfig,
+    machines: Machines,
+    *,
+    imbalance: float = 1.0,
+    told: Callable[[float], None] = lambda share: None,
+) -> list[Layout]:
+    """Tries degrees within a node, ZeRO stages, recomputation and micro-batches.
+
+    The model is tried with few blocks, twice, and what more of them take follows: it is the same
+    for each. For each pair of degrees the largest micro-batch that fits counts, with the least that
+    it takes: no recomputation before some, a lower stage before a higher one.
+
+    Args:
+        config: Its global batch and model stay.
+        machines: What it runs on.
+        imbalance: See `forecast`.
+        told: Called with the share that is done.
+
+    Returns:
+        Those that fit, the fastest first.
+    """
+    degrees = list(_degrees(config, machines))
+    found = []
+    for number, changes in enumerate(degrees):
+        best = _best_of(config, changes, machines, imbalance)
+        if best is not None:
+            found.append(best)
+        told((number + 1) / len(degrees))
+    return sorted(found, key=lambda each: each.seconds)
+
+
+def _degrees(config: RunConfig, machines: Machines) -> Iterator[tuple[str, ...]]:
+    powers = [1 << n for n in range(machines.processes_per_node.bit_length())]
+    sparse = isinstance(config.model.known_feed_forward(), SparseMoEConfig)
+    for tensor, expert in product(powers, powers if sparse else [1]):
+        if tensor * expert <= machines.processes_per_node:
+            yield (
+                f"parallel.tensor_parallel_size={tensor}",
+                f"parallel.expert_parallel_size={expert}",
+            )
+
+
+def _best_of(
+    config: RunConfig, degrees: tuple[str, ...], machines: Machines, imbalance: float
+) -> Layout | None:
+    """The fastest layout of these degrees that fits."""
+    modes = ["none", "block"] if hasattr(config.model, "recompute") else [None]
+    stages = sorted({config.parallel.zero_stage, 1, 2, 3})
+    for stage, mode in product(stages, modes):
+        changes = (*degrees, f"parallel.zero_stage={stage}")
+        changes += (f"model.recompute={mode}",) if mode else ()
+        fitting = [
+            layout
+            for layout in _with_micro_batches(config, changes, machines, imbalance)
+            if layout.memory <= machines.device.memory
+        ]
+        if fitting:
+            return min(fitting, key=lambda each: each.seconds)
+    return None
+
+
+def _with_micro_batches(
+    config: RunConfig, changes: tuple[str, ...], machines: Machines, imbalance: float
+) -> Iterator[Layout]:
+    """The layouts with each size of micro-batch, until one does not fit."""
+    micro = 1
+    while micro <= LARGEST_MICRO_BATCH:
+        every = (*changes, f"train.micro_batch_size={micro}")
+        micro *= 2
+        try:
+            other = changed(config, every)
+            dims = validate(other, machines.processes)
+        except ValueError:
+            continue
+        layout = tried(other, dims, every, machines, imbalance)
+        yield layout
+        if layout.memory > machines.device.memory:
+            return
+
+
+def tried(
+    config: RunConfig,
+    dims: Dims,
+    changes: tuple[str, ...],
+    machines: Machines,
+    imbalance: float,
+) -> Layout:
+    """Two shallow models, and the whole one from them."""
+    layers = config.model.model_dump()["num_layers"]
+    few = _few_layers(config)
+    if few is None or 2 * few >= layers:
+        return _measured(config, dims, changes, machines, imbalance)
+    first, second = (
+        _measured(changed(config, [f"model.num_layers={n}"]), dims, changes, machines, imbalance)
+        for n in (few, 2 * few)
+    )
+    blocks = (layers - few) / few
+    return second._replace(
+        config=config,
+        memory=round(first.memory + blocks * (second.memory - first.memory)),
+        seconds=first.seconds + blocks * (second.seconds - first.seconds),
+    )
+
+
+def _few_layers(config: RunConfig) -> int | None:
+    """A number of blocks after which they repeat; None if they never do."""
+    feed_forward = config.model.known_feed_forward()
+    placement = getattr(feed_forward, "placement", 1)
+    return 2 * placement if isinstance(placement, int) else None
+
+
+def _measured(
+    config: RunConfig,
+    dims: Dims,
+    changes: tuple[str, ...],
+    machines: Machines,
+    imbalance: float,
+) -> Layout:
+    found: Footprint = footprint(config, dims, imbalance=imbalance, on_gpu=True)
+    spent = predicted_time(config, dims, machines, found)
+    others: dict[str, float] = {
+        "operations that wait for memory": spent.memory,
+        "a GPU that waits for its host": spent.idle,
+        **{f"exchanges among {axis} processes": s for axis, s in spent.exposed.items()},
+    }
+    name, seconds = max(others.items(), key=lambda each: each[1])
+    memory = sum(with_libraries(found.memory, machines.device).values())
+    why = f"{seconds / spent.total:.0%} {name}"
+    return Layout(changes, config, dims, memory, spent.total, why)
+
+
+def layout_rows(found: Sequence[Layout], config: RunConfig) -> list[dict[str, Any]]:
+    """The fastest layouts for a result, with what has to change for them."""
+    now = config.model_dump(mode="json")
+    units = config.train.global_batch_size * config.model.units_per_sample()
+    rows = []
+    for layout in found[:SHOWN]:
+        needed = [change for change in layout.changes if not _is_so(now, change)]
+        rows.append(
+            {
+                "change": needed,
+                "memory_bytes": layout.memory,
+                "step_seconds": layout.seconds,
+                "units_per_second": units / layout.seconds,
+                "why": layout.why,
+            }
+        )
+    return rows
+
+
+def _is_so(tree: Any, change: str) -> bool:
+    path, _, value = change.partition("=")
+    for key in path.split("."):
+        tree = tree[key]
+    return str(tree) == value

@@ -1,0 +1,214 @@
+"""A step of a configuration on a layout, without its numbers: what it holds, sends and computes."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model.build import build_model, initial_value
+from model.kernels import switch
+from parallel.dims import Dims
+from parallel.parallelize import parallelize
+from parallel.plan.memory import Memory
+from parallel.plan.routing import assume_rows
+from parallel.plan.traffic import Amount, Exchanges, Traffic
+from parallel.plan.weightless import Weightless
+from parallel.plan.work import Computed, Phase, Work
+from parallel.plan.world import pretended_world
+from parallel.zero import Engine
+from train.config.run import RunConfig
+from train.loop.optimizer import build_optimizer
+from train.loop.step import issue_step
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.random_input import losses_for, random_batch
+
+OWN_NUMBERS = 5
+"""That a process tells the others in each step: a signal, its memory, its speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one process holds, sends and computes in a step."""
+
+    parameters: int
+    """Of the whole model."""
+    memory: dict[str, int]
+    """Bytes by kind when most are held."""
+    largest: dict[str, int]
+    """Bytes of each kind when most of that kind are held."""
+    between_steps: dict[str, int]
+    """Bytes by kind that stay between steps."""
+    exchanges: Exchanges
+    """Of an optimizer step."""
+    work: list[tuple[Work, int]]
+    """Operations of an optimizer step, and how often each is done."""
+
+
+class _Nothing:
+    """The source of weights whose numbers do not matter."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Zeros."""
+        return torch.zeros(size)
+
+    def step(self, name: str) -> float:
+        """A run that has begun."""
+        return 0.0
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer's initial value."""
+        return initial_value(self._model, name, 0)
+
+
+def footprint(
+    config: RunConfig, dims: Dims, *, imbalance: float = 1.0, on_gpu: bool = False
+) -> Footprint:
+    """Runs steps of one process on shapes alone.
+
+    The second step counts: in the first one DeepSpeed learns the order of parameters. Of many
+    micro-batches the first and the last are run; those between are as the first.
+
+    Args:
+        config: Resolved; it fits the layout.
+        dims: The layout.
+        imbalance: Rows of experts that this process gets, over the mean of all.
+        on_gpu: Whether to take the operations that a GPU would.
+    """
+    train = config.train
+    micro_batches = dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
+    run = min(micro_batches, 2)
+    memory = Memory()
+    phases: list[Phase] = []
+    traffic = _Parts(lambda: Traffic(dims, 0))
+    computed = _Parts(lambda: Computed(lambda: phases[0]() if phases else "build"))
+    with (
+        switch.as_on_gpu() if on_gpu else nullcontext(),
+        pretended_world(dims) as world,
+        Weightless([memory, traffic, computed]) as weightless,
+    ):
+        model = build_model(config.model)
+        parameters = sum(p.numel() for p in model.parameters())
+        engine = parallelize(
+            model,
+            dims,
+            config.parallel,
+            world=world,
+            make_optimizer=lambda named: build_optimizer(config.optimizer, named),
+            precision=train.precision,
+            global_batch_size=run * train.micro_batch_size * dims.data_parallel_size,
+            micro_batch_size=train.micro_batch_size,
+            clip_grad_norm=config.optimizer.clip_grad_norm,
+            source=_Nothing(build_model(config.model)),
+            cross_entropy=cross_entropy,
+            compiled=False,
+            average_decay=train.ema,
+        )
+        assume_rows(engine.module, imbalance)
+        phases.append(Phase(engine.module))
+        engine.train()
+        _name_state(engine, memory, weightless)
+        batch = random_batch(config.model, range(train.micro_batch_size))
+        for tensor in batch:
+            weightless.forget(tensor)
+
+        def parts() -> Iterator[Any]:
+            for number in range(run):
+                traffic.begin(number == run - 1)
+                computed.begin(number == run - 1)
+                yield batch
+
+        for _ in range(2):
+            memory.start_peak()
+            for counter in (traffic, computed):
+                counter.clear()
+            issue_step(
+                engine,
+                losses_for(config.model),
+                parts(),
+                run,
+                1e-3,
+                losses=config.loss,
+                progress=0.5,
+                own=lambda: (0,) * OWN_NUMBERS,
+            )
+        return Footprint(
+            parameters=parameters,
+            memory={kind: size for kind, size in memory.peak.items() if size},
+            largest={kind: size for kind, size in memory.largest.items() if size},
+            between_steps={kind: size for kind, size in memory.now.items() if size},
+            exchanges=_exchanges(traffic, micro_batches),
+            work=_work(computed, micro_batches),
+        )
+
+
+class _Parts:
+    """An observer for all micro-batches of a step but the last, and one for that and the update."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self.first, self.last = self._make(), self._make()
+        self._now = self.first
+
+    def begin(self, is_last: bool) -> None:
+        """A micro-batch begins."""
+        self._now = self.last if is_last else self.first
+
+    def __call__(self, operation: Any) -> None:
+        """Hands it on."""
+        self._now(operation)
+
+
+def _exchanges(traffic: _Parts, micro_batches: int) -> Exchanges:
+    found = dict(traffic.last.exchanges)
+    for key, amount in traffic.first.exchanges.items():
+        found[key] = found.get(key, Amount()) + amount.times(micro_batches - 1)
+    return found
+
+
+def _work(computed: _Parts, micro_batches: int) -> list[tuple[Work, int]]:
+    times = computed.last.times.copy()
+    for key, number in computed.first.times.items():
+        times[key] += number * (micro_batches - 1)
+    of = computed.first.of | computed.last.of
+    return [(of[key], number) for key, number in times.items()]
+
+
+def _name_state(engine: Engine, memory: Memory, weightless: Weightless) -> None:
+    """Says what the memory of a built engine is for, and that its numbers are not known."""
+    optimizer = engine.deepspeed.basic_optimizer
+    zero = engine.deepspeed.optimizer
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # of stage 3
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    state = [*masters, *moments]
+    memory.name(state, "optimizer")
+    memory.name([*weights, *engine.module.buffers()], "weights")
+    sums = getattr(zero, "grad_partitions_flat_buffer", None)  # of stage 3
+    memory.name([] if sums is None else [sums], "gradients")
+    for tensor in (*state, *weights):
+        if tensor.numel() > 1:  # a step's number is known
+            weightless.forget(tensor)
+    for parameter in engine.module.parameters():
+        parameter.register_hook(lambda g: memory.name([g], "gradients"))  # type: ignore[no-untyped-call]
