@@ -8,7 +8,7 @@ from model.build import build_model
 from parallel import comm
 from parallel.parallelize import InitialWeights
 from parallel.plan.devices import Device
-from parallel.plan.replay import exchanged_here, replayed
+from parallel.plan.replay import exchanged_here, host_seconds, replayed
 from parallel.plan.times import StepTime
 from train.config.rules import validate
 from train.config.run import RunConfig
@@ -44,13 +44,14 @@ def forecast_here(
     )
     progress = Progress("operations", len(found.work), "op") if world.is_main else _silent
     spent = replayed(found.work, progress)
+    between = host_seconds() * sum(times for _, times in found.work)
     kinds = {"products": 0.0, "attention": 0.0, "memory": 0.0}
     products = {each.name for each, _ in found.work if each.flops}
     for (_, name), seconds in spent.items():
         kind = "attention" if "attention" in name else "memory"
         kinds["products" if kind == "memory" and name in products else kind] += seconds
     exposed = exchanged_here(dims, found.exchanges)  # a CPU that sends does not compute
-    total = StepTime(**kinds, idle=0.0, exposed=exposed, hidden=0.0)
+    total = StepTime(**kinds, idle=between, exposed=exposed, hidden=0.0)
     measured = _measured(config, world, check_steps) if check_steps else None
     comm.shutdown()
     if not world.is_main:
