@@ -95,7 +95,12 @@ class SelfAttention(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, *, traced_head: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor,
+        *,
+        traced_head: Tensor | None = None,
+        cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, AttentionTrace | None]:
         """Attends.
 
@@ -105,6 +110,8 @@ class SelfAttention(nn.Module):
                 None returns nothing, so that all can be freed.
             cache: Keys and values of earlier tokens, to which those of these are added; None: there
                 are no earlier tokens.
+            mask_BT: True for tokens, False for padding, which no token sees; None: there is none.
+                A causal attention does without: padding comes last.
 
         Returns:
             The output [B, T, D], before the residual, and the trace if a head is traced.
@@ -124,7 +131,7 @@ class SelfAttention(nn.Module):
             heads_BATH = attend_cached(q_BATH, k_BATH, v_BATH, cache)
         else:
             drop = self.dropout if self.training else 0.0
-            heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop)
+            heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
         merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
         projected_BTD = self.projection(merged_BTD)
         y_BTD = self.residual_dropout(projected_BTD)
@@ -135,7 +142,14 @@ class SelfAttention(nn.Module):
             qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
         )
 
-    def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
+    def attend(
+        self,
+        q_BATH: Tensor,
+        k_BATH: Tensor,
+        v_BATH: Tensor,
+        drop: float,
+        mask_BT: Tensor | None = None,
+    ) -> Tensor:
         """Computes the attention of each token to those that it sees.
 
         Args:
@@ -143,12 +157,14 @@ class SelfAttention(nn.Module):
             k_BATH: Keys.
             v_BATH: Values.
             drop: Probability that an attention weight is dropped.
+            mask_BT: See `forward`.
 
         Returns:
             [B, A, T, H].
         """
+        seen_B11T = None if mask_BT is None or self.causal else mask_BT[:, None, None, :]
         return scaled_dot_product_attention(
-            q_BATH, k_BATH, v_BATH, dropout_p=drop, is_causal=self.causal
+            q_BATH, k_BATH, v_BATH, attn_mask=seen_B11T, dropout_p=drop, is_causal=self.causal
         )
 
 

@@ -1,9 +1,13 @@
-"""One transformer block: normalize before each branch, add after it.
+"""One transformer block: normalize before each branch and add after it, or the other way round.
 
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
+from typing import Any, Literal, TypeAlias
+
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.attention import SelfAttention
 from model.cache import BlockCache
@@ -11,6 +15,8 @@ from model.initialization import Initializer, norm_initializers
 from model.interface import FeedForward
 from model.layers import DropPath, LayerNorm
 from model.output import RoutingStats
+
+Recompute: TypeAlias = Literal["none", "block"]
 
 
 class Block(nn.Module):
@@ -53,13 +59,14 @@ class Block(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, cache: BlockCache | None = None
+        self, x_BTD: Tensor, cache: BlockCache | None = None, mask_BT: Tensor | None = None
     ) -> tuple[Tensor, RoutingStats | None]:
         """Runs both branches.
 
         Args:
             x_BTD: The residual stream.
             cache: Keys and values of earlier tokens, in generation.
+            mask_BT: True for tokens, False for padding; None: there is none.
 
         Returns:
             The residual stream [B, T, D] after the block, and the routing statistics.
@@ -68,6 +75,7 @@ class Block(nn.Module):
             self.attention_norm(x_BTD),
             traced_head=self.feed_forward.attention_head(),
             cache=None if cache is None else cache.attention,
+            mask_BT=mask_BT,
         )
         x_BTD = x_BTD + self.drop_path(attended_BTD)
         y_BTD, stats = self.feed_forward(
@@ -75,5 +83,40 @@ class Block(nn.Module):
             x_BTD,
             trace,
             None if cache is None else cache.feed_forward,
+            mask_BT,
         )
         return x_BTD + self.drop_path(y_BTD), stats
+
+
+class PostNormBlock(Block):
+    """A block that normalizes the sum of each branch and its input, as BERT's do."""
+
+    def forward(
+        self, x_BTD: Tensor, cache: BlockCache | None = None, mask_BT: Tensor | None = None
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Runs both branches; see `Block.forward`. It takes no cache."""
+        assert cache is None
+        attended_BTD, trace = self.attention(
+            x_BTD, traced_head=self.feed_forward.attention_head(), mask_BT=mask_BT
+        )
+        x_BTD = self.attention_norm(x_BTD + self.drop_path(attended_BTD))
+        y_BTD, stats = self.feed_forward(x_BTD, x_BTD, trace, None, mask_BT)
+        return self.feed_forward_norm(x_BTD + self.drop_path(y_BTD)), stats
+
+
+def run_block(block: nn.Module, x_BTD: Tensor, recompute: Recompute, *others: Any) -> Any:
+    """Runs a block, and keeps its input alone if the rest is computed again.
+
+    Args:
+        block: The block.
+        x_BTD: The residual stream.
+        recompute: The model's key.
+        others: What else the block takes.
+
+    Returns:
+        What the block does.
+    """
+    if recompute == "block" and torch.is_grad_enabled():
+        # The state of the random generators is kept, so the second pass drops the same units.
+        return checkpoint(block, x_BTD, *others, use_reentrant=False, preserve_rng_state=True)
+    return block(x_BTD, *others)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.bert import Bert, BertConfig
 from model.gpt2 import GPT2, GPT2Config
 from model.initialization import Initializer
 from model.mixer import Mixer, MixerConfig
@@ -31,6 +32,7 @@ class ModelKind(NamedTuple):
 
 MODELS: dict[str, ModelKind] = {
     "gpt2": ModelKind(GPT2Config, GPT2),
+    "bert": ModelKind(BertConfig, Bert),
     "mixer": ModelKind(MixerConfig, Mixer),
     "vit": ModelKind(ViTConfig, ViT),
 }

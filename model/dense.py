@@ -154,6 +154,7 @@ class DenseFeedForward(FeedForward):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Applies both layers to the normalized input; see `FeedForward.forward`."""
         inner_BTF = self.activation(self.up(normalized_BTD))

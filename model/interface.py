@@ -78,6 +78,7 @@ class FeedForward(nn.Module, ABC):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Computes the block's second branch.
 
@@ -86,10 +87,13 @@ class FeedForward(nn.Module, ABC):
             residual_BTD: The residual stream before it, which the gate of a muMoE reads.
             attention: The trace of the block's attention, if `attention_head` names a head.
             cache: In generation: what this feed-forward stores of earlier tokens; these are added.
+            mask_BT: True for tokens, False for padding, which counts in no statistic and which no
+                expert has to compute; None: there is none.
 
         Returns:
-            The output [B, T, D], before it is added to the residual stream, and the routing
-            statistics with an empty name, or None from a feed-forward that does not route.
+            The output [B, T, D], before it is added to the residual stream, of padding anything;
+            and the routing statistics with an empty name, or None from a feed-forward that does not
+            route.
         """
 
     def gate_columns(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from model.block import run_block
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import Initializer, norm_initializers
@@ -24,7 +25,6 @@ from model.vision import (
     build_head,
     check_feed_forward,
     classified,
-    run_block,
 )
 
 TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"

@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from model.config import Config, SectionError
 from model.feedforward import FeedForwardConfig
@@ -249,19 +248,3 @@ def classified(head: nn.Module, z_BD: Tensor) -> tuple[Tensor, tuple[RoutingStat
         logits_BK, stats = head(z_BD)
         return logits_BK, (stats,)
     return head(z_BD), ()
-
-
-def run_block(block: nn.Module, x_BTD: Tensor, recompute: Literal["none", "block"]) -> tuple:  # type: ignore[type-arg]
-    """Runs a block, and keeps its input alone if the rest is computed again.
-
-    Args:
-        block: The block.
-        x_BTD: The residual stream.
-        recompute: The model's key.
-    """
-    if recompute == "block" and torch.is_grad_enabled():
-        # The state of the random generators is kept, so the second pass drops the same units.
-        result: tuple = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=True)  # type: ignore[type-arg]
-        return result
-    result = block(x_BTD)
-    return result

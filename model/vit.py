@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
-from model.block import Block
+from model.block import Block, run_block
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
 from model.initialization import ZEROS, Initializer, linear_initializers, norm_initializers, normal
@@ -28,7 +28,6 @@ from model.vision import (
     build_head,
     check_feed_forward,
     classified,
-    run_block,
 )
 
 FEED_FORWARD = "model.feed_forward"

@@ -346,12 +346,19 @@ class TensorParallelAttention(SelfAttention):
         _swap(self, "qkv", layers.column(whole.qkv, fused=3))
         _swap(self, "projection", layers.row(whole.projection))
 
-    def attend(self, q_BATH: Tensor, k_BATH: Tensor, v_BATH: Tensor, drop: float) -> Tensor:
+    def attend(
+        self,
+        q_BATH: Tensor,
+        k_BATH: Tensor,
+        v_BATH: Tensor,
+        drop: float,
+        mask_BT: Tensor | None = None,
+    ) -> Tensor:
         """See `SelfAttention.attend`; other heads drop other weights."""
         if not drop:
-            return super().attend(q_BATH, k_BATH, v_BATH, drop)
+            return super().attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
         with own_random_numbers(self._world):
-            return super().attend(q_BATH, k_BATH, v_BATH, drop)
+            return super().attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
 
 
 class Mpu:

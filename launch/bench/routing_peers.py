@@ -61,6 +61,7 @@ class MaterializedGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> Mixed:
         """See `Graph.forward`; no measures."""
         if attention is None:

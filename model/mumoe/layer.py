@@ -51,15 +51,17 @@ class MuMoE(FeedForward):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Mixes the experts' outputs for the normalized input; see `FeedForward.forward`."""
         refuse_autocast(normalized_BTD, "a muMoE")
         u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
-        output = self.gate(u_BTD.flatten(0, 1))
+        real_M = None if mask_BT is None else mask_BT.flatten()
+        output = self.gate(u_BTD.flatten(0, 1), real_M)
         z_MD = normalized_BTD.flatten(0, 1)
         coefficients = self.gate.mixing_weights(output, z_MD.dtype)
         y_MD = self.down(self.up(z_MD, coefficients), coefficients)
-        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(output)
+        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(output, real_M)
 
     def gate_columns(self) -> list[Tensor]:
         """The gate's columns, of each level [N, D]: rows of the weight as it is stored."""

@@ -28,6 +28,7 @@ from model.entropy import entropy
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext, refuse_autocast
 from model.kernels.mixture import matrix, mixture
+from model.padding import token_mean
 from model.smoe.config import SparseMoEConfig
 from model.smoe.scores import router_dtype
 
@@ -35,6 +36,8 @@ ENTROPY_MOMENTUM = 0.99
 """Momentum of the running mean of head entropies, per step."""
 MEASURED_ROWS = 32
 """Query rows of a sequence at which entropies are measured: a sample of all rows."""
+UNSEEN = -1e9
+"""The exponent of padding: finite, so that a row of padding is, too; its exponential is 0."""
 
 
 class Features(NamedTuple):
@@ -87,6 +90,7 @@ class Graph(nn.Module, ABC):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> Mixed:
         """Mixes scores.
 
@@ -95,13 +99,18 @@ class Graph(nn.Module, ABC):
             u_BTD: The tokens as the experts see them.
             attention: The trace of the block's attention, if `attention_head` names a head.
             cache: In generation: features and scores of earlier tokens, to which these are added.
+            mask_BT: False for padding, whose scores are mixed into nobody's; None: there is none.
 
         Returns:
             The mixture and its statistics.
         """
 
     def mix(
-        self, features: Features, scores_BTE: Tensor, cache: LayerCache | None = None
+        self,
+        features: Features,
+        scores_BTE: Tensor,
+        cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes p = S r.
 
@@ -109,10 +118,13 @@ class Graph(nn.Module, ABC):
             features: What makes S.
             scores_BTE: r.
             cache: See `forward`; with it S is causal in any case.
+            mask_BT: See `forward`.
 
         Returns:
             p [B, T, E], and the effective neighbours as `Mixed` has them.
         """
+        if mask_BT is not None:
+            features = without_padding(features, mask_BT)
         query_BTF, key_BSF, scale = features
         value_BSE = scores_BTE
         if cache is not None:
@@ -128,7 +140,7 @@ class Graph(nn.Module, ABC):
         if cache is not None:
             return mixed_BTE, None
         entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, entropy_BS)
-        return mixed_BTE, entropy_BM.exp().mean()
+        return mixed_BTE, measured_mean(entropy_BM.exp(), mask_BT)
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None) -> None:
@@ -139,6 +151,36 @@ class Graph(nn.Module, ABC):
         """
 
 
+def without_padding(features: Features, mask_BT: Tensor) -> Features:
+    """Features with one more, by which the softmax of each row gives padding a weight of 0.
+
+    Args:
+        features: Of all tokens; B, T and F may have other dimensions between them.
+        mask_BT: False for padding.
+    """
+    query, key, scale = features
+    real = mask_BT.view(len(mask_BT), *(1,) * (key.dim() - 3), -1, 1)
+    far = torch.where(real, 0, UNSEEN / scale).to(key.dtype).expand(*key.shape[:-1], 1)
+    ones = query.new_ones(*query.shape[:-1], 1)
+    return Features(torch.cat([query, ones], -1), torch.cat([key, far], -1), scale)
+
+
+def measured_rows(length: int, device: torch.device) -> Tensor:
+    """Rows spread evenly over a sequence [M], the last one among them."""
+    count = min(length, MEASURED_ROWS)
+    part_M = torch.arange(1, count + 1, device=device)
+    return (part_M * length).div(count, rounding_mode="floor") - 1
+
+
+def measured_mean(values_BM: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """The mean over sequences and measured rows, [B, M, ...] -> [...], without padding."""
+    real_N = None
+    if mask_BT is not None:
+        rows_M = measured_rows(mask_BT.shape[1], mask_BT.device)
+        real_N = mask_BT.index_select(1, rows_M).flatten()
+    return token_mean(values_BM.flatten(0, 1), real_N)
+
+
 @torch.no_grad()
 def _row_entropies(
     query: Tensor, key: Tensor, scale: float, causal: bool, entropy_BS: Tensor | None = None
@@ -146,20 +188,20 @@ def _row_entropies(
     """Entropies of the rows softmax(scale * query . key) at rows spread evenly over a sequence, the
     last one among them; [..., T, F] -> [..., M], M = min(T, MEASURED_ROWS).
     """
-    length = query.shape[-2]
-    count = min(length, MEASURED_ROWS)
-    part_M = torch.arange(1, count + 1, device=query.device)
-    rows_M = (part_M * length).div(count, rounding_mode="floor") - 1
+    rows_M = measured_rows(query.shape[-2], query.device)
     rows_of_s = matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows_M=rows_M)
     return entropy(rows_of_s)
 
 
-def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
+def head_entropies(
+    attention: AttentionTrace, causal: bool, mask_BT: Tensor | None = None
+) -> Tensor:
     """The mean entropy of each head's attention over measured rows.
 
     Args:
         attention: What attention did.
         causal: Whether j <= i.
+        mask_BT: False for padding.
 
     Returns:
         [G] in nats; no gradient.
@@ -167,7 +209,11 @@ def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
     query, key = attention.q_BATH.detach(), attention.k_BATH.detach()
     dtype = router_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5
-    return _row_entropies(query.to(dtype), key.to(dtype), scale, causal).mean((0, 2))
+    features = Features(query.to(dtype), key.to(dtype), scale)
+    if mask_BT is not None:
+        features = without_padding(features, mask_BT)
+    entropy_BAM = _row_entropies(*features, causal)
+    return measured_mean(entropy_BAM.transpose(1, 2), mask_BT)
 
 
 class NoGraph(Graph):
@@ -179,6 +225,7 @@ class NoGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         return Mixed(scores_BTE, None, None)
@@ -193,13 +240,14 @@ class SimilarityGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         u_BTD = u_BTD.to(router_dtype(u_BTD.dtype))
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
         features = Features(u_BTD, u_BTD, 1 / self.config.tau)
-        return Mixed(*self.mix(features, scores_BTE, cache), None)
+        return Mixed(*self.mix(features, scores_BTE, cache, mask_BT), None)
 
 
 class AttentionGraph(Graph):
@@ -272,11 +320,14 @@ class AttentionGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
-        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache)
-        entropy_A = None if cache is not None else head_entropies(attention, self.context.causal)
+        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache, mask_BT)
+        entropy_A = None
+        if cache is None:
+            entropy_A = head_entropies(attention, self.context.causal, mask_BT)
         return Mixed(mixed_BTE, neighbours, entropy_A)
 
 

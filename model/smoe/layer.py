@@ -13,6 +13,7 @@ from model.cache import LayerCache
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForward, FeedForwardContext
 from model.output import RoutingStats
+from model.padding import token_mean
 from model.smoe.config import SparseMoEConfig
 from model.smoe.dispatch import Dispatcher
 from model.smoe.experts import Experts
@@ -54,9 +55,10 @@ class SparseMoE(FeedForward):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
-        selected, stats = self.router(normalized_BTD, attention, cache)
+        selected, stats = self.router(normalized_BTD, attention, cache, mask_BT)
         capacity_factor = self.config.capacity(self.training)
         y_ND, plan = self.dispatcher(
             normalized_BTD.flatten(0, 1), selected, self.experts, capacity_factor
@@ -65,7 +67,8 @@ class SparseMoE(FeedForward):
         if plan.drops:
             kept_A = plan.kept_M()[plan.row_A]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
-            stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
+            kept_N = kept_A.view_as(weights_NK).to(stats.load_E.dtype).mean(1)
+            stats = stats._replace(dropped=1 - token_mean(kept_N, selected.real_N))
         if self.output_bias is not None:
             # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
             weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.num_experts)

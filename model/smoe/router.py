@@ -54,6 +54,7 @@ class Router(nn.Module):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
     ) -> Routing:
         """Chooses the experts of every token.
 
@@ -61,10 +62,12 @@ class Router(nn.Module):
             u_BTD: The input of the experts.
             attention: The trace of the block's attention, if the graph needs it.
             cache: In generation: the graph's features and scores of earlier tokens.
+            mask_BT: False for padding, which counts in no statistic and gets no expert.
 
         Returns:
             Experts and weights of the N = B T tokens, and the statistics.
         """
+        real_N = None if mask_BT is None else mask_BT.flatten()
         logits_NE = self.score(u_BTD.flatten(0, 1))
         clean_NE = scores_NE = logits_NE.softmax(-1)
         load_term = None
@@ -73,19 +76,19 @@ class Router(nn.Module):
             # recomputation draws it again.
             noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
             scores_NE = noisy_NE.softmax(-1)
-            load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k)
+            load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k, real_N)
         scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
-        mixed = self.graph(scores_BTE, u_BTD, attention, cache)
+        mixed = self.graph(scores_BTE, u_BTD, attention, cache, mask_BT)
         mixed_NE = mixed.scores_BTE.flatten(0, 1)
-        selected = self.selection(mixed_NE)
-        load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)
+        selected = self.selection(mixed_NE)._replace(real_N=real_N)
+        load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype, real_N)
         stats = RoutingStats(
             name="",
             load_E=load_E,
-            entropy=mean_entropy(mixed_NE.detach()),
-            balance_loss=load_balance_loss(mixed_NE, load_E),
-            z_loss=router_z_loss(logits_NE),
-            importance_loss=importance_loss(clean_NE),
+            entropy=mean_entropy(mixed_NE.detach(), real_N),
+            balance_loss=load_balance_loss(mixed_NE, load_E, real_N),
+            z_loss=router_z_loss(logits_NE, real_N),
+            importance_loss=importance_loss(clean_NE, real_N),
             load_loss=load_term,
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,

@@ -79,7 +79,8 @@ def test_entropy_equals_numbers_worked_out_by_hand():
 def test_the_router_reports_the_losses_of_its_own_choice(top_k):
     router = make(Router, make_config(top_k=top_k, graph="similarity"))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
-    (_, expert_ids_NK, _), stats = router(u_BTD)
+    selected, stats = router(u_BTD)
+    expert_ids_NK = selected.expert_ids_NK
     logits_NE = router.score(u_BTD.flatten(0, 1))
     r_BTE = logits_NE.softmax(-1).unflatten(0, (2, 9))
     p_NE = router.graph(r_BTE, u_BTD).scores_BTE.flatten(0, 1)  # the scores that top-K sees
@@ -154,7 +155,8 @@ def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
     router = make(Router, make_config(router_noise=1.5, graph=graph))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     torch.manual_seed(5)
-    (_, expert_ids_NK, _), stats = router(u_BTD)
+    selected, stats = router(u_BTD)
+    expert_ids_NK = selected.expert_ids_NK
     torch.manual_seed(5)
     logits_NE = router.score(u_BTD.flatten(0, 1))
     noisy_NE = logits_NE + 1.5 / 6 * torch.randn(18, 6, dtype=torch.float64)

@@ -1,0 +1,370 @@
+"""BERT, with a feed-forward of any kind in its blocks.
+
+A bidirectional encoder: every token sees all others, but no padding. What is made of its output is
+the head's: the tokens that were hidden, a class, or nothing.
+
+Source: Devlin et al. 2019, "BERT: pre-training of deep bidirectional transformers for language
+understanding", and the released code.
+
+Shapes: B batch, T tokens in a sequence, P positions that are scored, D width, V vocabulary, K
+classes, L blocks.
+"""
+
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from model.attention import SelfAttention
+from model.bert_heads import ClassificationHead, MaskedLanguageHead, Pooler
+from model.block import PostNormBlock, run_block
+from model.config import Config, SectionError
+from model.dense import DenseFeedForwardConfig
+from model.feedforward import FeedForwardConfig, build_feedforward
+from model.heads import ClassificationHeadConfig
+from model.initialization import Initializer, norm_initializers, normal
+from model.interface import Activation, FeedForwardContext
+from model.kernels.linear_cross_entropy import CHUNK
+from model.layers import Embedding, LayerNorm
+from model.output import ModelOutput, RoutingStats
+from model.settings import Count, CutSizes, ModelSettings
+
+
+class MaskedLanguageHeadConfig(Config):
+    """Every token of the vocabulary for each position that is asked for."""
+
+    kind: Literal["language"] = "language"
+    """Which head this is."""
+    masked_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the positions of a sample that are predicted in training."""
+
+    def num_masked(self, length: int) -> int:
+        """How many positions of a sample of so many tokens are predicted: at least one."""
+        return max(1, round(self.masked_share * length))
+
+
+class NoHeadConfig(Config):
+    """The encoder alone: to read its output, not to train."""
+
+    kind: Literal["none"] = "none"
+    """Which head this is."""
+    pooler: bool = True
+    """Whether it has the layer with tanh for the first token."""
+
+
+HeadConfig: TypeAlias = Annotated[
+    MaskedLanguageHeadConfig | ClassificationHeadConfig | NoHeadConfig, Field(discriminator="kind")
+]
+
+
+class BertConfig(ModelSettings):
+    """The defaults are BERT-base's, without dropout."""
+
+    embeddings: ClassVar[tuple[str, ...]] = (
+        "token_embedding",
+        "position_embedding",
+        "segment_embedding",
+        "embedding_norm",
+        "head",
+    )
+
+    kind: Literal["bert"] = "bert"
+    """Which model this is."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
+    """Number of blocks L."""
+    hidden_size: Count = 768
+    """Width D of the residual stream, in units; a multiple of num_heads."""
+    num_heads: Count = 12
+    """Number of attention heads."""
+    sequence_length: Annotated[int, Field(ge=3, le=2**31 - 1)] = 512
+    """Longest input, in tokens: there are this many learned positions. The first and the last token
+    of a training sample mark its ends."""
+    vocab_size: Count | None = None
+    """Number of tokens V that the model knows; null: that of the data's tokenizer."""
+    num_segments: Count = 2
+    """Kinds of tokens that have an embedding of their own, as the first and the second text of a
+    pair."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability, of the embeddings, the attention weights and the output of every branch."""
+    layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-12
+    """Added to the variance in every LayerNorm."""
+    activation: Activation = "gelu"
+    """Of dense feed-forwards and of the language head: `gelu`, exact; `gelu_tanh`, its
+    approximation; or `quick_gelu`, x sigmoid(1.702 x). Experts have the approximation."""
+    initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
+    """Standard deviation of the initial weights."""
+    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
+    """The feed-forward of every block."""
+    head: HeadConfig = MaskedLanguageHeadConfig()
+    """What the output is read for."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
+            raise ValueError(
+                f"model.hidden_size: {self.hidden_size} is not a multiple of "
+                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _feed_forward_fits(self) -> Self:
+        try:
+            self.feed_forward.check_model(
+                num_layers=self.num_layers, num_heads=self.num_heads, causal=False
+            )
+            self.known_feed_forward()
+        except SectionError as error:
+            raise ValueError(error.within("model.feed_forward")) from None
+        return self
+
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """The feed-forward with what the model's sizes decide filled in, as a matching rank."""
+        return {"model.feed_forward": self.feed_forward.of_model(width=self.hidden_size, bias=True)}
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block: not every block need have the same."""
+        feed_forward = self.known_feed_forward()
+        return [feed_forward.of_block(block) for block in range(self.num_layers)]
+
+    def known_vocab_size(self) -> int:
+        """The vocabulary size, which must have been filled in.
+
+        Raises:
+            ValueError: It is still None.
+        """
+        if self.vocab_size is None:
+            raise ValueError(
+                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
+            )
+        return self.vocab_size
+
+    def filled(self) -> Self:
+        """Completed with the rank that follows from the number of parameters."""
+        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
+
+    def units_per_sample(self) -> int:
+        """Tokens that are read in a sample."""
+        return self.sequence_length
+
+    def left_to_data(self) -> str | None:
+        """The key of the vocabulary size or of the number of classes, unless they are set."""
+        if self.vocab_size is None:
+            return "model.vocab_size"
+        open_classes = self.head.kind == "classification" and self.head.num_classes is None
+        return "model.head.num_classes" if open_classes else None
+
+    def in_words(self) -> str:
+        """The depth and width, for people."""
+        return f"BERT, {self.num_layers} blocks, width {self.hidden_size}"
+
+    def cut_sizes(self) -> CutSizes:
+        """Heads, width, and the sizes of the feed-forward."""
+        sizes = [{"model.num_heads": self.num_heads}, {"model.hidden_size": self.hidden_size}]
+        for choices in self.known_feed_forward().cut_sizes(self.hidden_size):
+            sizes.append({f"model.feed_forward.{key}": n for key, n in choices.items()})
+        return sizes
+
+    def last_parameter(self) -> str:
+        """A parameter of the last block."""
+        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
+
+    def flops_per_unit(self) -> int:
+        """Counts the floating-point operations of training on one token, forward and backward.
+
+        As GPT-2's: 6 for each weight and each token that it multiplies, and 12 D T for attention,
+        which sees the whole sequence here. The language head multiplies the masked tokens alone,
+        that of a class one token of a sequence.
+
+        Returns:
+            FLOPs per token, a multiply-add counted as two.
+
+        Raises:
+            ValueError: The vocabulary size is None.
+        """
+        width, length = self.hidden_size, self.sequence_length
+        weights, mixing = self._head_weights_of_sample() / length, 0
+        for feed_forward in self.block_feed_forwards():
+            weights += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
+            mixing += 12 * width * length
+            mixing += feed_forward.mixing_flops_per_token(width, width // self.num_heads, length)
+        return round(6 * weights) + mixing
+
+    def _head_weights_of_sample(self) -> int:
+        """Weights of the head, each as often as it multiplies a token of a sample."""
+        width = self.hidden_size
+        if isinstance(self.head, MaskedLanguageHeadConfig):
+            masked = self.head.num_masked(self.sequence_length)
+            return masked * (width**2 + width * self.known_vocab_size())
+        if isinstance(self.head, ClassificationHeadConfig):
+            return width**2 + width * (self.head.num_classes or 1)
+        return 0
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        """A rough estimate of what the backward pass needs from the forward pass; see GPT-2's."""
+        width, length = self.hidden_size, self.sequence_length
+        each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
+        blocks = self.num_layers * width + max(each) if self.recompute == "block" else sum(each)
+        head = 0
+        if isinstance(self.head, MaskedLanguageHeadConfig):
+            vocabulary = self.known_vocab_size()
+            masked = micro_batch_size * self.head.num_masked(length)
+            head = min(masked * vocabulary, CHUNK) * (2 * number_bytes + 4)
+            head += vocabulary * width * (number_bytes + 4) + 3 * masked * width * number_bytes
+        return micro_batch_size * length * (blocks + 2 * width) * number_bytes + head
+
+
+class Bert(nn.Module):
+    """A BERT; see `GPT2` for how a model is built and filled.
+
+    Args:
+        config: Its configuration, with what the data decides filled in.
+
+    Raises:
+        ValueError: The vocabulary size, or the number of classes, is None.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.token_embedding = Embedding(config.known_vocab_size(), width)
+        self.position_embedding = Embedding(config.sequence_length, width)
+        self.segment_embedding = Embedding(config.num_segments, width)
+        self.embedding_norm = LayerNorm(width, eps=config.layer_norm_epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(
+            _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
+        )
+        self.head = _build_head(config)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        start = normal(self.config.initializer_range)
+        return {
+            "token_embedding.weight": start,
+            "position_embedding.weight": start,
+            "segment_embedding.weight": start,
+            **norm_initializers("embedding_norm", self.embedding_norm),
+        }
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        mask_BT: Tensor | None = None,
+        segments_BT: Tensor | None = None,
+        positions_BP: Tensor | None = None,
+        target_ids_BP: Tensor | None = None,
+    ) -> ModelOutput:
+        """Reads sequences, and says what its head is for.
+
+        Args:
+            input_ids_BT: Token ids, T at most `sequence_length`.
+            mask_BT: True for tokens, False for padding, which reaches no attention, no expert and
+                no statistic of routing; None: there is no padding. No row is all padding.
+            segments_BT: Which of `num_segments` each token is of; None: all are of the first.
+            positions_BP: Of the language head: the positions that it scores; None: all.
+            target_ids_BP: Of the language head: the right tokens there, for the loss alone.
+
+        Returns:
+            In place of logits what the head gives: of the language head logits [B, P, V], or with
+            targets the mean loss, and without gradients of each target the loss, and 1 where no
+            token has a higher logit [B, P, 2]; of a classification head logits [B, K]; without a
+            head the last block's output [B, T, D]. And one `RoutingStats` per block that routes.
+
+        Raises:
+            ValueError: The input is longer than `sequence_length`.
+        """
+        length = input_ids_BT.shape[1]
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"input of {length} tokens; model.sequence_length allows at most "
+                f"{self.config.sequence_length}"
+            )
+        x_BTD = self.embed(input_ids_BT, segments_BT)
+        routing: list[RoutingStats] = []
+        for index, block in enumerate(self.blocks):
+            x_BTD, stats = run_block(block, x_BTD, self.config.recompute, None, mask_BT)
+            if stats is not None:
+                routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+        return ModelOutput(self.score(x_BTD, positions_BP, target_ids_BP), tuple(routing))
+
+    def embed(self, input_ids_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
+        """What the first block gets [B, T, D]."""
+        positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        if segments_BT is None:
+            segments_BT = torch.zeros_like(input_ids_BT)
+        x_BTD = self.token_embedding(input_ids_BT) + self.segment_embedding(segments_BT)
+        x_BTD = x_BTD + self.position_embedding(positions_T)
+        embedded_BTD: Tensor = self.dropout(self.embedding_norm(x_BTD))
+        return embedded_BTD
+
+    def score(
+        self,
+        x_BTD: Tensor,
+        positions_BP: Tensor | None = None,
+        target_ids_BP: Tensor | None = None,
+    ) -> Tensor:
+        """What the head gives, from what the last block gives; see `forward`."""
+        if isinstance(self.head, MaskedLanguageHead):
+            if positions_BP is not None:
+                index_BPD = positions_BP.unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
+                x_BTD = x_BTD.gather(1, index_BPD)
+            scored: Tensor = self.head(x_BTD, self.token_embedding.weight, target_ids_BP)
+            return scored
+        if isinstance(self.head, ClassificationHead):
+            logits_BK: Tensor = self.head(x_BTD)
+            return logits_BK
+        return x_BTD
+
+    def pooled(self, x_BTD: Tensor) -> Tensor:
+        """What stands for a whole sequence [B, D], from what the last block gives."""
+        pooler = self.head.pooler
+        assert isinstance(pooler, Pooler), "neither a class nor the encoder's pooler is asked for"
+        pooled_BD: Tensor = pooler(x_BTD)
+        return pooled_BD
+
+
+def _build_head(config: BertConfig) -> nn.Module:
+    head, width, std = config.head, config.hidden_size, config.initializer_range
+    if isinstance(head, MaskedLanguageHeadConfig):
+        return MaskedLanguageHead(
+            config.known_vocab_size(), width, config.activation, config.layer_norm_epsilon, std
+        )
+    if isinstance(head, ClassificationHeadConfig):
+        if head.num_classes is None:
+            raise ValueError("model.head.num_classes is not set: give a number, or take the data's")
+        dropout = config.dropout if head.dropout is None else head.dropout
+        return ClassificationHead(width, head.num_classes, dropout, std)
+    return nn.ModuleDict({"pooler": Pooler(width, std)} if head.pooler else {})
+
+
+def _build_block(config: BertConfig, feed_forward: FeedForwardConfig) -> PostNormBlock:
+    attention = SelfAttention(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        bias=True,
+        dropout=config.dropout,
+        initializer_std=config.initializer_range,
+        residual_std=config.initializer_range,
+        causal=False,
+    )
+    context = FeedForwardContext(
+        hidden_size=config.hidden_size,
+        bias=True,
+        dropout=config.dropout,
+        initializer_std=config.initializer_range,
+        residual_std=config.initializer_range,
+        num_heads=config.num_heads,
+        causal=False,
+        activation=config.activation,
+    )
+    return PostNormBlock(
+        attention,
+        build_feedforward(feed_forward, context),
+        hidden_size=config.hidden_size,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        bias=True,
+    )

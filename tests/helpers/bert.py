@@ -1,0 +1,55 @@
+"""Small BERTs: ours, and transformers' with random weights."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.bert import Bert, BertConfig
+from model.build import build_model, materialize
+
+SMALL = {
+    "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16, "vocab_size": 61,
+}  # fmt: skip
+THEIRS = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 16, "type_vocab_size": 3,
+}  # fmt: skip
+LENGTHS = (16, 11, 1)
+"""Tokens of each row of `padded_input`."""
+
+
+def small_bert(dtype: torch.dtype = torch.float32, seed: int = 0, **keys: Any) -> Bert:
+    """A small BERT in evaluation mode."""
+    model = build_model(BertConfig.model_validate(SMALL | keys))
+    assert isinstance(model, Bert)
+    materialize(model, seed=seed, dtype=dtype)
+    return model.eval()
+
+
+def scatter(model: nn.Module, std: float = 0.2) -> None:
+    """Adds noise to every parameter: biases and scales, too, are then away from 0 and 1."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(std * noise.to(parameter.dtype))
+
+
+def padded_input(segments: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, mask and segments, each [3, 16]; two rows have padding."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(61, (3, 16), generator=generator)
+    mask = torch.arange(16) < torch.tensor(LENGTHS).unsqueeze(1)
+    return ids, mask, torch.randint(segments, (3, 16), generator=generator)
+
+
+def their_bert(kind: str, **keys: Any) -> Any:
+    """transformers' `kind`, for example `BertForMaskedLM`, with random weights and no dropout."""
+    import transformers
+
+    torch.manual_seed(5)
+    given = THEIRS | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | keys
+    model = getattr(transformers, kind)(transformers.BertConfig(**given)).eval()
+    scatter(model)
+    return model
