@@ -107,3 +107,10 @@ class DataConfig(DataSettings):
                 "as in {path: ..., weight: 1, name: other}"
             )
         return self
+
+
+class MaskedTextConfig(DataConfig):
+    """Which prepared text a run reads whose hidden tokens are predicted, and how."""
+
+    kind: Literal["masked_text"] = "masked_text"  # type: ignore[assignment]
+    """Text, of which some tokens are hidden and predicted from those on both sides."""

@@ -40,8 +40,12 @@ class MaskedLanguageHeadConfig(Config):
     """Share of the positions of a sample that are predicted in training."""
 
     def num_masked(self, length: int) -> int:
-        """How many positions of a sample of so many tokens are predicted: at least one."""
-        return max(1, round(self.masked_share * length))
+        """How many positions of a sample are predicted: at least one, and neither end.
+
+        Args:
+            length: T.
+        """
+        return min(length - 2, max(1, round(self.masked_share * length)))
 
 
 class NoHeadConfig(Config):

@@ -1,7 +1,7 @@
 """Tensor parallelism: megatron-core's layers in place of a model's own.
 
 The matrix products before a branch's nonlinearity are cut by output (attention by head), those
-after it by input; a GPT-2's embedding and output head are cut by vocabulary. A branch then
+after it by input; the embedding and the output head of text are cut by vocabulary. A branch then
 exchanges one sum of activations forward and one backward. Names of parameters stay, so initial
 values and checkpoints are those of the whole model.
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from model.attention import SelfAttention
+from model.bert import Bert
+from model.bert_heads import MaskedLanguageHead
 from model.dense import DenseFeedForward
 from model.gpt2 import GPT2, UntiedHead
-from model.kernels.linear_cross_entropy import VocabularyPart, losses
+from model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
 from model.layers import Embedding, embed
 from parallel import comm
 from parallel.placement import Placement, split_columns, split_fused, split_padded
@@ -47,7 +49,8 @@ def parallelize_tensors(
 ) -> None:
     """Cuts the layers of a model over the tensor-parallel processes, in place.
 
-    Of models of images, patch embedding and head are small, and each process has them whole.
+    Of models of images, patch embedding and head are small, and each process has them whole; so are
+    a BERT's heads but for their products with the vocabulary.
 
     Args:
         model: on the meta device.
@@ -60,6 +63,11 @@ def parallelize_tensors(
             embedding = layers.embedding(model.token_embedding)
             _swap(model, "head", layers.head(model.head, embedding))
             _swap(model, "token_embedding", embedding)
+        elif isinstance(model, Bert):
+            embedding = layers.embedding(model.token_embedding)
+            if isinstance(model.head, MaskedLanguageHead):
+                _swap(model.head, "decoder", layers.decoder(embedding))
+            _swap(model, "token_embedding", embedding)
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
                 if isinstance(layer, SelfAttention):
@@ -70,14 +78,14 @@ def parallelize_tensors(
 
 
 def pad_vocabulary(model: nn.Module) -> None:
-    """Rounds the rows of a GPT-2's embedding and output head up, in place, where they are not cut.
+    """Rounds the rows of the embedding and output head of text up, in place, where both are whole.
 
     As in a layout that cuts them the padding exists only here: no checkpoint and no count has it.
 
     Args:
         model: on the meta device.
     """
-    if not isinstance(model, GPT2):
+    if not isinstance(model, GPT2 | Bert):
         return
     shape = tuple(model.token_embedding.weight.shape)
     place = split_padded(shape, 0, 1)
@@ -86,12 +94,19 @@ def pad_vocabulary(model: nn.Module) -> None:
     with torch.device("meta"):
         embedding = Embedding(place.shape[0], place.shape[1])
         embedding.weight.placement = place  # type: ignore[attr-defined]
-        head = _ParallelHead(_same, VocabularyPart(0, shape[0], _same, _same))
-        if isinstance(model.head, UntiedHead):
-            head.weight = nn.Parameter(torch.empty(place.shape))
-            head.weight.placement = place  # type: ignore[attr-defined]
+        whole = VocabularyPart(0, shape[0], _same, _same)
+        if isinstance(model, Bert):
+            if isinstance(model.head, MaskedLanguageHead):
+                decoder = _ParallelDecoder(_same, whole, place.shape[0])
+                decoder.bias.placement = split_padded(shape[:1], 0, 1)  # type: ignore[attr-defined]
+                _swap(model.head, "decoder", decoder)
+        else:
+            head = _ParallelHead(_same, whole)
+            if isinstance(model.head, UntiedHead):
+                head.weight = nn.Parameter(torch.empty(place.shape))
+                head.weight.placement = place  # type: ignore[attr-defined]
+            _swap(model, "head", head)
     _swap(model, "token_embedding", embedding)
-    _swap(model, "head", head)
 
 
 def _same(values: Tensor) -> Tensor:
@@ -215,18 +230,32 @@ class _Layers:
 
     def head(self, layer: nn.Module, embedding: nn.Module) -> nn.Module:
         """The output head, on the embedding's part or cut as the embedding is."""
-        weight = embedding.weight
-        assert isinstance(weight, nn.Parameter)
-        place = placement_of(weight)
-        real = sum(piece.num_rows for piece in place.pieces)
-        first = place.pieces[0].origin[0] if real else 0
-        part = VocabularyPart(first, real, _highest, _total)
+        place, part = self._part(embedding)
         copy = self.parallel.copy_to_tensor_model_parallel_region
         made = _ParallelHead(copy if self.tokens is None else self.tokens.gather, part)
         if isinstance(layer, UntiedHead):
             made.weight = nn.Parameter(torch.empty(place.shape))
             cut(made.weight, place)
         return made
+
+    def decoder(self, embedding: nn.Module) -> nn.Module:
+        """The last product of a masked language model's head, cut as the embedding is."""
+        place, part = self._part(embedding)
+        rows = place.global_shape[:1]
+        made = _ParallelDecoder(
+            self.parallel.copy_to_tensor_model_parallel_region, part, place.shape[0]
+        )
+        cut(made.bias, split_padded(rows, self.rank, self.parts))
+        return made
+
+    def _part(self, embedding: nn.Module) -> tuple[Placement, VocabularyPart]:
+        """Where the rows of a cut embedding are, and which of the vocabulary they are."""
+        weight = embedding.weight
+        assert isinstance(weight, nn.Parameter)
+        place = placement_of(weight)
+        real = sum(piece.num_rows for piece in place.pieces)
+        first = place.pieces[0].origin[0] if real else 0
+        return place, VocabularyPart(first, real, _highest, _total)
 
 
 def cut(parameter: nn.Parameter, placement: Placement) -> None:
@@ -314,13 +343,41 @@ class _ParallelHead(nn.Module):
         assert weight_VD is not None
         if target_ids_BT is not None:
             return losses(self._copy(x_BTD), weight_VD, target_ids_BT, self._part)
-        logits_BTV = linear(self._copy(x_BTD), weight_VD)
+        return self._real(linear(self._copy(x_BTD), weight_VD))
+
+    def _real(self, logits_BTV: Tensor) -> Tensor:
+        """Logits without those of padding, or with the lowest number in their place."""
         if self._copy is _same:
             return logits_BTV[..., : self._part.real]
-        if self._part.real == weight_VD.shape[0]:
+        rows = logits_BTV.shape[-1]
+        if self._part.real == rows:
             return logits_BTV
-        padding_V = torch.arange(weight_VD.shape[0], device=x_BTD.device) >= self._part.real
+        padding_V = torch.arange(rows, device=logits_BTV.device) >= self._part.real
         return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
+
+
+class _ParallelDecoder(_ParallelHead):
+    """The last product of a masked language model's head, with its part of the bias.
+
+    Args:
+        copy: as `_ParallelHead` has it.
+        part: this process's.
+        rows: of that part, with padding.
+    """
+
+    bias: nn.Parameter
+
+    def __init__(self, copy: Callable[[Tensor], Tensor], part: VocabularyPart, rows: int) -> None:
+        super().__init__(copy, part)
+        self.bias = nn.Parameter(torch.empty(rows))
+
+    def forward(
+        self, x_BTD: Tensor, embedding_VD: Tensor | None, target_ids_BT: Tensor | None = None
+    ) -> Tensor:
+        assert embedding_VD is not None
+        if target_ids_BT is not None:
+            return scores(self._copy(x_BTD), embedding_VD, target_ids_BT, self._part, self.bias)
+        return self._real(linear(self._copy(x_BTD), embedding_VD, self.bias))
 
 
 class TensorParallelAttention(SelfAttention):

@@ -6,12 +6,13 @@ from data.errors import DataError
 from data.images.prepare import prepare_images
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
+from model.bert import BertConfig
 from model.gpt2 import GPT2Config
 from model.settings import ModelSettings
 from train.errors import ConfigError
 from train.study.study import Study, Variant
-from train.tasks.language import with_vocabulary
 from train.tasks.registry import open_task
+from train.tasks.text import with_vocabulary
 
 
 def prepared(study: Study) -> str:
@@ -65,7 +66,7 @@ def model_of(study: Study, variant: Variant) -> ModelSettings:
         ConfigError: the data does not say it, or model and data do not belong together.
     """
     model, data = variant.config.model, study.config.data
-    if data is None or not isinstance(model, GPT2Config):
+    if data is None or not isinstance(model, GPT2Config | BertConfig):
         return open_task(variant.config.for_task()).model
     size = _vocab_size(study)
     try:

@@ -7,6 +7,7 @@ from torch import nn
 
 from model.bert import Bert, BertConfig
 from model.build import build_model, materialize
+from tests.helpers.training import Case, build_engine
 
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16, "vocab_size": 61,
@@ -53,3 +54,21 @@ def their_bert(kind: str, **keys: Any) -> Any:
     model = getattr(transformers, kind)(transformers.BertConfig(**given)).eval()
     scatter(model)
     return model
+
+
+def scores_of_padded(case: Case, targets: list[list[int]]) -> dict[str, Any]:
+    """Of hidden tokens in padded input: loss, whether each is the best guess, and that guess."""
+    engine, _ = build_engine(case)
+    engine.train(False)
+    ids, mask, segments = padded_input()
+    positions = torch.tensor([[1, 15], [3, 10], [0, 0]])
+    with torch.no_grad():
+        logits = engine(ids, mask, segments, positions).logits
+        both = engine(ids, mask, segments, positions, torch.tensor(targets)).logits
+        losses = engine.cross_entropy(logits, torch.tensor(targets))
+    torch.testing.assert_close(both[..., 0], losses)
+    return {
+        "losses": losses.tolist(),
+        "right": both[..., 1].tolist(),
+        "best": logits.argmax(-1).tolist(),  # where the vocabulary is cut: of this part
+    }

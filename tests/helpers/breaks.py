@@ -6,12 +6,10 @@ from unittest import mock
 from torch import _dynamo
 
 from model.build import compile_model
-from model.gpt2 import GPT2Config
 from parallel import parallelize
-from tests.helpers.training import Case, batches_of, build_engine, image_losses
+from tests.helpers.training import Case, batches_of, build_engine, losses_of
 from train.loop.device import Prefetch
 from train.loop.step import train_step
-from train.tasks.language import text_losses
 
 
 def breaks_of_a_step(case: Case) -> list[str]:
@@ -27,7 +25,7 @@ def breaks_of_a_step(case: Case) -> list[str]:
     with mock.patch.object(parallelize, "compile_model", traced):
         engine, world = build_engine(case.but(model=model))
     batches = batches_of(0, world, case)
-    losses = text_losses if isinstance(model, GPT2Config) else image_losses
+    losses = losses_of(case)
     ahead = Prefetch(iter(batches), world.device)
     assert train_step(engine, losses, ahead, len(batches), case.learning_rate).result.applied
     assert _dynamo.utils.counters["stats"]["unique_graphs"] >= 3

@@ -7,12 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.gpt2 import GPT2Config
 from parallel import comm
-from tests.helpers.training import Case, batches_of, build_engine, image_losses
+from tests.helpers.training import Case, batches_of, build_engine, losses_of
 from train.loop.device import Prefetch
 from train.loop.step import issue_step
-from train.tasks.language import text_losses
 
 NEEDS_CUDA = [
     pytest.mark.gpu,
@@ -62,7 +60,7 @@ def wait_nowhere(case: Case) -> list[bool]:
         Whether each step was applied.
     """
     engine, world = build_engine(case)
-    losses = text_losses if isinstance(case.model, GPT2Config) else image_losses
+    losses = losses_of(case)
     step = engine.step
 
     def waiting_step(*given: Any, **named: Any) -> Any:

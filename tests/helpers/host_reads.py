@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.gpt2 import GPT2Config
-from tests.helpers.training import Case, batches_of, build_engine, image_losses
+from tests.helpers.training import Case, batches_of, build_engine, losses_of
 from train.loop.device import Prefetch
 from train.loop.step import issue_step
-from train.tasks.language import text_losses
 
 READS = {
     Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__,
@@ -108,7 +106,7 @@ def _place() -> str:
 def reads_of_a_step(case: Case) -> dict[str, int]:
     """How often the host reads in the third step of a run, by place; called in worker processes."""
     engine, world = build_engine(case)
-    losses = text_losses if isinstance(case.model, GPT2Config) else image_losses
+    losses = losses_of(case)
     for step in range(3):
         batches = batches_of(step, world, case)
         reads = HostReads()

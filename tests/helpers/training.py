@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data.images.samples import ImageBatch
+from model.bert import BertConfig
 from model.build import build_model
 from model.gpt2 import GPT2Config
 from model.output import RoutingStats
@@ -30,7 +31,8 @@ from train.loop.optimizer import OptimizerConfig, build_optimizer
 from train.loop.routing import routing_record
 from train.loop.step import train_step
 from train.tasks.cross_entropy import cross_entropy
-from train.tasks.language import TextBatch, text_losses
+from train.tasks.language import TextBatch
+from train.tasks.random_input import losses_for, random_batch
 
 # Odd sizes, so that fragments and padding fall everywhere.
 MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)
@@ -81,7 +83,7 @@ class Case:
     skip_data: bool = False
     """Leave the poisoned batch out instead, as the reference."""
     dropout: float = 0.0
-    model: GPT2Config | ImageModelSettings = MODEL
+    model: GPT2Config | BertConfig | ImageModelSettings = MODEL
     micro_batch: int = MICRO_BATCH
     average: float | None = None
     """Decay of the moving average of the weights."""
@@ -124,8 +126,19 @@ def batches_of(step: int, world: comm.World, case: Case) -> list[Any]:
     if isinstance(case.model, GPT2Config):
         pieces = global_batch(step, case.model).split(case.micro_batch)
         return [TextBatch.of(piece) for piece in pieces[rank::ranks]]
-    split = [field.split(case.micro_batch) for field in image_batch(step, case.model)]
-    return [ImageBatch(*piece) for piece in zip(*split, strict=True)][rank::ranks]
+    if isinstance(case.model, BertConfig):
+        whole: Any = random_batch(case.model, range(GLOBAL_BATCH * step, GLOBAL_BATCH * (step + 1)))
+    else:
+        whole = image_batch(step, case.model)
+    split = [field.split(case.micro_batch) for field in whole]
+    return [type(whole)(*piece) for piece in zip(*split, strict=True)][rank::ranks]
+
+
+def losses_of(case: Case) -> Any:
+    """The loss on such a micro-batch."""
+    if isinstance(case.model, GPT2Config | BertConfig):
+        return losses_for(case.model)
+    return image_losses
 
 
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
@@ -191,7 +204,7 @@ def train(case: Case) -> dict[str, Any]:
         with spoil:
             outcome = train_step(
                 engine,
-                text_losses if isinstance(case.model, GPT2Config) else image_losses,
+                losses_of(case),
                 Prefetch(iter(batches), world.device),
                 len(batches),
                 case.learning_rate,

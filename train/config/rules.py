@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.config import DataConfig
 from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 from parallel.dims import Dims
@@ -81,7 +80,7 @@ def check_windows(config: RunConfig) -> None:
         ConfigError: they do.
     """
     stride, length = config.evaluation.stride, config.model.units_per_sample()
-    if stride is not None and not isinstance(config.data, DataConfig):
+    if stride is not None and config.data.kind != "text":
         raise ConfigError(
             f"evaluation.stride: {stride} is of text, and not allowed with data.kind: "
             f"{config.data.kind}; null is"

@@ -33,10 +33,10 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     dims = validate(config, processes)
     tree: dict[str, Any] = config.model_dump(mode="json")
     model, train, parallel = tree["model"], tree["train"], tree["parallel"]
-    if model["kind"] not in ("gpt2", "mixer", "vit"):
+    if model["kind"] not in ("gpt2", "bert", "mixer", "vit"):
         raise ConfigError(
             f"model.kind: {model['kind']} is not allowed with verify-layout, which makes small "
-            f"models and their input for gpt2, mixer and vit"
+            f"models and their input for gpt2, bert, mixer and vit"
         )
     cut = dims.tensor_parallel_size
     _shrink_model(model, cut)
@@ -62,8 +62,10 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
     if "num_heads" in model:
         model["num_heads"] = heads
     model["hidden_size"] = heads * HEAD_WIDTH
-    if model["kind"] == "gpt2":
+    if model["kind"] in ("gpt2", "bert"):
         model |= {"sequence_length": TOKENS, "vocab_size": VOCABULARY}
+        if model.get("head", {}).get("kind") == "classification":
+            model["head"] |= {"num_classes": CLASSES, "dropout": 0.0}
     else:
         model |= {"image_size": PIXELS, "patch_size": PATCH, "num_classes": CLASSES}
         model["drop_path"] = 0.0

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from data.config import DataConfig
 from data.images.config import ImageDataConfig
 from model.config_yaml import Written
 from model.smoe.config import SparseMoEConfig
@@ -23,7 +24,7 @@ from train.config.run import RunConfig, config_of, read_tree
 from train.config.text import DOTTED_KEY, apply_override, flatten, settle
 from train.errors import ConfigError, shown
 from train.study.config import StudyConfig, StudyData
-from train.tasks.registry import task_class
+from train.tasks.registry import TASKS, task_class
 from train.tasks.task import Task
 
 SET_BY_THE_STUDY = ("seed", "run", "data")
@@ -164,7 +165,7 @@ def _place(study: StudyConfig, folder: str, kind: str) -> list[str]:
     place = [f"run.folder={json.dumps(folder)}"]
     if study.data is not None:
         place.append(f"data.path={json.dumps(study.data.path)}")
-        place += ["data.mixture=null"] if kind == "text" else []
+        place += ["data.mixture=null"] if _is_text(kind) else []
     return place
 
 
@@ -213,11 +214,16 @@ def _kind(base: Mapping[str, Any]) -> str:
     return str(data.get("kind", "text")) if isinstance(data, Mapping) else "text"
 
 
+def _is_text(kind: str) -> bool:
+    """Whether data of a kind is text that `polyad prepare` makes."""
+    return kind in TASKS and issubclass(TASKS[kind].data_settings, DataConfig)
+
+
 def _check_source(data: StudyData | None, kind: str, file: Path) -> None:
     """Checks that text has a tokenizer beside its source, and other data none."""
     if data is None:
         return
-    if kind != "text":
+    if not _is_text(kind):
         if data.tokenizer is not None:
             raise ConfigError(f"{file}: data.tokenizer: is not allowed with data.kind: {kind}")
         return

@@ -5,39 +5,27 @@ Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from data.config import DataConfig
 from data.text.dataset import TokenStream
-from data.text.manifest import SplitInfo, SplitName
-from data.text.mixture import MixedSamples, Part, TrainingData
+from data.text.manifest import SplitInfo
+from data.text.mixture import MixedSamples, TrainingData
 from data.text.samples import TrainingSamples
 from data.text.windows import EvaluationWindows, SpreadWindows, window_batches
 from model.gpt2 import GPT2Config
 from model.output import RoutingStats
 from model.settings import ModelSettings
 from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import Weights
 from train.errors import ConfigError
 from train.tasks.scoring import perplexities, perplexity, score_windows
-from train.tasks.task import (
-    EvaluationConfig,
-    Kept,
-    Predictor,
-    Score,
-    Sections,
-    Share,
-    StoredData,
-    Task,
-    Unit,
-)
-from train.tasks.tokenizers import check_tokenizer, data_named, open_data, tokenizer_of
+from train.tasks.task import Predictor, Score, Sections, Share
+from train.tasks.text import TextTask, with_vocabulary
 
 
 class TextBatch(NamedTuple):
@@ -94,7 +82,7 @@ class TextProbe:
             yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
 
 
-class LanguageModelling(Task[TextBatch]):
+class LanguageModelling(TextTask[TextBatch]):
     """The next token of one prepared folder, or of several that are mixed.
 
     Args:
@@ -104,7 +92,6 @@ class LanguageModelling(Task[TextBatch]):
 
     data_settings = DataConfig
     attack = "word-swap"
-    unit = Unit("token", "tok")
     scores = (
         Score("loss", "loss", 4, "nats a token"),
         Score("perplexity", "perplexity", 3, "a token"),
@@ -115,67 +102,15 @@ class LanguageModelling(Task[TextBatch]):
     reads: ClassVar[str] = "model.kind: gpt2"
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
-        settings, model = sections.data, sections.model
-        assert isinstance(settings, DataConfig)
+        super().__init__(data, sections)
+        model = sections.model
         if not isinstance(model, GPT2Config):
             raise ConfigError(
                 f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
-                f"read tokens; {self.reads} does"
+                f"predict the next token; {self.reads} does"
             )
-        self.data, self.settings = data, settings
-        self.evaluation: EvaluationConfig = sections.evaluation
-        self._seed = sections.seed
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
-
-    @classmethod
-    def open(cls, sections: Sections) -> "LanguageModelling":
-        """Opens the prepared folders, and checks that they are long enough for a sample."""
-        assert isinstance(sections.data, DataConfig)
-        task = cls(TrainingData.open(sections.data), sections)
-        _ = task.samples
-        return task
-
-    @classmethod
-    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "LanguageModelling":
-        """Opens the one folder that `data.path` names; it needs the checkpoint's tokenizer."""
-        settings = sections.data
-        assert isinstance(settings, DataConfig)
-        if settings.mixture is not None:
-            folders = ", ".join(source.path for source in settings.mixture)
-            raise ConfigError(
-                f"data.mixture: evaluate one folder at a time, with --data, of {folders}"
-            )
-        prepared = open_data(
-            settings.path,
-            checkpoint.state.tokenizer_fingerprint,
-            "checkpoint",
-            lambda: tokenizer_of(checkpoint),
-        )
-        part = Part(prepared.path.name, 1.0, prepared)
-        return cls(TrainingData([part], "data.path"), sections)
-
-    @property
-    def place(self) -> str:
-        """The key that names the data, `data.path` or `data.mixture`, with its folders."""
-        return data_named(self.settings)
-
-    @property
-    def name(self) -> str:
-        """The folder as the configuration has it, or the folders."""
-        paths = [source.path for source in self.settings.mixture or ()]
-        return ", ".join(paths) or str(self.settings.path)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the prepared folders and of their weights in the mixture."""
-        return self.data.fingerprint
-
-    @property
-    def other_data(self) -> str:
-        """What to call data with another fingerprint; a mixture may differ in its weights alone."""
-        mixed = " or mixes it by other weights" if self.settings.mixture else ""
-        return f"other data{mixed}"
 
     @functools.cached_property
     def samples(self) -> TextSamples:
@@ -183,18 +118,13 @@ class LanguageModelling(Task[TextBatch]):
         return TextSamples(self.data.samples(self.model.sequence_length, self._seed))
 
     @property
-    def samples_per_epoch(self) -> int:
-        """Samples in one epoch of all folders."""
-        return self.samples.tokens.samples_per_epoch
+    def tokens(self) -> TrainingSamples | MixedSamples:
+        """Samples as they are cut from the text, each of T + 1 tokens."""
+        return self.samples.tokens
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Negative log-likelihood of every token, in nats."""
         return text_losses(model, batch)
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether a folder has a validation split."""
-        return bool(self.data.validation())
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
@@ -228,11 +158,7 @@ class LanguageModelling(Task[TextBatch]):
 
     def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
         """The tokens of a split of the first folder, and its counts of words and bytes."""
-        if name in self._attacked:
-            return self._attacked[name]
-        data = self.data.parts[0].data
-        split = cast(SplitName, name)
-        return data.split(split), data.manifest.splits[split]
+        return self._attacked.get(name) or super().split(name)
 
     def attacked(self, name: str, stream: TokenStream, counts: SplitInfo) -> "LanguageModelling":
         """A copy of this task with another text in one split: its tokens and its counts."""
@@ -272,10 +198,6 @@ class LanguageModelling(Task[TextBatch]):
             "stride": windows.stride,
         }
 
-    def units_of(self, split: str) -> int:
-        """The number of tokens of a split."""
-        return self.split(split)[1].tokens
-
     def check_split(self, split: str) -> None:
         """Checks that the split has tokens."""
         self.windows(self.split(split)[0])
@@ -304,35 +226,6 @@ class LanguageModelling(Task[TextBatch]):
             ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
         ]
 
-    def kept(self) -> Kept:
-        """The tokenizer's file, and fingerprints of the tokenizer and of the data."""
-        about = self.data.tokenizer
-        state = {
-            "data_fingerprint": self.fingerprint,
-            "tokenizer_fingerprint": about.fingerprint,
-            "end_of_text": about.end_of_text,
-            "vocab_size": about.vocab_size,
-        }
-        return Kept(state=state, files={about.file: self.data.tokenizer_path.read_bytes()})
-
-    def check_weights(self, weights: Weights, owner: str) -> None:
-        """Checks that the weights were trained with these token ids."""
-        if isinstance(weights, Checkpoint):
-            fingerprint = weights.state.tokenizer_fingerprint
-        else:
-            tokenizer = tokenizer_of(weights)
-            fingerprint = tokenizer.fingerprint if tokenizer else None
-        prepared = self.data.parts[0].data
-        check_tokenizer(self.place, prepared, fingerprint, owner, lambda: tokenizer_of(weights))
-
-    def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers of the documents that the samples are cut from, by the name of their data."""
-        return self.data.documents(self.samples.tokens, samples)
-
-    def stored(self) -> Sequence[StoredData]:
-        """The prepared folders, unless `data.verify` is false."""
-        return [part.data for part in self.data.parts] if self.settings.verify else []
-
     def probe(self, units: int, split: str | None = None) -> TextProbe:
         """Whole windows without overlap, evenly over a split, or over the validation splits."""
         streams = [part.stream for part in self.data.validation()]
@@ -341,26 +234,6 @@ class LanguageModelling(Task[TextBatch]):
         length, end = self.model.sequence_length, self.data.tokenizer.end_of_text_id
         whole = [EvaluationWindows(stream, length, length, end) for stream in streams]
         return TextProbe(SpreadWindows(whole, units))
-
-
-def with_vocabulary(model: GPT2Config, vocab_size: int, place: str) -> GPT2Config:
-    """Completes a model's configuration with the vocabulary size of a tokenizer.
-
-    Args:
-        model: Its `vocab_size` may be None.
-        vocab_size: Tokens of the tokenizer.
-        place: Names the data in the error.
-
-    Raises:
-        ConfigError: The model's vocabulary is smaller.
-    """
-    in_config = model.vocab_size
-    if in_config is not None and in_config < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {in_config} is less than the {vocab_size} tokens of the tokenizer "
-            f"of {place}"
-        )
-    return model.model_copy(update={"vocab_size": in_config or vocab_size}).filled()
 
 
 class Described(Protocol):

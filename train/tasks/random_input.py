@@ -1,22 +1,36 @@
 """Samples that say nothing, for a model of any kind: to try a layout, or to plan one."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from data.images.samples import ImageBatch
+from data.text.masking import MaskedBatch
+from model.bert import BertConfig, MaskedLanguageHeadConfig
 from model.gpt2 import GPT2Config
+from model.heads import ClassificationHeadConfig
 from model.output import RoutingStats
 from model.settings import ModelSettings
 from model.vision import ImageModelSettings
+from train.errors import ConfigError
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.language import TextBatch, text_losses
+from train.tasks.masked_language import masked_losses
 from train.tasks.task import Predictor
 
+RandomBatch: TypeAlias = "TextBatch | MaskedBatch | SequenceBatch | ImageBatch"
 
-def random_batch(model: ModelSettings, seeds: Sequence[int]) -> TextBatch | ImageBatch:
+
+class SequenceBatch(NamedTuple):
+    """Sequences without padding, each with a class."""
+
+    input_ids_BT: Tensor
+    labels_B: Tensor
+
+
+def random_batch(model: ModelSettings, seeds: Sequence[int]) -> RandomBatch:
     """A micro-batch as the model's task would give it.
 
     Args:
@@ -27,11 +41,13 @@ def random_batch(model: ModelSettings, seeds: Sequence[int]) -> TextBatch | Imag
     return type(samples[0])(*map(torch.stack, zip(*samples, strict=True)))
 
 
-def _sample(model: ModelSettings, seed: int) -> TextBatch | ImageBatch:
+def _sample(model: ModelSettings, seed: int) -> RandomBatch:
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, GPT2Config):
         length = model.sequence_length + 1
         return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
+    if isinstance(model, BertConfig):
+        return _bert_sample(model, generator)
     assert isinstance(model, ImageModelSettings)
     side = model.image_size
     return ImageBatch(
@@ -42,9 +58,36 @@ def _sample(model: ModelSettings, seed: int) -> TextBatch | ImageBatch:
     )
 
 
+def _bert_sample(model: BertConfig, generator: torch.Generator) -> MaskedBatch | SequenceBatch:
+    length, vocabulary = model.sequence_length, model.known_vocab_size()
+    ids_T = torch.randint(vocabulary, (length,), generator=generator)
+    if isinstance(model.head, MaskedLanguageHeadConfig):
+        hidden = model.head.num_masked(length)
+        positions_P = torch.randperm(length, generator=generator)[:hidden].sort().values
+        return MaskedBatch(ids_T, positions_P, ids_T[positions_P].roll(1))
+    if not isinstance(model.head, ClassificationHeadConfig):
+        raise ConfigError(
+            f"model.head.kind: {model.head.kind} has no loss to train by; language and "
+            f"classification have one"
+        )
+    classes = model.head.num_classes or 1
+    return SequenceBatch(ids_T, torch.randint(classes, (), generator=generator))
+
+
 def losses_for(model: ModelSettings) -> Any:
-    """The loss on such a micro-batch, of the next token or of the class; see `Task.losses`."""
-    return text_losses if isinstance(model, GPT2Config) else _image_losses
+    """The loss on such a micro-batch, of tokens or of the class; see `Task.losses`."""
+    if isinstance(model, GPT2Config):
+        return text_losses
+    if isinstance(model, BertConfig):
+        return masked_losses if model.head.kind == "language" else _sequence_losses
+    return _image_losses
+
+
+def _sequence_losses(
+    model: Predictor, batch: SequenceBatch
+) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    logits_BK, routing = model(batch.input_ids_BT)
+    return cross_entropy(logits_BK, batch.labels_B), routing
 
 
 def _image_losses(model: Predictor, batch: ImageBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:

@@ -5,10 +5,12 @@ from typing import Any
 from train.tasks.attributes import AttributeClassification
 from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling
+from train.tasks.masked_language import MaskedLanguageModelling
 from train.tasks.task import Sections, Task
 
 TASKS: dict[str, type[Task[Any]]] = {
     "text": LanguageModelling,
+    "masked_text": MaskedLanguageModelling,
     "images": ImageClassification,
     "attributes": AttributeClassification,
 }

@@ -85,7 +85,7 @@ def report(
     _check_experts(chosen, experts)
     text, images = None, None
     named = tuple(dict.fromkeys(experts))
-    if chosen and tokens and isinstance(config.data, DataConfig):
+    if chosen and tokens and config.data.kind == "text":
         choice = Choice(top=top, experts=named)
         text = _read(weights, chosen, choice, data=data, split=split, limit=tokens)
     elif chosen and tokens and isinstance(config.data, ImageDataConfig):

@@ -1,0 +1,236 @@
+"""Text whose hidden tokens are predicted: samples to train on, and windows to score with.
+
+A sample is a run of text between two marks, [CLS] before it and [SEP] after it, T tokens in all. Of
+it a number of tokens is chosen that is the same for every sample, so that the mean over the chosen
+tokens of a batch is the mean over any parts of it. Of the chosen tokens 80% become [MASK], 10% a
+random token and 10% stay as they are (Devlin et al. 2019, section 3.1).
+
+Shapes: T tokens of a sample, P chosen ones, S special tokens.
+"""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.errors import DataError
+from data.text.dataset import TokenStream
+from data.text.tokenizers.tokenizer import Tokenizer
+
+Ids = npt.NDArray[np.int64]
+MASKED, RANDOM = 0.8, 0.1
+"""Shares of the chosen tokens that become [MASK], and a random token."""
+# The last word of a random stream's seed: other streams of a run have three words.
+_TRAINING, _SCORING = 0, 1
+
+
+class SpecialTokens(NamedTuple):
+    """The tokens of a vocabulary that are no text."""
+
+    begin: int
+    """[CLS]."""
+    end: int
+    """[SEP]."""
+    mask: int
+    """[MASK]."""
+    padding: int
+    """[PAD]."""
+    end_of_text: int
+    """What stands between two documents; often [SEP], too."""
+    vocab_size: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All of them."""
+        return self[:-1]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, place: str) -> "SpecialTokens":
+        """Finds them in a tokenizer.
+
+        Args:
+            tokenizer: Of the text.
+            place: Names the text in the error.
+
+        Raises:
+            DataError: It lacks one.
+        """
+        vocabulary = tokenizer.vocabulary()
+        names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+        lacking = [name for name in names if name not in vocabulary]
+        if lacking:
+            raise DataError(
+                f"{place}: its tokenizer has no token {lacking[0]}, which data.kind: masked_text "
+                f"needs; prepare the text again with a WordPiece vocabulary: `polyad prepare "
+                f"--tokenizer wordpiece:VOCAB_SIZE`, or the folder of a BERT"
+            )
+        begin, end, mask, padding = (vocabulary[name] for name in names)
+        return cls(begin, end, mask, padding, tokenizer.end_of_text_id, tokenizer.vocab_size)
+
+
+class Hidden(NamedTuple):
+    """A sample with some of its tokens hidden."""
+
+    input_ids_T: Ids
+    positions_P: Ids
+    """Of the chosen tokens, ascending."""
+    target_ids_P: Ids
+    """What stood there."""
+
+
+def hide(
+    tokens_T: Ids, count: int, special: SpecialTokens, generator: np.random.Generator
+) -> Hidden:
+    """Chooses tokens and hides them.
+
+    Args:
+        tokens_T: Marks at both ends, which are never chosen.
+        count: How many are chosen, at most T - 2; ends of documents and other special tokens only
+            where there is nothing else.
+        special: Of the vocabulary.
+        generator: What decides.
+    """
+    rank_T = generator.random(len(tokens_T))
+    rank_T[np.isin(tokens_T, special.ids)] += 1
+    rank_T[[0, -1]] = 3
+    positions_P = np.sort(np.argsort(rank_T, kind="stable")[:count])
+    target_ids_P = tokens_T[positions_P]
+    use_P = generator.random(count)
+    random_P = generator.integers(special.vocab_size, size=count)
+    kept_P = np.where(use_P < MASKED + RANDOM, random_P, target_ids_P)
+    input_ids_T = tokens_T.copy()
+    input_ids_T[positions_P] = np.where(use_P < MASKED, special.mask, kept_P)
+    return Hidden(input_ids_T, positions_P, target_ids_P)
+
+
+def between_marks(text: Ids, special: SpecialTokens) -> Ids:
+    """A run of text with a mark at each end."""
+    return np.concatenate([[special.begin], text, [special.end]]).astype(np.int64)
+
+
+class MaskedBatch(NamedTuple):
+    """A micro-batch to train on: all is text, and every sample has as many hidden tokens."""
+
+    input_ids_BT: Tensor
+    positions_BP: Tensor
+    target_ids_BP: Tensor
+
+
+class Cut(Protocol):
+    """Text by the global number of a sample, as `TrainingSamples` and `MixedSamples` cut it."""
+
+    samples_per_epoch: int
+
+    def __getitem__(self, sample: int) -> Tensor:
+        """Token ids: T - 2, and the first of the next sample."""
+
+
+class MaskedSamples(Dataset[MaskedBatch]):
+    """Training samples: which tokens are hidden depends on seed, epoch and sample alone.
+
+    Args:
+        text: Cut to one token less than a sample's text, so that each gives that and one more.
+        count: P.
+        special: Of the vocabulary.
+        seed: Not negative.
+    """
+
+    def __init__(self, text: Cut, count: int, special: SpecialTokens, seed: int) -> None:
+        self.text = text
+        self._count, self._special, self._seed = count, special, seed
+
+    def __getitem__(self, sample: int) -> MaskedBatch:
+        """Reads a sample by its global number."""
+        epoch, number = divmod(sample, self.text.samples_per_epoch)
+        words = (self._seed, epoch, number, _TRAINING)
+        text = self.text[sample].numpy()[:-1]  # the last token begins the next sample
+        hidden = hide(
+            between_marks(text, self._special),
+            self._count,
+            self._special,
+            np.random.Generator(np.random.PCG64(words)),
+        )
+        return MaskedBatch(*map(torch.from_numpy, hidden))
+
+
+class MaskedWindow(NamedTuple):
+    """A window of held-out text, or a batch of them."""
+
+    input_ids_T: Tensor
+    mask_T: Tensor
+    """False for padding behind the last window's text."""
+    positions_P: Tensor
+    target_ids_P: Tensor
+    scored_P: Tensor
+    """Whether a position counts: a window with little text has fewer."""
+
+
+class MaskedWindows(Dataset[MaskedWindow]):
+    """The text of a split, each token once, with hidden tokens that are the same for every run.
+
+    Args:
+        stream: The tokens of a split.
+        sequence_length: T.
+        share: Of a window's T tokens that is hidden.
+        special: Of the vocabulary.
+        most: Windows at most; None: all.
+
+    Raises:
+        DataError: The split is empty.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        count: int,
+        special: SpecialTokens,
+        most: int | None = None,
+    ) -> None:
+        if stream.num_tokens == 0:
+            raise DataError(f"{stream.prefix}.bin: no tokens to evaluate on in this split")
+        self.sequence_length = sequence_length
+        self._stream, self._count, self._special, self._most = stream, count, special, most
+
+    def __len__(self) -> int:
+        """Counts the windows."""
+        windows = -(-self._stream.num_tokens // (self.sequence_length - 2))
+        return windows if self._most is None else min(windows, self._most)
+
+    @property
+    def num_full(self) -> int:
+        """Windows without padding."""
+        return min(len(self), self._stream.num_tokens // (self.sequence_length - 2))
+
+    def text(self, window: int) -> Ids:
+        """The tokens of a window between two marks, at most T."""
+        first = window * (self.sequence_length - 2)
+        last = min(first + self.sequence_length - 2, self._stream.num_tokens)
+        return between_marks(self._stream.read(first, last), self._special)
+
+    def __getitem__(self, window: int) -> MaskedWindow:
+        """Reads a window."""
+        tokens = self.text(window)
+        words = int((~np.isin(tokens, self._special.ids)).sum())
+        # As many of a hundred as in a whole window.
+        share = self._count * len(tokens) / self.sequence_length
+        count = min(words, max(1, round(share)))
+        generator = np.random.Generator(np.random.PCG64((0, 0, window, _SCORING)))
+        hidden = hide(tokens, count, self._special, generator)
+        numbers = np.arange(max(self.sequence_length, self._count))
+
+        def filled(values: Ids, size: int, filling: int) -> Tensor:
+            whole = np.full(size, filling, dtype=np.int64)
+            whole[: len(values)] = values
+            return torch.from_numpy(whole)
+
+        return MaskedWindow(
+            filled(hidden.input_ids_T, self.sequence_length, self._special.padding),
+            torch.from_numpy(numbers[: self.sequence_length] < len(tokens)),
+            filled(hidden.positions_P, self._count, 0),
+            filled(hidden.target_ids_P, self._count, self._special.mask),
+            torch.from_numpy(numbers[: self._count] < count),
+        )

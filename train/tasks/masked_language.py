@@ -1,0 +1,233 @@
+"""Masked language modelling: hidden tokens of prepared text, from those on both sides.
+
+Shapes: B samples of a micro-batch, T tokens of a sample, P hidden ones.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.config import MaskedTextConfig
+from data.errors import DataError
+from data.evaluation import evaluation_batches
+from data.text.dataset import TokenStream
+from data.text.masking import MaskedBatch, MaskedSamples, MaskedWindows, SpecialTokens
+from data.text.mixture import MixedSamples, TrainingData
+from data.text.samples import TrainingSamples
+from model.bert import BertConfig, MaskedLanguageHeadConfig
+from model.output import RoutingStats
+from parallel import comm
+from train.errors import ConfigError
+from train.tasks.task import Predictor, Score, Sections, Share
+from train.tasks.text import TextTask, with_vocabulary
+
+
+def masked_losses(model: Predictor, batch: MaskedBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """The mean loss of the hidden tokens, and the routing statistics of the layers.
+
+    Every sample has as many hidden tokens: the mean over all processes is that of their means.
+    """
+    loss, routing = model(
+        batch.input_ids_BT, positions_BP=batch.positions_BP, target_ids_BP=batch.target_ids_BP
+    )
+    return loss, routing
+
+
+class MaskedProbe(Dataset[Tensor]):
+    """Whole windows of held-out text, with nothing hidden, that several checkpoints read.
+
+    Args:
+        windows: Of each split.
+        tokens: So many windows hold at least as many tokens; fewer where there are fewer.
+    """
+
+    def __init__(self, windows: list[MaskedWindows], tokens: int) -> None:
+        whole = [(part, number) for part in windows for number in range(part.num_full)]
+        self._length = windows[0].sequence_length
+        count = min(len(whole), max(1, -(-tokens // self._length)))
+        self._chosen = [whole[number * len(whole) // count] for number in range(count)]
+
+    def __len__(self) -> int:
+        """Counts the windows."""
+        return len(self._chosen)
+
+    def __getitem__(self, window: int) -> Tensor:
+        """Reads a window [T]."""
+        windows, number = self._chosen[window]
+        return torch.from_numpy(windows.text(number))
+
+    def about(self) -> dict[str, int]:
+        """The number of windows, and their length in tokens."""
+        return {"probe_windows": len(self), "sequence_length": self._length}
+
+    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
+        """Input ids [B, T] and which tokens count: text does, the marks of its ends do not."""
+        counted_T = torch.ones(self._length, dtype=torch.bool)
+        counted_T[[0, -1]] = False
+        rank, ranks = world.data_parallel_rank, world.data_parallel_size
+        for ids_BT, own_B in evaluation_batches(
+            self, len(self), batch_size, rank=rank, ranks=ranks
+        ):
+            counted_BT = own_B.unsqueeze(1) & counted_T
+            yield ids_BT.to(world.device), counted_BT.to(world.device)
+
+
+class MaskedLanguageModelling(TextTask[MaskedBatch]):
+    """The hidden tokens of one prepared folder, or of several that are mixed.
+
+    Args:
+        data: The prepared folders that are trained on.
+        sections: Sections of the configuration.
+    """
+
+    data_settings = MaskedTextConfig
+    scores = (
+        Score("loss", "loss", 4, "nats a hidden token"),
+        Score("accuracy", "accuracy", 4, "of hidden tokens"),
+    )
+    loss_unit = "nats a hidden token"
+    model: BertConfig
+
+    def __init__(self, data: TrainingData, sections: Sections) -> None:
+        super().__init__(data, sections)
+        model = sections.model
+        if not isinstance(model, BertConfig):
+            raise ConfigError(
+                f"data.kind: masked_text is not allowed with model.kind: {model.kind}, which does "
+                f"not see both sides of a hidden token; bert does"
+            )
+        if not isinstance(model.head, MaskedLanguageHeadConfig):
+            raise ConfigError(
+                f"data.kind: masked_text is not allowed with model.head.kind: {model.head.kind}, "
+                f"which does not predict tokens; language does"
+            )
+        self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
+        self.special = SpecialTokens.of(data.parts[0].data.tokenizer(), self.place)
+        self.num_hidden = model.head.num_masked(model.sequence_length)
+
+    @functools.cached_property
+    def samples(self) -> MaskedSamples:
+        """Samples of T tokens, P of them hidden."""
+        return MaskedSamples(self.tokens, self.num_hidden, self.special, self._seed)
+
+    @functools.cached_property
+    def tokens(self) -> TrainingSamples | MixedSamples:
+        """The text between the marks: T - 2 tokens, and the first of the next sample."""
+        return self.data.samples(self.model.sequence_length - 2, self._seed)
+
+    def losses(
+        self, model: Predictor, batch: MaskedBatch
+    ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """Negative log-likelihood of the hidden tokens, in nats."""
+        return masked_losses(model, batch)
+
+    def windows(self, stream: TokenStream, most: int | None = None) -> MaskedWindows:
+        """The windows that a stream of tokens is scored by."""
+        length = self.model.sequence_length
+        return MaskedWindows(stream, length, self.num_hidden, self.special, most)
+
+    def validate(
+        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
+    ) -> dict[str, float]:
+        """Loss and accuracy of the validation split, and of a mixture of each source's."""
+        parts = self.data.validation()
+        found = {
+            part.name: self._scores(
+                model,
+                self.windows(part.stream, self.evaluation.max_windows),
+                batch_size=batch_size,
+                world=world,
+                report=report,
+            )
+            for part in parts
+        }
+        names = ("loss", "accuracy")
+        record = {
+            f"validation_{name}": sum(part.share * found[part.name][name] for part in parts)
+            for name in names
+        }
+        if len(self.data.parts) > 1:
+            for name in names:
+                record |= {f"validation_{name}/{part}": each[name] for part, each in found.items()}
+        return record
+
+    def score(
+        self,
+        model: Predictor,
+        split: str,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share | None = None,
+    ) -> dict[str, Any]:
+        """Loss and accuracy of a split."""
+        stream, counts = self.split(split)
+        windows = self.windows(stream)
+        return {
+            **self._scores(
+                model,
+                windows,
+                batch_size=batch_size,
+                world=world,
+                report=report or (lambda _: None),
+            ),
+            "tokens": counts.tokens,
+            "documents": counts.documents,
+            "windows": len(windows),
+            "sequence_length": self.model.sequence_length,
+        }
+
+    @torch.no_grad()
+    def _scores(
+        self,
+        model: Predictor,
+        windows: MaskedWindows,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share,
+    ) -> dict[str, Any]:
+        """Mean loss and accuracy of the hidden tokens over all processes."""
+        total_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
+        ranks = world.data_parallel_size
+        batches = evaluation_batches(
+            windows, len(windows), batch_size, rank=world.data_parallel_rank, ranks=ranks
+        )
+        done = 0
+        for batch, own_B in batches:
+            ids_BT, mask_BT, positions_BP, targets_BP, scored_BP = (
+                each.to(world.device) for each in batch
+            )
+            both_BP2 = model(
+                ids_BT, mask_BT, positions_BP=positions_BP, target_ids_BP=targets_BP
+            ).logits
+            counted_BP = scored_BP & own_B.to(world.device).unsqueeze(1)
+            losses_N, right_N = both_BP2[counted_BP].double().unbind(-1)
+            total_3 += torch.stack([losses_N.sum(), right_N.sum(), counted_BP.sum().double()])
+            done += len(ids_BT) * ranks
+            report(min(1.0, done / len(windows)))
+        loss, right, tokens = comm.sum_over_samples(total_3, world).tolist()
+        if not tokens:
+            raise DataError(f"{self.place}: the split has no text, special tokens alone")
+        return {"loss": loss / tokens, "accuracy": right / tokens, "tokens_scored": int(tokens)}
+
+    def check_split(self, split: str) -> None:
+        """Checks that the split has tokens."""
+        self.windows(self.split(split)[0])
+
+    def probe(self, units: int, split: str | None = None) -> MaskedProbe:
+        """Whole windows, evenly over a split, or over the validation splits."""
+        streams = [part.stream for part in self.data.validation()]
+        if split is not None:
+            streams = [self.split(split)[0]]
+        windows = [self.windows(stream) for stream in streams]
+        if not any(part.num_full for part in windows):
+            raise ConfigError(
+                f"{self.place}: its held-out text is shorter than one window of "
+                f"model.sequence_length: {self.model.sequence_length} tokens"
+            )
+        return MaskedProbe(windows, units)

@@ -1,0 +1,162 @@
+"""What all tasks on prepared text share: folders, their tokenizer, and what a checkpoint keeps."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Self, TypeVar, cast
+
+from data.config import DataConfig
+from data.text.dataset import TokenStream
+from data.text.manifest import SplitInfo, SplitName
+from data.text.mixture import MixedSamples, Part, TrainingData
+from data.text.samples import TrainingSamples
+from model.bert import BertConfig
+from model.gpt2 import GPT2Config
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import Weights
+from train.errors import ConfigError
+from train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
+from train.tasks.tokenizers import check_tokenizer, data_named, open_data, tokenizer_of
+
+TextModel = TypeVar("TextModel", bound=GPT2Config | BertConfig)
+
+
+class TextTask(Task[Batch]):
+    """A task on one prepared folder, or on several that are mixed.
+
+    Args:
+        data: The prepared folders that are trained on.
+        sections: Sections of the configuration.
+    """
+
+    unit: ClassVar[Unit] = Unit("token", "tok")
+
+    def __init__(self, data: TrainingData, sections: Sections) -> None:
+        settings = sections.data
+        assert isinstance(settings, DataConfig)
+        self.data, self.settings = data, settings
+        self.evaluation: EvaluationConfig = sections.evaluation
+        self._seed = sections.seed
+
+    @classmethod
+    def open(cls, sections: Sections) -> Self:
+        """Opens the prepared folders, and checks that they are long enough for a sample."""
+        assert isinstance(sections.data, DataConfig)
+        task = cls(TrainingData.open(sections.data), sections)
+        _ = task.samples
+        return task
+
+    @classmethod
+    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> Self:
+        """Opens the one folder that `data.path` names; it needs the checkpoint's tokenizer."""
+        settings = sections.data
+        assert isinstance(settings, DataConfig)
+        if settings.mixture is not None:
+            folders = ", ".join(source.path for source in settings.mixture)
+            raise ConfigError(
+                f"data.mixture: evaluate one folder at a time, with --data, of {folders}"
+            )
+        prepared = open_data(
+            settings.path,
+            checkpoint.state.tokenizer_fingerprint,
+            "checkpoint",
+            lambda: tokenizer_of(checkpoint),
+        )
+        part = Part(prepared.path.name, 1.0, prepared)
+        return cls(TrainingData([part], "data.path"), sections)
+
+    @property
+    def place(self) -> str:
+        """The key that names the data, `data.path` or `data.mixture`, with its folders."""
+        return data_named(self.settings)
+
+    @property
+    def name(self) -> str:
+        """The folder as the configuration has it, or the folders."""
+        paths = [source.path for source in self.settings.mixture or ()]
+        return ", ".join(paths) or str(self.settings.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the prepared folders and of their weights in the mixture."""
+        return self.data.fingerprint
+
+    @property
+    def other_data(self) -> str:
+        """What to call data with another fingerprint; a mixture may differ in its weights alone."""
+        mixed = " or mixes it by other weights" if self.settings.mixture else ""
+        return f"other data{mixed}"
+
+    @property
+    @abstractmethod
+    def tokens(self) -> TrainingSamples | MixedSamples:
+        """Samples as they are cut from the text."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in one epoch of all folders."""
+        return self.tokens.samples_per_epoch
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether a folder has a validation split."""
+        return bool(self.data.validation())
+
+    def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
+        """The tokens of a split of the first folder, and its counts of words and bytes."""
+        data = self.data.parts[0].data
+        split = cast(SplitName, name)
+        return data.split(split), data.manifest.splits[split]
+
+    def units_of(self, split: str) -> int:
+        """The number of tokens of a split."""
+        return self.split(split)[1].tokens
+
+    def kept(self) -> Kept:
+        """The tokenizer's file, and fingerprints of the tokenizer and of the data."""
+        about = self.data.tokenizer
+        state = {
+            "data_fingerprint": self.fingerprint,
+            "tokenizer_fingerprint": about.fingerprint,
+            "end_of_text": about.end_of_text,
+            "vocab_size": about.vocab_size,
+        }
+        return Kept(state=state, files={about.file: self.data.tokenizer_path.read_bytes()})
+
+    def check_weights(self, weights: Weights, owner: str) -> None:
+        """Checks that the weights were trained with these token ids."""
+        if isinstance(weights, Checkpoint):
+            fingerprint = weights.state.tokenizer_fingerprint
+        else:
+            tokenizer = tokenizer_of(weights)
+            fingerprint = tokenizer.fingerprint if tokenizer else None
+        prepared = self.data.parts[0].data
+        check_tokenizer(self.place, prepared, fingerprint, owner, lambda: tokenizer_of(weights))
+
+    def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
+        """Numbers of the documents that the samples are cut from, by the name of their data."""
+        return self.data.documents(self.tokens, samples)
+
+    def stored(self) -> Sequence[StoredData]:
+        """The prepared folders, unless `data.verify` is false."""
+        return [part.data for part in self.data.parts] if self.settings.verify else []
+
+
+def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:
+    """Completes a model's configuration with the vocabulary size of a tokenizer.
+
+    Args:
+        model: Its `vocab_size` may be None.
+        vocab_size: Tokens of the tokenizer.
+        place: Names the data in the error.
+
+    Raises:
+        ConfigError: The model's vocabulary is smaller.
+    """
+    in_config = model.vocab_size
+    if in_config is not None and in_config < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {in_config} is less than the {vocab_size} tokens of the tokenizer "
+            f"of {place}"
+        )
+    known = model.model_copy(update={"vocab_size": in_config or vocab_size}).filled()
+    return cast(TextModel, known)  # of the same class
