@@ -29,9 +29,9 @@ def prepare_arguments(parser: Parser) -> None:
     )
     add(
         "--tokenizer",
-        help="train:VOCAB_SIZE, words, words:VOCAB_SIZE or characters (of the train split), a "
-        "tokenizer.json, a SentencePiece .model, a folder of one or of GPT-2's files, or a name of "
-        "the Hugging Face hub, such as gpt2",
+        help="train:VOCAB_SIZE, words, words:VOCAB_SIZE, characters or wordpiece:VOCAB_SIZE (of "
+        "the train split), a tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a folder of "
+        "one or of GPT-2's files, or a name of the Hugging Face hub, such as gpt2",
     )
     add("--output", required=True, metavar="DIR", help="the folder to make")
     add(

@@ -10,22 +10,22 @@ other. Nothing here reads tensors or imports `transformers`.
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from model.bert import BertConfig
 from model.huggingface import HuggingFaceError
-from model.huggingface_vision import ACTIVATIONS
+from model.huggingface_vision import ACTIVATIONS, Parts, Shape
 
-Shape = tuple[int, ...]
 PREFIX = "bert."
 """Before the names of the encoder and of the pooler, but in files that `BertModel` saved."""
 IGNORED = re.compile(
-    r"embeddings\.position_ids|cls\.seq_relationship\..*|cls\.predictions\.decoder\..*"
+    r"embeddings\.position_ids|pooler\.dense\..*|cls\.seq_relationship\..*|"
+    r"cls\.predictions\.decoder\..*"
 )
-"""Tensors that no model here has: buffers of older versions, the head for the next sentence, and
-copies of `cls.predictions.bias` and of the token embedding."""
+"""Tensors that not every model here has: buffers of older versions, the pooler, the head for the
+next sentence, and copies of `cls.predictions.bias` and of the token embedding."""
 DECODER = "cls.predictions.decoder.weight"
 EMBEDDING = "embeddings.word_embeddings.weight"
 _OF_HEAD = re.compile(r"(cls|classifier)\..*")
@@ -67,15 +67,6 @@ _CLASSES = {
     "language": "BertForMaskedLM", "classification": "BertForSequenceClassification",
     "none": "BertModel",
 }  # fmt: skip
-
-
-class Parts(NamedTuple):
-    """Where a weight of ours is in a file."""
-
-    names: tuple[str, ...]
-    """Tensors whose rows stand one after the other; without `PREFIX`."""
-    shape: Shape
-    """Of each of them."""
 
 
 def is_bert(tree: dict[str, Any]) -> bool:

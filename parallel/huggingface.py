@@ -18,13 +18,13 @@ from model.huggingface import (
 )
 from model.settings import ModelSettings
 from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
+from parallel.huggingface_parts import is_copy
 
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
 _ARCHITECTURE = (
     "kind", "num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size", "bias",
     "layer_norm_epsilon", "tied_embeddings",
 )  # fmt: skip
-_ROWS = 4096
 
 
 def is_huggingface_folder(path: Path) -> bool:
@@ -113,24 +113,10 @@ class HuggingFaceWeights(FolderWeights):
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         strange = sorted(names - wanted.keys() - {HEAD})
         faults += [f"unknown tensor {name}" for name in strange if not IGNORED.fullmatch(name)]
-        if not faults and self.config.tied_embeddings and not self._head_is_tied():
+        if (
+            not faults
+            and self.config.tied_embeddings
+            and not is_copy(self._tensors, HEAD, "wte.weight")
+        ):
             faults = [f"{HEAD} is not wte.weight, though {CONFIG_FILE} says that they are tied"]
         self._tensors.refuse(faults)
-
-    def _head_is_tied(self) -> bool:
-        if HEAD not in self._tensors.names():
-            return True
-        head, embedding = self._tensors.mapped(HEAD), self._tensors.mapped("wte.weight")
-        if head.get_shape() != embedding.get_shape():
-            return False
-        return all(
-            # A diverged run has NaN in both, which are not equal to each other.
-            torch.allclose(
-                head[row : row + _ROWS].double(),
-                embedding[row : row + _ROWS].double(),
-                rtol=0,
-                atol=0,
-                equal_nan=True,
-            )
-            for row in range(0, head.get_shape()[0], _ROWS)
-        )

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from model.build import ModelSizeError, build_model, initial_value
+from model.build import ModelSizeError, build_model
 from model.huggingface import CONFIG_FILE, HuggingFaceError
 from model.huggingface_vision import (
     IGNORED,
+    Parts,
     config_from_files,
     library_of,
     parameter_shapes,
@@ -16,8 +14,8 @@ from model.huggingface_vision import (
 )
 from model.settings import ModelSettings
 from model.vision import ImageModelSettings
-from parallel.checkpoint.index import OF_WEIGHTS
-from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
+from parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
+from parallel.huggingface_parts import PartsWeights
 
 # What decides which weights a model has and what they compute; the classes are the data's.
 _FREE = ("num_classes", "head", "head_bias", "dropout", "drop_path", "recompute", "compile",
@@ -29,7 +27,7 @@ def is_vision_folder(path: Path) -> bool:
     return library_of(read_json(path / CONFIG_FILE, HuggingFaceError)) is not None
 
 
-class VisionWeights(FolderWeights):
+class VisionWeights(PartsWeights):
     """The weights of such a folder: a `Source` without moments.
 
     Args:
@@ -48,9 +46,8 @@ class VisionWeights(FolderWeights):
         tensors = TensorFolder(
             folder, HuggingFaceError, lambda name: name.removeprefix(library.prefix)
         )
-        super().__init__(folder, tensors, {}, HuggingFaceError)
+        super().__init__(folder, tensors)
         self.config = config_from_files(tree, self._shape, str(folder / CONFIG_FILE))
-        self._fresh: nn.Module | None = None  # the model whose head is new
         if self._shape(library.outside.get("head", "") + ".weight") is None:
             self._fresh = build_model(self.config)
         try:
@@ -71,12 +68,6 @@ class VisionWeights(FolderWeights):
     def model_config(self) -> ImageModelSettings:
         """The configuration of its model, complete."""
         return self.config
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """The initial value of a buffer of a new head: such a model has no others."""
-        if self._fresh is None or not _of_head(name):
-            raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
-        return initial_value(self._fresh, name, 0)
 
     def check_config(self, config: ModelSettings) -> None:
         """Compares the folder's model with the one that a configuration describes.
@@ -115,47 +106,20 @@ class VisionWeights(FolderWeights):
             self._fresh = build_model(config)
             self._shapes = parameter_shapes(config)
 
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight in our form, fp32; zeros for optimizer state."""
-        if field not in OF_WEIGHTS:
-            return torch.zeros(size)
-        if self._shapes.get(name) != tuple(global_shape):
-            raise HuggingFaceError(
-                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
-                f"there, {list(global_shape)} in this model"
-            )
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        return self._value(name)[box].to(torch.float32, copy=True)
+    def is_new(self, name: str) -> bool:
+        """Whether it is of a head that the folder does not have."""
+        return self._fresh is not None and _of_head(name)
 
-    def _value(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
-        if self._fresh is not None and _of_head(name):
-            return initial_value(self._fresh, name, 0)
-        parts = parts_of(name, shape, self._library, self._tensors.names())
-        if not parts.names:
-            return torch.zeros(shape)
-        whole = tuple(slice(0, n) for n in parts.shape)
-        return torch.cat([self._tensors.read(each, whole) for each in parts.names]).view(shape)
-
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        if name not in self._tensors.names():
-            return None
-        return tuple(self._tensors.mapped(name).get_shape())
+    def parts(self, name: str) -> Parts:
+        """Where a weight of ours is in the folder."""
+        return parts_of(name, self._shapes[name], self._library, self._tensors.names())
 
     def _check(self) -> None:
         wanted: dict[str, Wanted] = {}
-        for name, shape in self._shapes.items():
-            if self._fresh is not None and _of_head(name):
-                continue
-            parts = parts_of(name, shape, self._library, self._tensors.names())
-            wanted |= {each: Wanted(parts.shape) for each in parts.names}
+        for name in self._shapes:
+            if not self.is_new(name):
+                parts = self.parts(name)
+                wanted |= {each: Wanted(parts.shape) for each in parts.names}
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         strange = sorted(self._tensors.names() - wanted.keys())
         faults += [f"unknown tensor {name}" for name in strange if not IGNORED.fullmatch(name)]

@@ -11,11 +11,12 @@ from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.checkpoint.manifest import CheckpointError
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.huggingface_bert import BertWeights, is_bert_folder
 from parallel.huggingface_vision import VisionWeights, is_vision_folder
 from parallel.plain_weights import PlainWeights, is_plain_folder
 from parallel.zero import DTYPES, Precision
 
-Weights: TypeAlias = Checkpoint | HuggingFaceWeights | VisionWeights | PlainWeights
+Weights: TypeAlias = Checkpoint | HuggingFaceWeights | BertWeights | VisionWeights | PlainWeights
 """A model's weights in any format: names, shapes and whole tensors, one at a time."""
 Choice = Literal["trained", "ema"]
 """Which weights of a checkpoint: those that were trained, or their moving average (`train.ema`)."""
@@ -23,7 +24,7 @@ Choice = Literal["trained", "ema"]
 
 def open_weights(path: Path, choice: Choice = "trained") -> Weights:
     """The weights that a path means: a checkpoint, a run's newest one, a Hugging Face folder of
-    GPT-2, ViT, CLIP or timm's Mixer, or a folder of safetensors under our names.
+    GPT-2, BERT, ViT, CLIP or timm's Mixer, or a folder of safetensors under our names.
 
     Args:
         path: what to open.
@@ -38,6 +39,8 @@ def open_weights(path: Path, choice: Choice = "trained") -> Weights:
             f"a run with train.ema has one"
         )
     if is_huggingface_folder(path):
+        if is_bert_folder(path):
+            return BertWeights(path)
         return VisionWeights(path) if is_vision_folder(path) else HuggingFaceWeights(path)
     if is_plain_folder(path):
         return PlainWeights(path)

@@ -69,8 +69,9 @@ def prepare(
     Args:
         source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
             taken where it has them; see `data.text.open_source`.
-        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, a path or a name
-            of the Hugging Face hub; see `data.tokenizer_training.resolve_tokenizer`.
+        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`,
+            `wordpiece:VOCAB_SIZE`, a path or a name of the Hugging Face hub; see
+            `data.text.tokenizers.training.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0; where
             all is text files and their documents are too few, of the text, its last parts.

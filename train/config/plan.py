@@ -15,6 +15,7 @@ from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
 from parallel.huggingface import HuggingFaceWeights
+from parallel.huggingface_bert import BertWeights
 from parallel.huggingface_vision import VisionWeights
 from parallel.weights import Weights, open_weights
 from train.config.environment import check_compiler
@@ -191,7 +192,7 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
-    if isinstance(weights, HuggingFaceWeights | VisionWeights):
+    if isinstance(weights, HuggingFaceWeights | BertWeights | VisionWeights):
         weights.check_config(config.model)
     else:
         weights.check_model(build_model(config.model))

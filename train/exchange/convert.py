@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from data.config import DataConfig
+from data.config import DataConfig, DataSettings, MaskedTextConfig
 from data.images.config import ImageDataConfig
 from data.progress import Progress
 from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from data.text.tokenizers.tokenizer import Tokenizer
+from model import huggingface_bert as bert
+from model.bert import BertConfig
 from model.build import build_model, num_parameters
 from model.config_yaml import dump
 from model.gpt2 import GPT2Config
@@ -29,6 +31,7 @@ from model.huggingface import (
     their_tensor,
 )
 from model.huggingface_vision import Parts, config_to_files, parts_of
+from model.settings import ModelSettings
 from model.vision import ImageModelSettings
 from parallel.checkpoint.checkpoint import find_checkpoint
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
@@ -69,8 +72,8 @@ def convert(
     """Writes the weights of a model in another format. All ways are bitwise in fp32.
 
     Args:
-        source: a checkpoint or run of Polyad, a Hugging Face folder of GPT-2, or a folder of
-            safetensors under our names.
+        source: a checkpoint or run of Polyad, a folder of another library's model that
+            `open_weights` knows, or a folder of safetensors under our names.
         destination: the folder to make; it may exist if it is empty.
         to: `huggingface` for config.json, model.safetensors and the tokenizer, of a dense model;
             `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
@@ -207,6 +210,9 @@ def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None
     if isinstance(weights.config, ImageModelSettings):
         _to_vision_library(weights, staging)
         return
+    if isinstance(weights.config, BertConfig):
+        _to_bert(weights, weights.config, staging)
+        return
     config, tokenizer, held = weights.config, weights.tokenizer, weights.shapes
     assert isinstance(config, GPT2Config)
     tree = config_to_huggingface(config, tokenizer.end_of_text_id if tokenizer else None)
@@ -239,14 +245,40 @@ def _to_huggingface(weights: _Checked, staging: Path, destination: Path) -> None
 def _to_vision_library(weights: _Checked, staging: Path) -> None:
     """transformers' ViT, or timm's Mixer."""
     tree, library = config_to_files(weights.config, weights.class_names)
+    _write_json(staging / CONFIG_FILE, tree)
+    _write_parts(
+        weights,
+        staging,
+        lambda name, shape: parts_of(name, shape, library, ()),
+        lambda name: ("" if name.startswith("classifier.") else library.prefix) + name,
+    )
+
+
+def _to_bert(weights: _Checked, config: BertConfig, staging: Path) -> None:
+    """transformers' BERT, of the class that has such a head."""
+    tokenizer = weights.tokenizer
+    pad_id = tokenizer.vocabulary().get("[PAD]") if tokenizer else None
+    tree = bert.config_to_huggingface(config, pad_id, weights.class_names)
+    _write_json(staging / CONFIG_FILE, tree)
+    _write_parts(
+        weights, staging, bert.parts_of, lambda name: bert.stored_name(name, config.head.kind)
+    )
+    _write_tokenizer(weights, staging)
+
+
+def _write_parts(
+    weights: _Checked,
+    staging: Path,
+    parts_of_one: Callable[[str, tuple[int, ...]], Parts],
+    stored_name: Callable[[str], str],
+) -> None:
+    """Writes weights of which one of ours is several of theirs."""
     entries = []
     for name, shape in weights.check_model().items():
-        parts = parts_of(name, shape, library, ())
+        parts = parts_of_one(name, shape)
         for number, theirs in enumerate(parts.names):
             read = _part_reader(weights, name, number, parts)
-            with_prefix = "" if theirs.startswith("classifier.") else library.prefix
-            entries.append(Entry(with_prefix + theirs, torch.float32, parts.shape, read))
-    _write_json(staging / CONFIG_FILE, tree)
+            entries.append(Entry(stored_name(theirs), torch.float32, parts.shape, read))
     write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
 
 
@@ -299,13 +331,29 @@ def _write_tokenizer(weights: _Checked, staging: Path) -> None:
     _write_json(
         staging / "tokenizer_config.json",
         about
+        | _special_tokens(weights.config, tokenizer)
         | {
-            "bos_token": tokenizer.end_of_text,
-            "eos_token": tokenizer.end_of_text,
             "model_max_length": weights.config.units_per_sample(),
             "clean_up_tokenization_spaces": False,
         },
     )
+
+
+def _data_of(config: ModelSettings) -> DataSettings:
+    """What a configuration says of data that nobody has named yet."""
+    if isinstance(config, ImageModelSettings):
+        return ImageDataConfig(path="runs/images")
+    return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
+
+
+def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What transformers calls a tokenizer's special tokens, and what it makes of a text."""
+    if not isinstance(config, BertConfig):
+        return {"bos_token": tokenizer.end_of_text, "eos_token": tokenizer.end_of_text}
+    names = ("cls", "sep", "mask", "pad", "unk")
+    vocabulary = tokenizer.vocabulary()
+    special = {f"{n}_token": token for n in names if (token := f"[{n.upper()}]") in vocabulary}
+    return special | {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
 
 
 def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
@@ -316,7 +364,7 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
     run = RunConfig(
         run=RunFolderConfig(folder=f"runs/{destination.name}"),
         model=config,
-        data=ImageDataConfig(path="runs/images") if is_of_images else DataConfig(),
+        data=_data_of(config),
         train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
     )
     state = TrainState(

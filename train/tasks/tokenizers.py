@@ -11,6 +11,7 @@ from data.text.dataset import PreparedData
 from data.text.manifest import TOKENIZER_FILES
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer
+from data.text.tokenizers.wordpiece import VOCABULARY_FILE
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.records import Record
 from parallel.checkpoint.state_file import State
@@ -172,9 +173,10 @@ class _TokenizerConfig(Record):
 
 def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     names = {path.name for path in folder.iterdir()}
-    if not names & set(TOKENIZER_FILES) and not {"vocab.json", "merges.txt"} <= names:
+    one = {*TOKENIZER_FILES, VOCABULARY_FILE}
+    if not names & one and not {"vocab.json", "merges.txt"} <= names:
         return None
-    for name in (*TOKENIZER_FILES, "vocab.json", "merges.txt"):
+    for name in (*one, "vocab.json", "merges.txt"):
         if name in names:
             check_file(folder / name, ConfigError)
     end_of_text = None

@@ -21,6 +21,7 @@ from data.text.tokenizers.tokenizer import (
     Tokenizer,
     byte_level,
 )
+from data.text.tokenizers.wordpiece import VOCABULARY_FILE, read_vocabulary
 from data.text.tokenizers.words import WordTokenizer, is_word_vocabulary
 
 
@@ -28,9 +29,9 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
     """Loads a tokenizer that is stored in a file.
 
     Args:
-        path: A `tokenizer.json`, a SentencePiece `.model`, or a folder that holds one of them
-            or GPT-2's `vocab.json` and `merges.txt`; or NAME or OWNER/NAME of the Hugging Face
-            hub, where there is no such path.
+        path: A `tokenizer.json`, a SentencePiece `.model`, BERT's `vocab.txt`, or a folder that
+            holds one of them or GPT-2's `vocab.json` and `merges.txt`; or NAME or OWNER/NAME of the
+            Hugging Face hub, where there is no such path.
         end_of_text: The token that ends each document; None takes a well-known one, else the
             one that `tokenizer_config.json` in the folder names.
 
@@ -52,6 +53,9 @@ def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
     known = [folder / name for name in TOKENIZER_FILES]
     file = next((candidate for candidate in known if candidate.exists()), None)
 
+    if file is None and (folder / VOCABULARY_FILE).is_file():
+        file = folder / VOCABULARY_FILE
+
     def loaded(end: str | None) -> Tokenizer:
         return _load_file(file, end) if file else _load_byte_level(folder, end)
 
@@ -69,7 +73,8 @@ def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
             f"{path}: no such tokenizer; it is {', '.join(TRAINED)}, a tokenizer.json file, a "
-            f"SentencePiece .model, the folder of one, or a name of the Hugging Face hub"
+            f"SentencePiece .model, BERT's vocab.txt, the folder of one, or a name of the Hugging "
+            f"Face hub"
             f"{nearest(path.name, siblings)}"
         )
     try:
@@ -84,7 +89,8 @@ def _load_byte_level(folder: Path, end_of_text: str | None) -> Tokenizer:
     vocabulary, merges = (folder / name for name in BYTE_LEVEL_FILES)
     if not (vocabulary.exists() and merges.exists()):
         raise DataError(
-            f"{folder}: this folder has neither tokenizer.json nor vocab.json and merges.txt"
+            f"{folder}: this folder has neither tokenizer.json nor vocab.txt nor vocab.json and "
+            f"merges.txt"
         )
     try:
         model = models.BPE.from_file(str(vocabulary), str(merges))
@@ -105,6 +111,8 @@ def _kind(error: DataError) -> type[DataError]:
 
 def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
     """Finds the class that reads a file."""
+    if file.name == VOCABULARY_FILE:
+        return read_vocabulary(file, end_of_text)
     if file.suffix == ".model":
         return SentencePieceTokenizer(file.read_bytes(), end_of_text)
     content = file.read_text(encoding="utf-8")

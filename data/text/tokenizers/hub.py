@@ -10,7 +10,7 @@ from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 """GPT-2's own files."""
-KINDS = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), BYTE_LEVEL_FILES)
+KINDS = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), ("vocab.txt",), BYTE_LEVEL_FILES)
 """Kinds of files that a tokenizer may be stored in; the first that exists is used."""
 ABOUT_FILE = "tokenizer_config.json"
 SECONDS = 10.0

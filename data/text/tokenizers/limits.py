@@ -156,6 +156,8 @@ def _step(value: dict[str, Any]) -> _Step | None:
         text = _decomposed(value.get("content"))
         growth, pattern = _replace_growth(value.get("pattern"), text)
         content = frozenset(text)
+    elif kind == "BertNormalizer" and value.get("handle_chinese_chars"):
+        growth, content, pattern = 3, frozenset(" "), None  # a space on both sides
     else:
         return None
     return _Step(str(kind), growth, content, pattern) if growth > 1 else None

@@ -31,7 +31,7 @@ MOST_IDS = 2**31 - 1
 """A token is stored in 32 bits at most, with a sign."""
 CHARACTERS_AT_ONCE = 4 * 1024 * 1024
 """Normalized characters that are given to the library in one call, which bounds memory."""
-TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE", "characters")
+TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE", "characters", "wordpiece:VOCAB_SIZE")
 """Specifications of a tokenizer that is made from the train split."""
 
 # Whole and in two pieces, each must give the same ids before long documents are cut there.

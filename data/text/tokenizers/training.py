@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from tokenizers import models, pre_tokenizers, trainers
 
@@ -62,48 +62,59 @@ def train_tokenizer(
     return Tokenizer(backend.to_str(), end_of_text)
 
 
+Kind: TypeAlias = Literal["bytes", "words", "characters", "pieces"]
+
+
 class Training(NamedTuple):
     """A tokenizer that is to be made from text.
 
     Attributes:
-        kind: Byte-level BPE, all words that white space separates, or all characters.
+        kind: Byte-level BPE, all words that white space separates, all characters, or WordPiece.
         vocab_size: Entries wanted; None has no limit (for words alone).
     """
 
-    kind: Literal["bytes", "words", "characters"]
+    kind: Kind
     vocab_size: int | None
+
+
+_SIZED: dict[str, tuple[Kind, int, str]] = {
+    "train": ("bytes", SMALLEST_VOCABULARY, "256 bytes and the end-of-text token"),
+    "words": ("words", 3, "a word, <unk> and the end-of-text token"),
+    "wordpiece": ("pieces", 7, "5 special tokens and a character, alone and inside a word"),
+}
+"""By the name before the colon: what is made, the smallest size, and what it has room for."""
 
 
 def training_wanted(spec: str) -> Training | None:
     """Reads a tokenizer's specification.
 
     Args:
-        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, or a path or name.
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`,
+            or a path or name.
 
     Returns:
         What is to be made from the train split, or None for a path or a name of the hub.
 
     Raises:
-        DataError: What follows `train:` or `words:` is not a size that can be.
+        DataError: What follows the colon is not a size that can be.
     """
     name, colon, digits = spec.partition(":")
     if spec == "words":
         return Training("words", None)
     if spec == "characters":
         return Training("characters", None)
-    if spec == "train":
-        raise DataError("tokenizer 'train': its size is missing; write train:VOCAB_SIZE")
-    if not colon or name not in ("train", "words"):
+    if spec in ("train", "wordpiece"):
+        raise DataError(f"tokenizer '{spec}': its size is missing; write {spec}:VOCAB_SIZE")
+    if not colon or name not in _SIZED:
         return None
-    least = SMALLEST_VOCABULARY if name == "train" else 3
+    kind, least, what = _SIZED[name]
     size = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
     if not least <= size <= LARGEST_VOCABULARY:
-        what = "256 bytes and the" if name == "train" else "a word, <unk> and the"
         raise DataError(
             f"tokenizer {spec!r:.60}: VOCAB_SIZE in {name}:VOCAB_SIZE is a whole number of at "
-            f"least {least} ({what} end-of-text token) and at most {LARGEST_VOCABULARY:,}"
+            f"least {least} ({what}) and at most {LARGEST_VOCABULARY:,}"
         )
-    return Training("bytes" if name == "train" else "words", size)
+    return Training(kind, size)
 
 
 def resolve_tokenizer(
@@ -115,8 +126,8 @@ def resolve_tokenizer(
     """Loads or trains the tokenizer that the user asked for.
 
     Args:
-        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE` or `characters`; or what
-            `load_tokenizer` reads.
+        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters` or
+            `wordpiece:VOCAB_SIZE`; or what `load_tokenizer` reads.
         end_of_text: The token that ends each document; None takes a well-known one.
         training_texts: Gives the texts to train on; called only where there is something to train.
 
@@ -140,4 +151,8 @@ def resolve_tokenizer(
 
         return train_characters(training_texts(), end_of_text or END_OF_TEXT)
     assert wanted.vocab_size is not None
+    if wanted.kind == "pieces":
+        from data.text.tokenizers.wordpiece import train_wordpiece
+
+        return train_wordpiece(training_texts, wanted.vocab_size, end_of_text)
     return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)

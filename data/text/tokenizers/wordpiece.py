@@ -1,0 +1,137 @@
+"""WordPiece, BERT's vocabulary: words, and pieces of words after the first that begin with ##.
+
+Source: Devlin et al. 2019 and the released code, whose `vocab.txt` has a token a line.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from data.errors import DataError
+from data.text.tokenizers.tokenizer import Tokenizer
+
+VOCABULARY_FILE = "vocab.txt"
+ABOUT_FILE = "tokenizer_config.json"
+UNKNOWN = "[UNK]"
+SPECIAL = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
+"""In the order of a vocabulary that is trained here."""
+PREFIX = "##"
+LARGEST_ALPHABET = 1000
+"""Characters of a vocabulary that is trained here: the most frequent ones; words with others are
+unknown."""
+
+
+def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
+    """Gives a tokenizer that cuts text as BERT does.
+
+    Args:
+        vocabulary: Tokens and their ids.
+        lowercase: Whether text loses its case and accents first.
+    """
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN))
+    # Accents go with the case unless that is said otherwise.
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix=PREFIX)
+    known = [AddedToken(token, special=True) for token in SPECIAL if token in vocabulary]
+    backend.add_special_tokens(known)
+    if {
+        "[CLS]",
+        "[SEP]",
+    } <= vocabulary.keys():  # for other readers of the file: here it is not used
+        marks = [(token, vocabulary[token]) for token in ("[SEP]", "[CLS]")]
+        backend.post_processor = processors.BertProcessing(*marks)
+    return backend
+
+
+def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
+    """Reads a `vocab.txt`.
+
+    Args:
+        file: With a token a line; a `tokenizer_config.json` beside it says whether text loses its
+            case, and without one it does if no token has an upper-case letter.
+        end_of_text: The token that ends each document; None takes a well-known one, [SEP].
+
+    Raises:
+        DataError: It is no such vocabulary.
+    """
+    try:
+        tokens = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot be read: {error}") from None
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if UNKNOWN not in vocabulary:
+        raise DataError(f"not the vocab.txt of a BERT: it has no token {UNKNOWN}")
+    if len(vocabulary) < len(tokens):
+        twice, _ = Counter(tokens).most_common(1)[0]
+        raise DataError(f"not the vocab.txt of a BERT: {twice!r} is there twice")
+    lowercase = _named_case(file.parent / ABOUT_FILE)
+    if lowercase is None:
+        ordinary = (token for token in vocabulary if token not in SPECIAL)
+        lowercase = not any(token != token.lower() for token in ordinary)
+    return Tokenizer(wordpiece(vocabulary, lowercase).to_str(), end_of_text)
+
+
+def _named_case(about: Path) -> bool | None:
+    if not about.is_file():
+        return None
+    try:
+        value = json.loads(about.read_text(encoding="utf-8")).get("do_lower_case")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{about}: cannot be read: {error}") from None
+    return value if isinstance(value, bool) else None
+
+
+def train_wordpiece(
+    texts: Callable[[], Iterator[str]], vocab_size: int, end_of_text: str | None = None
+) -> Tokenizer:
+    """Trains an uncased vocabulary; the same texts give the same one.
+
+    Args:
+        texts: Gives the texts; they are read twice, for the characters and for the pieces.
+        vocab_size: Entries wanted: 5 special tokens, two of each character, and merges.
+        end_of_text: The token that ends each document; None: [SEP].
+
+    Returns:
+        The tokenizer. Texts with few different words give a smaller vocabulary.
+
+    Raises:
+        DataError: There is no text, or `end_of_text` is not a token of it.
+    """
+    empty = wordpiece({UNKNOWN: 0}, lowercase=True)
+    counts: Counter[str] = Counter()
+    for text in texts():
+        counts.update(empty.normalizer.normalize_str(text))
+    letters = [letter for letter in counts if not letter.isspace()]
+    if not letters:
+        raise DataError("wordpiece: the text of the train split has no word")
+    most = max(1, min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL)) // 2))
+    alphabet = sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
+    # The library numbers pieces by the order of a hash table, which differs from run to run, unless
+    # it knows all of them before; equally frequent pairs are merged in the order of their numbers.
+    known = [*SPECIAL, *alphabet, *(PREFIX + letter for letter in alphabet)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=known,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix=PREFIX,
+        show_progress=False,
+    )
+    trained = tokenizers.Tokenizer(models.WordPiece({UNKNOWN: 0}, unk_token=UNKNOWN))
+    trained.normalizer, trained.pre_tokenizer = empty.normalizer, empty.pre_tokenizer
+    trained.train_from_iterator(texts(), trainer=trainer)
+    vocabulary = trained.get_vocab(with_added_tokens=True)
+    return Tokenizer(wordpiece(vocabulary, lowercase=True).to_str(), end_of_text)

@@ -1,0 +1,103 @@
+"""Weights in the files of other libraries that store one of ours as several, row after row."""
+
+from abc import abstractmethod
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from model.build import initial_value
+from model.huggingface import HuggingFaceError
+from model.huggingface_vision import Parts
+from parallel.checkpoint.index import OF_WEIGHTS
+from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder
+
+_ROWS = 4096
+
+
+class PartsWeights(FolderWeights):
+    """The weights of such a folder: a `Source` without moments.
+
+    Args:
+        folder: with config.json and model.safetensors, or shards and an index.
+        tensors: of that folder.
+    """
+
+    def __init__(self, folder: Path, tensors: TensorFolder) -> None:
+        super().__init__(folder, tensors, {}, HuggingFaceError)
+        self._fresh: nn.Module | None = None
+        """The model whose new weights start as in any new model; None: no weight is new."""
+
+    @abstractmethod
+    def is_new(self, name: str) -> bool:
+        """Whether the folder does not have a weight or buffer that a run asks for."""
+
+    @abstractmethod
+    def parts(self, name: str) -> Parts:
+        """Where a weight of ours is in the folder."""
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """The initial value of a buffer of a new head: such a model has no others."""
+        if self._fresh is None or not self.is_new(name):
+            raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
+        return initial_value(self._fresh, name, 0)
+
+    def read(
+        self,
+        name: str,
+        field: str,
+        global_shape: tuple[int, ...],
+        offset: tuple[int, ...],
+        size: tuple[int, ...],
+    ) -> torch.Tensor:
+        """A box of a weight in our form, fp32; zeros for optimizer state."""
+        if field not in OF_WEIGHTS:
+            return torch.zeros(size)
+        if self._shapes.get(name) != tuple(global_shape):
+            raise HuggingFaceError(
+                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
+                f"there, {list(global_shape)} in this model"
+            )
+        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+        return self._value(name)[box].to(torch.float32, copy=True)
+
+    def _value(self, name: str) -> torch.Tensor:
+        if self._fresh is not None and self.is_new(name):
+            return initial_value(self._fresh, name, 0)
+        shape, parts = self._shapes[name], self.parts(name)
+        if not parts.names:
+            return torch.zeros(shape)
+        whole = tuple(slice(0, n) for n in parts.shape)
+        return torch.cat([self._tensors.read(each, whole) for each in parts.names]).view(shape)
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor of the folder; None if it is not there."""
+        if name not in self._tensors.names():
+            return None
+        return tuple(self._tensors.mapped(name).get_shape())
+
+
+def is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
+    """Whether two tensors of a folder are the same, bit for bit or both NaN.
+
+    Args:
+        tensors: of the folder.
+        name: of a tensor that need not be there, as a tied head; then it counts as a copy.
+        other: of one that is there.
+    """
+    if name not in tensors.names():
+        return True
+    one, two = tensors.mapped(name), tensors.mapped(other)
+    if one.get_shape() != two.get_shape():
+        return False
+    return all(
+        # A diverged run has NaN in both, which are not equal to each other.
+        torch.allclose(
+            one[row : row + _ROWS].double(),
+            two[row : row + _ROWS].double(),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+        for row in range(0, one.get_shape()[0], _ROWS)
+    )

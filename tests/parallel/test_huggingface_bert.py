@@ -1,0 +1,174 @@
+"""BERT from and to transformers: folders that transformers saved, and that it reads back."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.text.tokenizers.wordpiece import train_wordpiece
+from model.bert import BertConfig
+from model.huggingface import HuggingFaceError
+from parallel.huggingface_bert import BertWeights
+from parallel.weights import load_model, open_weights
+from tests.helpers.bert import padded_input, their_bert
+from train.exchange.convert import convert
+
+KINDS = {
+    "BertModel": "none",
+    "BertForMaskedLM": "language",
+    "BertForSequenceClassification": "classification",
+}
+WORDS = "the cat sat on the mat; a dog ran to the other cats and dogs in a house"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a model of transformers, with a WordPiece tokenizer; returns model and folder."""
+
+    def save(kind: str, **keys):
+        model = their_bert(kind, **keys)
+        folder = tmp_path / kind
+        model.save_pretrained(folder)
+        train_wordpiece(lambda: iter([WORDS]), 61).save(folder / "tokenizer.json")
+        return model, folder
+
+    return save
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_through_a_checkpoint_is_bitwise(saved, tmp_path, kind):
+    import transformers
+
+    theirs, folder = saved(kind)
+    convert(folder, tmp_path / "ours", "polyad")
+    there = convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+    assert there["tokenizer"]
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = getattr(transformers, kind).from_pretrained(tmp_path / "back").eval()
+    ids, mask, segments = padded_input(3)
+    given = {"attention_mask": mask.long(), "token_type_ids": segments}
+    assert torch.equal(again(ids, **given)[0], theirs(ids, **given)[0])
+    ours = load_model(tmp_path / "ours")
+    assert ours.config.head.kind == KINDS[kind]
+    close = {"atol": 1e-5, "rtol": 0}
+    found, expected = ours(ids, mask, segments).logits, theirs(ids, **given)[0]
+    if kind != "BertForSequenceClassification":
+        found, expected = found[mask], expected[mask]
+    torch.testing.assert_close(found, expected, **close)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer.mask_token == "[MASK]"
+    encoded = tokenizer("a cat", "the dogs")
+    text = tokenizer.decode(encoded["input_ids"])
+    assert text == "[CLS] a cat [SEP] the dogs [SEP]"
+    assert encoded["token_type_ids"] == [0] * 4 + [1] * (len(encoded["input_ids"]) - 4)
+
+
+def rewritten(folder: Path, change) -> Path:
+    """Changes the tensors of a folder, in place."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return folder
+
+
+def test_names_of_the_first_release_are_read(saved):
+    # `gamma` and `beta`, positions as a buffer, and the head for the next sentence.
+    theirs, folder = saved("BertForPreTraining")
+    expected = theirs.state_dict()
+
+    def older(tensors):
+        names = {
+            name: re.sub(
+                "LayerNorm.bias$",
+                "LayerNorm.beta",
+                re.sub("LayerNorm.weight$", "LayerNorm.gamma", name),
+            )
+            for name in tensors
+        }
+        extra = {"bert.embeddings.position_ids": torch.arange(16)}
+        return {names[name]: value for name, value in tensors.items()} | extra
+
+    weights = open_weights(rewritten(folder, older))
+    assert isinstance(weights, BertWeights)
+    assert weights.config.head.kind == "language"
+    assert torch.equal(
+        weights.whole("blocks.1.attention_norm.bias"),
+        expected["bert.encoder.layer.1.attention.output.LayerNorm.bias"],
+    )
+    assert "cls.seq_relationship.weight, pooler.dense" in weights.note
+
+
+def test_a_class_is_learned_from_a_folder_without_one(saved):
+    theirs, folder = saved("BertForPreTraining")
+    weights = BertWeights(folder)
+    head = {"kind": "classification", "num_classes": 9}
+    weights.check_config(BertConfig.model_validate(weights.config.model_dump() | {"head": head}))
+    pooler = theirs.state_dict()["bert.pooler.dense.weight"]
+    assert torch.equal(weights.whole("head.pooler.dense.weight"), pooler)
+    fresh = weights.whole("head.classifier.weight")
+    assert fresh.shape == (9, 32)
+    assert 0.01 < fresh.std() < 0.03
+    assert "head.classifier.weight, head.classifier.bias: new" in weights.note
+    with pytest.raises(HuggingFaceError, match=r"model\.num_layers 2 there, 3 here"):
+        weights.check_config(weights.config.model_copy(update={"num_layers": 3}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type: 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder: True is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act: 'relu' is not supported; gelu"),
+        ({"hidden_size": 33}, "hidden_size: 33 is not a multiple"),
+        ({"num_hidden_layers": 3}, "no tensor encoder.layer.2"),
+        ({"vocab_size": 60}, r"word_embeddings.weight is \[61, 32\]"),
+    ],
+)
+def test_what_is_not_built_here_is_refused(saved, change, message):
+    _, folder = saved("BertForMaskedLM")
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | change))
+    with pytest.raises(HuggingFaceError, match=message) as raised:
+        BertWeights(folder)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {n: v for n, v in t.items() if "query.bias" not in n}, "no tensor encoder"),
+        (lambda t: t | {"qa_outputs.weight": torch.ones(2, 32)}, "unknown tensor qa_outputs"),
+        (
+            lambda t: t | {"cls.predictions.decoder.weight": torch.ones(61, 32)},
+            "decoder.weight is not embeddings.word_embeddings.weight",
+        ),
+        (
+            lambda t: t | {"cls.predictions.decoder.bias": torch.ones(61)},
+            "decoder.bias is not cls.predictions.bias",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(saved, change, message):
+    _, folder = saved("BertForMaskedLM")
+    with pytest.raises(HuggingFaceError, match=message):
+        BertWeights(rewritten(folder, change))
+
+
+def test_a_pickle_is_not_read(saved):
+    _, folder = saved("BertModel")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(HuggingFaceError, match="a pickle, which can run code"):
+        BertWeights(folder)
+
+
+def test_experts_have_no_place_in_transformers(tmp_path):
+    from model.huggingface_bert import config_to_huggingface
+
+    config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
+    with pytest.raises(HuggingFaceError, match=r"'smoe'.*`--to safetensors`"):
+        config_to_huggingface(config, None, None)
