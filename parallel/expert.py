@@ -19,7 +19,8 @@ from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.smoe.dispatch import Dispatcher, Plan
 from model.smoe.experts import Experts
-from model.smoe.graph import AttentionGraph, Mixed, head_entropies
+from model.smoe.features import head_entropies
+from model.smoe.graph import AttentionGraph, Mixed
 from model.smoe.layer import SparseMoE
 from model.smoe.selection import Selected
 from parallel import comm

@@ -21,6 +21,8 @@ STUDY_NAMES = [path.name for path in STUDIES]
 # The processes that a configuration names, the vocabulary of its tokenizer or the classes of its
 # data, and its parameters.
 EXPECTED = {
+    "bert/base.yaml": (8, 30522, 109_514_298),  # as Google's, without the second task
+    "bert/small.yaml": (1, 8192, 1_685_248),
     "finetune/clip-b32-celeba-cp.yaml": (1, 40, 88_034_816),
     "finetune/clip-b32-linear.yaml": (8, 1000, 88_225_768),
     "finetune/clip-b32-mumoe-cp.yaml": (8, 1000, 88_226_289),

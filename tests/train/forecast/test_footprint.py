@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 def vocabulary_of(file: str) -> tuple[str, ...]:
     """What the data would decide, and no compiler."""
-    is_text = file.startswith(("gpt2", "wikitext103"))
+    is_text = file.startswith(("bert", "gpt2", "wikitext103"))
     decided = "model.vocab_size=61" if is_text else "model.num_classes=11"
     return decided, "model.compile=false"
 
@@ -44,6 +44,7 @@ LAYOUTS = [
     *((f"gpt2/124m-mumoe-{kind}.yaml", 2, ("parallel.tensor_parallel_size=2",)) for kind in KINDS),
     ("gpt2/124m-mumoe-cp.yaml", 2, ("parallel.zero_stage=3",)),
     ("wikitext103/smoe-medium-attention.yaml", 2, ("parallel.tensor_parallel_size=2",)),
+    ("bert/base.yaml", 4, ("parallel.tensor_parallel_size=2",)),
     ("mixer/s16-mumoe-cp-64x2.yaml", 2, ()),
     ("mixer/s16.yaml", 4, ("parallel.tensor_parallel_size=2",)),
     ("vit/vmoe-s32.yaml", 2, ("parallel.expert_parallel_size=2",)),
@@ -100,6 +101,7 @@ SIZES = (
         "gpt2/124m-smoe-16.yaml",
         "wikitext103/smoe-medium-similarity.yaml",
         "wikitext103/smoe-medium-attention.yaml",
+        "bert/base.yaml",
         "mixer/s16.yaml",
         "mixer/s16-mumoe-cp-64x2.yaml",
         "vit/b16.yaml",

@@ -17,12 +17,8 @@ from train.layout.small import small_config
 from train.layout.verify import KINDS, alone, run_alone
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = ("gpt2", "mixer", "vit")
-CONFIGS = sorted(
-    path
-    for folder in ("gpt2", "mixer", "vit")
-    for path in (ROOT / "configs" / folder).glob("*.yaml")
-)
+FOLDERS = ("bert", "gpt2", "mixer", "vit")
+CONFIGS = sorted(path for folder in FOLDERS for path in (ROOT / "configs" / folder).glob("*.yaml"))
 SPARSE = ROOT / "configs" / "gpt2" / "124m-smoe-16.yaml"
 
 
@@ -35,7 +31,7 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
     given = load_config(path, ["train.global_batch_size=512", "train.micro_batch_size=4"])
     sparse = isinstance(given.model.known_feed_forward(), SparseMoEConfig)
     degrees = ["parallel.expert_parallel_size=4"] if sparse else []
-    if given.model.kind == "gpt2":
+    if given.model.kind in ("gpt2", "bert"):
         heads = given.model.model_dump()["num_heads"]
         degrees.append(f"parallel.tensor_parallel_size={5 if heads % 2 else 2}")
     both = ["train.global_batch_size=512", "train.micro_batch_size=4", *degrees]
@@ -58,6 +54,7 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
         ("gpt2/124m-smoe-64", ("tensor_parallel_size=2", "expert_parallel_size=2")),
         ("gpt2/124m-mumoe-tr", ("tensor_parallel_size=2", "sequence_parallel=true")),
         ("gpt2/124m", ("zero_stage=3",)),
+        ("bert/base", ("tensor_parallel_size=2",)),
         ("mixer/s16-mumoe-cp", ("zero_stage=2",)),
         ("vit/vmoe-b16-attention", ("expert_parallel_size=4", "expert_overlap=true")),
     ],
