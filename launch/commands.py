@@ -157,6 +157,12 @@ COMMANDS: dict[str, Command] = {
         arguments=bench_arguments.bench_step_arguments,
         handler=bench_handlers.bench_step,
     ),
+    "bench plan": Command(
+        summary="Predictions of `polyad plan` beside throughputs that others have published.",
+        example="polyad bench plan --json plan.json",
+        arguments=bench_arguments.bench_plan_arguments,
+        handler=bench_handlers.bench_plan,
+    ),
     "bench flips": Command(
         summary="Flips bits of weights and gradients, and says which the monitors notice.",
         example="polyad bench flips --json flips.json",

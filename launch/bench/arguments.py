@@ -98,6 +98,13 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
+def bench_plan_arguments(parser: Parser) -> None:
+    """Those of `polyad bench plan`."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output"
+    )
+
+
 def bench_flips_arguments(parser: Parser) -> None:
     """Those of `polyad bench flips`."""
     parser.add_argument(

@@ -90,6 +90,19 @@ def bench_step(options: Namespace) -> None:
         show(result, step_table(result), options.json, stdout)
 
 
+def bench_plan(options: Namespace) -> None:
+    """`polyad bench plan`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.plan import bench_plan, plan_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_plan()
+        show(result, plan_table(result), options.json, stdout)
+
+
 def bench_flips(options: Namespace) -> None:
     """`polyad bench flips`."""
     from launch.machine import prepare_environment
