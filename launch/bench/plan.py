@@ -148,7 +148,7 @@ def bench_plan() -> dict[str, Any]:
         `off_by`, and `memory_bytes`.
     """
     told = Progress("runs", len(PUBLISHED), "run")
-    rows = []
+    rows, errors = [], []
     for number, run in enumerate(PUBLISHED):
         config = configuration(run)
         place = min(run.gpus, 8)
@@ -158,6 +158,7 @@ def bench_plan() -> dict[str, Any]:
         layout = tried(config, validate(config, run.gpus), (), machines, 1.0)
         tokens = config.train.global_batch_size * run.length
         predicted = tokens / layout.seconds / run.gpus
+        errors.append(predicted / run.rate - 1)
         rows.append(
             {
                 "run": run.name,
@@ -166,18 +167,20 @@ def bench_plan() -> dict[str, Any]:
                 "gpus": run.gpus,
                 "published": run.rate,
                 "predicted": predicted,
-                "off_by": predicted / run.rate - 1,
+                "off_by": errors[-1],
                 "memory_bytes": layout.memory,
             }
         )
         told((number + 1) / len(PUBLISHED))
-    off = sorted(abs(row["off_by"]) for row in rows)
+    off = sorted(abs(each) for each in errors)
     return {"rows": rows, "median_off_by": off[len(off) // 2], "largest_off_by": off[-1]}
 
 
 def plan_table(result: dict[str, Any]) -> str:
     """The predictions for a person."""
-    lines = [("run", "device", "GPUs", "published", "predicted", "", "source")]
+    lines: list[tuple[str, ...]] = [
+        ("run", "device", "GPUs", "published", "predicted", "", "source")
+    ]
     lines += [
         (
             row["run"],
