@@ -143,6 +143,8 @@ class DatasetSource:
             last = min(last, len(self.rows))
             if self.by_article:
                 first, last = self._article_from(first), self._article_from(last)
+            if first >= last:
+                return NoDocuments(self.spec)
             rows = self.rows.select(range(first, last))
             return replace(self, rows=rows, total_bytes=size, first_row=first)
         if self.by_article:  # articles go on from file to file
@@ -162,6 +164,8 @@ class DatasetSource:
 
     def _headings(self, row: int) -> Iterator[int]:
         """The rows at or behind one that open an article, as `join_articles` finds them."""
+        if row >= len(self.rows):
+            return
         before = max(row - 1, 0)
         lines = replace(self, rows=self.rows.select(range(before, len(self.rows))))
         after_blank = True

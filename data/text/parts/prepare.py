@@ -9,7 +9,7 @@ from data.text.job import Asked
 from data.text.manifest import Manifest
 from data.text.parts.join import join
 from data.text.parts.part import Finished, encode_part, missing_parts, read_part
-from data.text.parts.plan import Workplace, open_workplace
+from data.text.parts.plan import Cut, Workplace
 from data.text.parts.processes import Work, encode_in_processes
 from data.text.prepare import begin
 
@@ -27,7 +27,9 @@ class InParts:
         report: Receives each line of progress; None writes them to standard error.
 
     Attributes:
-        existing: The manifest of the folder, if it was prepared from the same request.
+        output: The folder to make.
+        existing: Its manifest, if it was prepared from the same request.
+        folder: Where the parts are made.
 
     Raises:
         DataError: The request or the folder will not do.
@@ -47,6 +49,9 @@ class InParts:
         self._progress = Progress(report)
         self._job = asked.open()
         self.existing = begin(self._job, self.output, self._progress, overwrite=overwrite)
+        sources = self._job.sources(self._progress)
+        self._cut = Cut(self._job, sources, self.output, parts)
+        self.folder = self._cut.folder
 
     def begin(self) -> list[int]:
         """Makes the folder of the parts with its plan, and trains the tokenizer if need be.
@@ -58,14 +63,17 @@ class InParts:
             return missing_parts(self._open(train=True, overwrite=self._overwrite))
 
     def needs_training(self) -> bool:
-        """Whether `begin` would train the tokenizer, or remove parts of another request."""
-        if self._job.tokenizer is not None:
-            return False
-        try:
-            self._open(train=False, overwrite=False)
-        except DataError:
-            return True
-        return False
+        """Whether `begin` has a tokenizer to train."""
+        return self._job.tokenizer is None and self._found() is None
+
+    def left(self) -> list[int]:
+        """Lists the parts that are not there, and changes nothing.
+
+        Returns:
+            Their numbers.
+        """
+        found = self._found()
+        return list(range(self._parts)) if found is None else missing_parts(found)
 
     def part(self, number: int) -> tuple[Finished, list[int]]:
         """Encodes one part.
@@ -123,10 +131,11 @@ class InParts:
             self._encode(work, left, processes)
             return join(work, self.output, self._progress, overwrite=self._overwrite)
 
+    def _found(self) -> Workplace | None:
+        return self._cut.find(overwrite=self._overwrite)
+
     def _open(self, *, train: bool, overwrite: bool) -> Workplace:
-        return open_workplace(
-            self._job, self.output, self._parts, self._progress, train=train, overwrite=overwrite
-        )
+        return self._cut.open(self._progress, train=train, overwrite=overwrite)
 
     def _encode(self, work: Workplace, numbers: list[int], processes: int) -> None:
         """Encodes parts, with one line of progress for all of them."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
@@ -60,7 +61,8 @@ def encode_in_processes(
         PartError: A process was killed.
     """
     said: Queue[tuple[int, dict[str, Any] | None]] = Queue()
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // processes)
     running: dict[int, subprocess.Popen[str]] = {}
     left = list(numbers)
     done = {number: (0, 0) for number in numbers}
@@ -131,7 +133,7 @@ def main() -> int:
         The exit status.
     """
     from data.text.parts.part import encode_part
-    from data.text.parts.plan import open_workplace
+    from data.text.parts.plan import Cut
 
     told = json.load(sys.stdin)
     sent = time.monotonic()
@@ -146,11 +148,10 @@ def main() -> int:
             sent = time.monotonic()
 
     try:
-        from pathlib import Path
-
-        job, output = Asked(**told["asked"]).open(), Path(told["output"])
         silent = Progress(lambda line: None)
-        work = open_workplace(job, output, told["parts"], silent, train=False, overwrite=False)
+        job = Asked(**told["asked"]).open()
+        cut = Cut(job, job.sources(silent), Path(told["output"]), told["parts"])
+        work = cut.open(silent, train=False, overwrite=False)
         done = encode_part(work, told["number"], update)
     except DataError as error:
         send(error=str(error))
