@@ -296,7 +296,7 @@ def test_a_part_needs_the_tokenizer(tmp_path, documents):
     (source := tmp_path / "source").mkdir()
     jsonl(source, documents)
     parts = InParts(asked(source, "words"), tmp_path / "out", 2, report=silent)
-    with pytest.raises(DataError, match="the tokenizer words is not trained yet; .*--begin"):
+    with pytest.raises(DataError, match=r"the tokenizer words is not trained yet; .*--begin"):
         parts.part(0)
     parts.begin()
     parts.part(0)
