@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from launch.parser import Parser, names, non_negative, positive, share
+from launch.preparation import parts_arguments
 
 
 def prepare_arguments(parser: Parser) -> None:
@@ -79,6 +80,7 @@ def prepare_arguments(parser: Parser) -> None:
         help="token that ends each document; default: the tokenizer's, such as <|endoftext|>",
     )
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
+    parts_arguments(parser)
 
 
 def data_arguments(parser: Parser) -> None:

@@ -25,6 +25,12 @@ def prepare(options: Namespace) -> None:
     missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
+    from launch.preparation import prepare_in_parts, take_parts
+
+    in_parts = take_parts(given)
+    if in_parts.parts is not None:
+        prepare_in_parts(given, in_parts)
+        return
     from data.text.prepare import prepare
     from launch.tables import prepared_table
 
@@ -59,6 +65,10 @@ _TEXT_DEFAULTS: dict[str, tuple[object, ...]] = {
     "text_key": ("text",),
     "documents": ("files",),
     "streaming": (False,),
+    "begin": (False,),
+    "join": (False,),
+    "dry_run": (False,),
+    "via": ("local",),
 }
 """What options of text are when nobody gave them."""
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import struct
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -28,6 +29,12 @@ BATCH_CHARACTERS = 512 * 1024
 """Text encoded at once: by its amount, not by documents, whose lengths differ by thousands."""
 MOST_TOKENS = 2**31 - 1
 """Tokens of a document: the index holds lengths in 32 bits."""
+COUNTS_SUFFIX = ".counts"
+COUNTS = np.dtype([("words", "<i8"), ("bytes", "<i8"), ("goes_on", "?")])
+"""What a part of the text notes of each document beside its length: it does not know their splits.
+`goes_on`: the next one is of the same document of the text."""
+_INDEX_BLOCK = 1 << 20
+"""Documents of an index that are written at once."""
 
 
 class _Piece(NamedTuple):
@@ -50,6 +57,10 @@ class SplitState(Config):
     """The digest of the lengths of documents."""
     open_tokens: int = 0
     """How many of `tokens` belong to a document that has not ended."""
+    open_words: int = 0
+    open_bytes: int = 0
+    counts_sha256: str | None = None
+    """The digest of each document's counts, where these are kept."""
 
 
 class SplitWriter:
@@ -62,12 +73,20 @@ class SplitWriter:
         prefix: The files' common path, without `.bin` and `.idx`.
         tokenizer: Says how wide a token is, and which one ends a document.
         state: Where to go on; None begins.
+        counted: Whether words and bytes of each document go to a file.
 
     Raises:
         DataError: The files do not hold what `state` says.
     """
 
-    def __init__(self, prefix: Path, tokenizer: Tokenizer, state: SplitState | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        tokenizer: Tokenizer,
+        state: SplitState | None = None,
+        *,
+        counted: bool = False,
+    ) -> None:
         self.dtype = np.dtype(token_dtype(tokenizer.vocab_size))
         self.documents = state.documents if state else 0
         self.tokens = state.tokens if state else 0
@@ -78,12 +97,21 @@ class SplitWriter:
         self._end = np.array([tokenizer.end_of_text_id], dtype=self.dtype)
         self.cut_documents = 0
         self._open_tokens = state.open_tokens if state else 0
+        self._words_before = self.words - (state.open_words if state else 0)
+        self._bytes_before = self.bytes - (state.open_bytes if state else 0)
         self._bin_file, self._digest = _open(
             self._bin, self.tokens * self.dtype.itemsize, state.sha256 if state else None
         )
         self._lengths_file, self._lengths_digest = _open(
             self._lengths, self.documents * 4, state.lengths_sha256 if state else None
         )
+        self._counts_file, self._counts_digest = None, hashlib.sha256()
+        if counted:
+            self._counts_file, self._counts_digest = _open(
+                prefix.with_suffix(COUNTS_SUFFIX),
+                self.documents * COUNTS.itemsize,
+                state.counts_sha256 if state else None,
+            )
 
     def add(self, ids: list[int], text: str, *, is_last: bool, name: str) -> None:
         """Appends a piece of a document.
@@ -101,26 +129,57 @@ class SplitWriter:
                 f"{name}: {len(ids) + 1:,} tokens; a document has at most {MOST_TOKENS:,}"
             )
         if self._open_tokens + len(ids) >= MOST_TOKENS:
-            self._write(self._end)
-            self._end_document()
+            self._write(self._end.data)
+            self._end_document(goes_on=True)
             self.cut_documents += 1
         tokens = np.array(ids, dtype=self.dtype)
-        self._write(np.concatenate([tokens, self._end]) if is_last else tokens)
+        self._write((np.concatenate([tokens, self._end]) if is_last else tokens).data)
         if is_last:
             self._end_document()
 
-    def _write(self, tokens: npt.NDArray[np.integer]) -> None:
-        self._bin_file.write(tokens.data)
-        self._digest.update(tokens.data)
-        self.tokens += len(tokens)
-        self._open_tokens += len(tokens)
+    def copy(
+        self,
+        tokens: Iterable[bytes | memoryview],
+        lengths_D: npt.NDArray[np.int32],
+        words: int,
+        text_bytes: int,
+    ) -> None:
+        """Appends whole documents that are encoded.
 
-    def _end_document(self) -> None:
+        Args:
+            tokens: Their tokens as they stand in a `.bin` file, in blocks of any size.
+            lengths_D: Tokens of each, its end included.
+            words: Words of all of them.
+            text_bytes: Bytes of their text.
+        """
+        assert not self._open_tokens
+        for block in tokens:
+            self._write(block)
+        self._open_tokens = 0
+        self._lengths_file.write(lengths_D.data)
+        self._lengths_digest.update(lengths_D.data)
+        self.documents += len(lengths_D)
+        self.words += words
+        self.bytes += text_bytes
+
+    def _write(self, tokens: bytes | memoryview) -> None:
+        self._bin_file.write(tokens)
+        self._digest.update(tokens)
+        count = memoryview(tokens).nbytes // self.dtype.itemsize
+        self.tokens += count
+        self._open_tokens += count
+
+    def _end_document(self, *, goes_on: bool = False) -> None:
         length = np.array([self._open_tokens], dtype=np.int32)
         self._lengths_file.write(length.data)
         self._lengths_digest.update(length.data)
+        if self._counts_file is not None:
+            counts = (self.words - self._words_before, self.bytes - self._bytes_before, goes_on)
+            row = np.array([counts], dtype=COUNTS).tobytes()
+            self._counts_file.write(row)
+            self._counts_digest.update(row)
         self.documents += 1
-        self._open_tokens = 0
+        self._open_tokens, self._words_before, self._bytes_before = 0, self.words, self.bytes
 
     def state(self) -> SplitState:
         """Waits until what was added is on the disk.
@@ -128,9 +187,10 @@ class SplitWriter:
         Returns:
             Where another writer can go on.
         """
-        for file in (self._bin_file, self._lengths_file):
-            file.flush()
-            os.fsync(file.fileno())
+        for file in (self._bin_file, self._lengths_file, self._counts_file):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
         return SplitState(
             documents=self.documents,
             tokens=self.tokens,
@@ -139,6 +199,9 @@ class SplitWriter:
             sha256=self._digest.hexdigest(),
             lengths_sha256=self._lengths_digest.hexdigest(),
             open_tokens=self._open_tokens,
+            open_words=self.words - self._words_before,
+            open_bytes=self.bytes - self._bytes_before,
+            counts_sha256=self._counts_digest.hexdigest() if self._counts_file else None,
         )
 
     def finish(self) -> SplitInfo:
@@ -150,7 +213,7 @@ class SplitWriter:
         assert not self._open_tokens
         state = self.state()
         self.close()
-        write_index(self._idx, np.fromfile(self._lengths, dtype=np.int32), self.dtype)
+        write_index(self._idx, _mapped(self._lengths), self.dtype)
         return SplitInfo(
             documents=state.documents,
             tokens=state.tokens,
@@ -165,6 +228,15 @@ class SplitWriter:
         """Closes the files of an unfinished split."""
         self._bin_file.close()
         self._lengths_file.close()
+        if self._counts_file is not None:
+            self._counts_file.close()
+
+
+def _mapped(lengths: Path) -> npt.NDArray[np.int32]:
+    """Maps a file of lengths; an empty one cannot be."""
+    if lengths.stat().st_size == 0:
+        return np.zeros(0, dtype=np.int32)
+    return np.memmap(lengths, dtype=np.int32, mode="r")
 
 
 def _open(path: Path, size: int, sha256: str | None) -> tuple[BinaryIO, "hashlib._Hash"]:
@@ -207,21 +279,28 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> None:
     """Writes an `.idx` file as megatron-core does, and waits until it is on the disk.
 
+    It is written in blocks: memory does not grow with the documents.
+
     Args:
         path: The file.
         lengths_D: Tokens of each document, each one sequence.
         dtype: Type of a token in the `.bin` file.
     """
     code = {2: 8, 4: 4}[dtype.itemsize]  # megatron-core's numbers for uint16 and int32
-    pointers_D = np.zeros(len(lengths_D), dtype=np.int64)
-    np.cumsum(lengths_D[:-1], dtype=np.int64, out=pointers_D[1:])
-    pointers_D *= dtype.itemsize
+    blocks = [(at, at + _INDEX_BLOCK) for at in range(0, len(lengths_D), _INDEX_BLOCK)]
+    position = 0
     with path.open("wb") as file:
         file.write(b"MMIDIDX\0\0" + struct.pack("<QB", 1, code))
         file.write(struct.pack("<QQ", len(lengths_D), len(lengths_D) + 1))
-        file.write(lengths_D.tobytes())
-        file.write(pointers_D.tobytes())
-        file.write(np.arange(len(lengths_D) + 1, dtype=np.int64).tobytes())
+        for start, stop in blocks:
+            file.write(lengths_D[start:stop].tobytes())
+        for start, stop in blocks:
+            ends = position + np.cumsum(lengths_D[start:stop], dtype=np.int64)
+            file.write(((ends - lengths_D[start:stop]) * dtype.itemsize).tobytes())
+            position = int(ends[-1])
+        for start in range(0, len(lengths_D) + 1, _INDEX_BLOCK):
+            stop = min(start + _INDEX_BLOCK, len(lengths_D) + 1)
+            file.write(np.arange(start, stop, dtype=np.int64).tobytes())
     flush_to_disk(path)
 
 
@@ -236,6 +315,7 @@ class DatasetWriter:
         tokenizer: Encodes the text.
         states: Where to go on; None begins.
         held: Text of the document that had not ended there, which is not yet encoded.
+        counted: Whether words and bytes of each document go to a file.
 
     Raises:
         DataError: The files do not hold what `states` says.
@@ -247,6 +327,8 @@ class DatasetWriter:
         tokenizer: Tokenizer,
         states: dict[SplitName, SplitState] | None = None,
         held: str = "",
+        *,
+        counted: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._cutter = PieceCutter.of(tokenizer, held)
@@ -257,7 +339,7 @@ class DatasetWriter:
         try:
             for name in SPLITS:
                 state = states[name] if states else None
-                self._splits[name] = SplitWriter(folder / name, tokenizer, state)
+                self._splits[name] = SplitWriter(folder / name, tokenizer, state, counted=counted)
         except BaseException:
             self._close_files()
             raise
