@@ -178,6 +178,15 @@ COMMANDS: dict[str, Command] = {
         arguments=bench_arguments.bench_routing_arguments,
         handler=bench_handlers.bench_routing,
     ),
+    "bench scaling": Command(
+        summary="Times a step with several numbers of processes: computing, waiting, bytes.",
+        example="polyad bench scaling --json scaling.json\n"
+        "polyad bench scaling --processes 1 2 --threads 1 --steps 3\n"
+        "polyad bench scaling configs/quickstart/gpt2-smoe.yaml --processes 1 2 "
+        "data.path=runs/stdlib",
+        arguments=bench_arguments.bench_scaling_arguments,
+        handler=bench_handlers.bench_scaling,
+    ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",
         example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
