@@ -223,9 +223,9 @@ def bench_scaling_arguments(parser: Parser) -> None:
     override_arguments(parser)
     add(
         "--processes",
-        type=positive,
+        type=_number_or_key,
         nargs="+",
-        default=[1, 2, 4],
+        action="append",
         metavar="P",
         help="numbers of processes of this machine; default 1 2 4",
     )
@@ -244,3 +244,8 @@ def bench_scaling_arguments(parser: Parser) -> None:
         help="threads of each process; default: the cores divided by the processes",
     )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
+
+
+def _number_or_key(text: str) -> int | str:
+    """A key that stands behind the numbers is one of the configuration."""
+    return text if "=" in text else positive(text)

@@ -182,14 +182,20 @@ def bench_scaling(options: Namespace) -> None:
     from launch.bench.scaling_table import scaling_table
 
     check_json_path(options.json)
-    config, overrides = options.config, options.overrides
+    config = options.config
+    given = options.processes or [[1, 2, 4]]
+    keys = [word for words in given for word in words if isinstance(word, str)]
+    overrides = [*options.overrides, *keys]
+    processes = [word for word in given[-1] if isinstance(word, int)]
+    if not processes:
+        raise UsageError(f"--processes: {given[-1][0]} is not a number of processes")
     if config is not None and "=" in config and not Path(config).exists():
         config, overrides = None, [config, *overrides]  # a key, and no file before it
     with only_results_on_stdout() as stdout:
         result = bench_scaling(
             None if config is None else Path(config),
             overrides,
-            processes=options.processes,
+            processes=processes,
             repeats=options.repeats,
             steps=options.steps,
             threads=options.threads,

@@ -34,6 +34,8 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "gpt2.
 VOCABULARY = "model.vocab_size=8192"
 """That of its data, which is not needed."""
 KINDS = ("weak", "strong")
+FIRST = "first"
+"""The kind of what others are compared with."""
 BEFORE = 1
 """Turns that do not count."""
 
@@ -42,7 +44,7 @@ class Variant(NamedTuple):
     """A number of processes, and the batches that they have."""
 
     kind: str
-    """One of `KINDS`; the base, which is both, counts as weak."""
+    """`first` of the fewest processes, or one of `KINDS`."""
     processes: int
     config: RunConfig
 
@@ -118,6 +120,7 @@ def bench_scaling(
             each_has[variant.processes],
             rows[variant.name],
             watched[variant.name][BEFORE:],
+            cores_here(),
         )
         for variant in variants
     }
@@ -128,10 +131,7 @@ def bench_scaling(
         "repeats": repeats,
         "steps": steps,
         "left_out": left_out,
-        **{
-            kind: [points[v.name] for v in variants if v is base or v.kind == kind]
-            for kind in KINDS
-        },
+        **{kind: [points[v.name] for v in variants if v.kind in (FIRST, kind)] for kind in KINDS},
     }
 
 
@@ -164,7 +164,7 @@ def variants_of(
         raise ConfigError(f"--processes: {left_out[-1]['why']}")
     base = fitting[0]
     config = configuration(path, overrides, base)
-    variants = [Variant(KINDS[0], base, config)]
+    variants = [Variant(FIRST, base, config)]
     for number in fitting[1:]:
         batches = batches_of(config, number, base)
         if "strong" not in batches:
@@ -222,13 +222,24 @@ def described(config: RunConfig, path: Path, overrides: Sequence[str]) -> dict[s
 
 
 def point(
-    variant: Variant, threads: int, row: dict[str, Any], watched: Sequence[Watched]
+    variant: Variant,
+    threads: int,
+    row: dict[str, Any],
+    watched: Sequence[Watched],
+    cores: int,
 ) -> dict[str, Any]:
-    """The results of one variant, as JSON values."""
+    """The results of one variant, as JSON values.
+
+    Args:
+        variant: What was measured.
+        threads: Of each of its processes.
+        row: Of `summary`.
+        watched: A step of each turn.
+        cores: Of this machine.
+    """
     config, train = variant.config, variant.config.train
     dims = validate(config, variant.processes)
     on_gpu = torch.cuda.is_available()
-    cores = cores_here()
     return {
         "kind": variant.kind,
         "processes": variant.processes,

@@ -27,12 +27,12 @@ def scaling_table(result: dict[str, Any]) -> str:
         f"expert parallel {result['expert_parallel_size']}, ZeRO {result['zero_stage']}, on "
         + _machine(result)
     ]
-    points = [point for kind in TITLES for point in result[kind]]
+    weak, strong = (result[kind] for kind in TITLES)
+    points = [*weak, *strong[1:]]  # both begin with the first
     for kind in TITLES:
         lines += ["", *_throughput(kind, result[kind], unit)]
-    several = [point for point in points if point["processes"] > 1]
-    lines += ["", *_parts(_once(points))]
-    lines += ["", *_exchanges(_once(several))]
+    lines += ["", *_parts(points)]
+    lines += ["", *_exchanges(points)]
     lines += [f"left out: {each['variant']}: {each['why']}" for each in result["left_out"]]
     shared = sorted({point["processes"] for point in points if point["share_cores"]})
     lines += [
@@ -52,13 +52,8 @@ def _cores(result: dict[str, Any]) -> str:
     return f"{result['cores']} core{'s' if result['cores'] > 1 else ''}"
 
 
-def _once(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the second of the base's two places."""
-    return [point for number, point in enumerate(points) if point not in points[:number]]
-
-
 def _named(point: dict[str, Any]) -> str:
-    return f"  {point['kind']} {point['processes']}" if point["processes"] > 1 else "  1"
+    return f"  {point['kind']} {point['processes']}"
 
 
 def _throughput(kind: str, points: list[dict[str, Any]], unit: str) -> list[str]:

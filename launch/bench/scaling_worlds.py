@@ -83,7 +83,8 @@ class Worlds:
             What each process says, by rank.
         """
         for rank in range(processes):
-            self._pipes[processes, rank].send((name, steps))
+            with contextlib.suppress(OSError):  # it has ended: seen when it is read from
+                self._pipes[processes, rank].send((name, steps))
         return [self._receive(processes, rank) for rank in range(processes)]
 
     def _start(self, processes: int, address: str) -> subprocess.Popen[bytes]:
