@@ -184,6 +184,15 @@ COMMANDS: dict[str, Command] = {
         arguments=bench_arguments.bench_routing_arguments,
         handler=bench_handlers.bench_routing,
     ),
+    "bench scaling": Command(
+        summary="Times a step with several numbers of processes: computing, waiting, bytes.",
+        example="polyad bench scaling --json scaling.json\n"
+        "polyad bench scaling --processes 1 2 --threads 1 --steps 3\n"
+        "polyad bench scaling configs/gpt2/124m-smoe-16.yaml --processes 2 4 "
+        "parallel.expert_parallel_size=2 model.vocab_size=50257",
+        arguments=bench_arguments.bench_scaling_arguments,
+        handler=bench_handlers.bench_scaling,
+    ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",
         example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "

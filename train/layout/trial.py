@@ -124,6 +124,7 @@ def engine_of(
         source=source,
         cross_entropy=cross_entropy,
         compiled=False,
+        average_decay=config.train.ema,
     )
     engine.train()
     return engine
