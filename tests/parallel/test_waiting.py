@@ -119,7 +119,7 @@ def test_real_steps_send_what_is_forecast_and_their_parts_add_up(workers, file, 
         assert all(parts.beside > 0 for parts in divide(steps))
 
 
-ASLEEP = 0.6
+ASLEEP = 1.0
 
 
 @pytest.mark.distributed
@@ -134,7 +134,7 @@ def test_a_process_that_sleeps_before_a_collective_makes_the_other_one_wait(work
     def grown(rank, part):
         return getattr(after[rank], part) - getattr(before[rank], part)
 
-    assert grown(other, "waiting") == pytest.approx(ASLEEP, abs=0.25)
-    assert grown(DOZING, "computing") == pytest.approx(ASLEEP, abs=0.25)
+    assert grown(other, "waiting") == pytest.approx(ASLEEP, abs=0.3)
+    assert grown(DOZING, "computing") == pytest.approx(ASLEEP, abs=0.3)
     for rank, part in ((DOZING, "waiting"), (other, "computing"), (0, "moving"), (1, "moving")):
-        assert abs(grown(rank, part)) < 0.25, (rank, part)
+        assert abs(grown(rank, part)) < 0.3, (rank, part)
