@@ -25,7 +25,12 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
-        example="polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib",
+        example="polyad prepare --source python-stdlib --tokenizer train:8192 "
+        "--output runs/stdlib\n"
+        "polyad prepare --source configs --format text --tokenizer characters --output runs/parts "
+        "--parts 4 --processes 2\n"
+        "polyad prepare --source configs --format text --tokenizer words --output runs/array "
+        "--parts 100 --via slurm --time 1:00:00 --dry-run",
         arguments=arguments.prepare_arguments,
         handler=handlers.prepare,
     ),

@@ -22,12 +22,13 @@ from data.text.manifest import (
 )
 from data.text.resume import Resume, read_resume, remove_resume, save_resume
 from data.text.source import Skipped
+from data.text.split_writer import token_dtype
 from data.text.splits import Sources
 from data.text.staging import check_replaceable, staged_folder
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer, all_cores
 from data.text.tokenizers.training import training_wanted
-from data.text.writer import DatasetWriter, token_dtype
+from data.text.writer import DatasetWriter
 
 SAVE_SECONDS = 30.0
 """An interrupted call loses at most this much of its work."""

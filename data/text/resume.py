@@ -16,8 +16,8 @@ from data.text.manifest import (
     TokenizerFile,
     flush_to_disk,
 )
+from data.text.split_writer import SplitState
 from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.writer import SplitState
 
 RESUME_FILE, DRAFT_FILE = "resume.json", "resume.json.draft"
 

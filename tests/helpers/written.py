@@ -218,6 +218,8 @@ class World:
             self._train(options.config, options.overrides, is_started=False)
         if name == "study":
             self._study(options.study, is_started=not options.dry_run)
+        if name == "prepare" and (options.dry_run or options.begin or options.part is not None):
+            return  # a step before the one that makes it
         for path in _paths(parser, options, made=True):
             assert not self._is_there(path) or name not in ("prepare", "convert"), (
                 f"{path} is there"

@@ -18,9 +18,9 @@ from data.text.parts.part import Finished, damaged, expected_sizes, ranges, read
 from data.text.parts.plan import Workplace
 from data.text.prepare import check_still_replaceable, seal_folder, summarize, tell_cuts
 from data.text.source import Skipped
+from data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, SplitWriter
 from data.text.splits import split_of_documents
 from data.text.staging import staged_folder
-from data.text.writer import COUNTS, COUNTS_SUFFIX, SplitState, SplitWriter
 
 BLOCK_BYTES = 4 << 20
 """Read at once."""

@@ -17,10 +17,11 @@ from data.text.manifest import LENGTHS_SUFFIX, SPLITS, Count, Sha256, SplitName,
 from data.text.parts.plan import Workplace
 from data.text.prepare import encode
 from data.text.resume import read_resume, remove_resume, save_resume
+from data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, token_dtype
 from data.text.staging import staged_folder
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import all_cores
-from data.text.writer import COUNTS, COUNTS_SUFFIX, DatasetWriter, SplitState, token_dtype
+from data.text.writer import DatasetWriter
 
 PART_FILE = "part.json"
 Update = Callable[[int, int], None]

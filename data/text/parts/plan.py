@@ -162,6 +162,8 @@ class Cut:
         found = self.find(overwrite=overwrite)
         if found is None:
             try:
+                if overwrite and (plan := _read(self.folder)) and self._difference(plan):
+                    _remove(self.folder)
                 self._make(progress, train=train)
             except OSError as error:
                 reason = error.strerror or error
@@ -201,9 +203,6 @@ class Cut:
                     f"{folder}: is where the parts are made, and holds {path.name!r}, which "
                     "`polyad prepare` did not make; choose another --output"
                 )
-        if (folder / PLAN_FILE).exists():
-            _remove(folder)
-            folder.mkdir(exist_ok=True)
         with all_cores():
             tokenizer = self.job.tokenizer or self.job.train(self.sources, progress)
         plan = Plan(

@@ -11,11 +11,12 @@ import pyarrow.parquet
 import pytest
 
 import data.text.parts.join
-import data.text.writer
+import data.text.split_writer
 from data.errors import DataError
 from data.text.dataset import PreparedData
 from data.text.job import Asked
 from data.text.parts.part import PART_FILE, ranges
+from data.text.parts.plan import Cut
 from data.text.parts.prepare import InParts
 from data.text.prepare import prepare
 from data.text.source import Skipped
@@ -199,7 +200,7 @@ def test_a_document_that_goes_on_in_another_is_dealt_to_one_split(
     request = asked(source, prepared_path, validation_fraction=0.3)
     options = {"report": silent, "validation_fraction": 0.3}
     monkeypatch.setattr(data.text.parts.join, "BLOCK_DOCUMENTS", 2)
-    monkeypatch.setattr(data.text.writer, "MOST_TOKENS", 100_000)
+    monkeypatch.setattr(data.text.split_writer, "MOST_TOKENS", 100_000)
     whole = prepare(str(source), str(prepared_path), tmp_path / "whole", **options)
     assert sum(split.documents for split in whole.splits.values()) > 42  # that have text
     said = []
@@ -246,6 +247,17 @@ def test_a_damaged_part_is_refused_by_name(tmp_path, begun, name, how):
         begun.join()
     begun.part(1)
     begun.join()
+
+
+def test_parts_that_begin_at_one_time_keep_what_others_made(begun, monkeypatch):
+    find, calls = Cut.find, []
+
+    def late(self, *, overwrite=False):
+        calls.append(overwrite)
+        return None if len(calls) == 1 else find(self, overwrite=overwrite)
+
+    monkeypatch.setattr(Cut, "find", late)  # as where another makes the plan in this moment
+    assert begun.part(1)[1] == []
 
 
 def test_missing_parts_are_named(begun):
