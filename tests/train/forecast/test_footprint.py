@@ -11,7 +11,7 @@ from train.config.run import load_config
 from train.forecast.step import footprint
 from train.layout.small import small_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
 
 
 def vocabulary_of(file: str) -> tuple[str, ...]:
