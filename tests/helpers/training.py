@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from data.images.samples import ImageBatch
 from model.build import build_model
 from model.gpt2 import GPT2Config
+from model.lora import LoRAConfig, add_lora
 from model.output import RoutingStats
 from model.vision import ImageModelSettings
 from parallel import comm
@@ -26,7 +28,7 @@ from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.loop.device import Prefetch
 from train.loop.losses import LossConfig
-from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
 from train.loop.routing import routing_record
 from train.loop.step import train_step
 from train.tasks.cross_entropy import cross_entropy
@@ -87,6 +89,9 @@ class Case:
     """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
     bucket_size: int = 50_000_000
+    lora: LoRAConfig | None = None
+    groups: tuple[GroupConfig, ...] = ()
+    layer_decay: float | None = None
 
     def but(self, **changes: Any) -> "Case":
         """The case with some values changed."""
@@ -128,15 +133,32 @@ def batches_of(step: int, world: comm.World, case: Case) -> list[Any]:
     return [ImageBatch(*piece) for piece in zip(*split, strict=True)][rank::ranks]
 
 
+def whole_model(case: Case) -> nn.Module:
+    """The model of a case on the meta device, with its adapters and what is frozen."""
+    model = build_model(case.model.model_copy(update={"dropout": case.dropout}))
+    if case.lora is not None:
+        add_lora(model, case.lora)
+    freeze(model, optimizer_of(case))
+    return model
+
+
+def optimizer_of(case: Case) -> OptimizerConfig:
+    """The section `optimizer` of a case."""
+    return OptimizerConfig(
+        kind=case.optimizer,
+        learning_rate=case.learning_rate,
+        momentum=case.momentum,
+        groups=case.groups,
+        layer_decay=case.layer_decay,
+    )
+
+
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     """An engine for a case, filled from initial weights or from a source."""
     world = comm.initialize(tensor_parallel_size=case.tensor, expert_parallel_size=case.expert)
-    config = case.model.model_copy(update={"dropout": case.dropout})
-    optimizer = OptimizerConfig(
-        kind=case.optimizer, learning_rate=case.learning_rate, momentum=case.momentum
-    )
+    optimizer = optimizer_of(case)
     engine = parallelize(
-        build_model(config),
+        whole_model(case),
         Dims(
             world_size=world.size,
             tensor_parallel_size=case.tensor,
@@ -155,9 +177,9 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=case.micro_batch,
         clip_grad_norm=case.clip,
-        source=source or InitialWeights(build_model(config), 7),
+        source=source or InitialWeights(whole_model(case), 7),
         cross_entropy=cross_entropy,
-        compiled=config.compile,
+        compiled=case.model.compile,
         average_decay=case.average,
     )
     engine.train()
