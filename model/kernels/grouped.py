@@ -119,9 +119,9 @@ def grouped_linear(
     if loop or switch.REFERENCE or not _takes_grouped(rows_MD.dtype, weight_EDF):
         counts = counts_E.tolist()
         *of_each, rest_MD = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
-        biases = [0] * len(weight_EDF) if bias_EF is None else bias_EF.unbind(0)
-        parts = zip(of_each, weight_EDF.unbind(0), biases, strict=True)
-        outputs = [rows_mD @ weight_DF + bias for rows_mD, weight_DF, bias in parts]
+        outputs = [x @ weight for x, weight in zip(of_each, weight_EDF.unbind(0), strict=True)]
+        if bias_EF is not None:
+            outputs = [y + bias for y, bias in zip(outputs, bias_EF.unbind(0), strict=True)]
         return torch.cat([*outputs, rest_MD.new_zeros(len(rest_MD), weight_EDF.shape[2])])
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     output_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)

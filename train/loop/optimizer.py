@@ -92,11 +92,14 @@ def build_optimizer(
             factor *= config.layer_decay ** depth_from_end(name, blocks)
         found.setdefault((decay, factor), []).append(parameter)
     groups = [
-        {"params": some, "weight_decay": decay, RATE_FACTOR: factor}
+        {
+            "params": some,
+            "weight_decay": decay,
+            "lr": config.learning_rate * factor,
+            RATE_FACTOR: factor,
+        }
         for (decay, factor), some in sorted(found.items(), key=lambda each: each[0], reverse=True)
     ]
-    for group in groups:
-        group["lr"] = config.learning_rate * group[RATE_FACTOR]
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     on_gpu = not on_cpu(parameters[0][1])
