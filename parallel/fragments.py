@@ -134,10 +134,15 @@ def partitions(engine: Engine) -> Partitions:
 
 
 @torch.no_grad()
-def fill(engine: Engine, source: Source) -> None:
+def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
     """Sets master weights, optimizer state and step counters, then the weights of the forward pass.
 
     Every process reads the boxes of its own fragments and no others.
+
+    Args:
+        engine: whose weights are set.
+        source: what they are set to.
+        frozen: whether frozen weights are set as well, which have no masters and never change.
     """
     engine.about_to_change()
     held = fragments(engine)
@@ -150,7 +155,7 @@ def fill(engine: Engine, source: Source) -> None:
                 fragment.placement.values(view, first - fragment.start, size).copy_(box)
         if "step" in fragment.state:
             fragment.state["step"].fill_(source.step(name))
-    _refresh(engine, held, _fill_frozen(engine, source))
+    _refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
     for name, buffer in persistent_buffers(engine.module):
         buffer.copy_(source.buffer(name))
     buffers_changed(engine.module)

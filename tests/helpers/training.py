@@ -16,14 +16,16 @@ from torch import nn
 from data.images.samples import ImageBatch
 from model.build import build_model
 from model.gpt2 import GPT2Config
-from model.lora import LoRAConfig, add_lora
+from model.lora import LoRAConfig, add_lora, of_base
 from model.output import RoutingStats
 from model.vision import ImageModelSettings
 from parallel import comm
+from parallel.adapted import OnBase
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.writer import save
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
+from parallel.fragments import Source
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.loop.device import Prefetch
@@ -142,6 +144,12 @@ def whole_model(case: Case) -> nn.Module:
     return model
 
 
+def resumed(case: Case, checkpoint: Checkpoint) -> Source:
+    """A checkpoint as a source; frozen weights that it leaves out are the initial ones."""
+    model = whole_model(case)
+    return OnBase(InitialWeights(model, 7), checkpoint, of_base(model), buffers=checkpoint)
+
+
 def optimizer_of(case: Case) -> OptimizerConfig:
     """The section `optimizer` of a case."""
     return OptimizerConfig(
@@ -200,7 +208,7 @@ def text_batches(step: int, world: comm.World, config: GPT2Config) -> Iterator[T
 def train(case: Case) -> dict[str, Any]:
     """Trains a case; returns losses, gradient norms and which steps were applied."""
     checkpoint = Checkpoint(Path(case.resume)) if case.resume else None
-    engine, world = build_engine(case, checkpoint)
+    engine, world = build_engine(case, None if checkpoint is None else resumed(case, checkpoint))
     comm.seed_random(5, case.first_step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world.device)
@@ -261,7 +269,7 @@ def resave(case: Case) -> None:
     """Loads a checkpoint into a layout and writes it again, untouched."""
     assert case.resume
     assert case.save_to
-    engine, _ = build_engine(case, Checkpoint(Path(case.resume)))
+    engine, _ = build_engine(case, resumed(case, Checkpoint(Path(case.resume))))
     save(engine, Path(case.save_to), case.first_step, state={}, config_yaml=model_yaml(case))
 
 

@@ -1,23 +1,20 @@
 """Runs with LoRA: what they start from, save, go on with, and become."""
 
-import shutil
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launch.cli import run as polyad
-from model.build import build_model, materialize
-from model.lora import LoRAConfig, add_lora
-from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
-from tests.helpers.runs import FEED_FORWARDS, evaluation, newest, run, run_and_listen, run_expecting_error, weights_of, write_config
-from tests.helpers.training import tensors
+from tests.helpers.runs import evaluation, newest, run_and_listen, weights_of, write_config
 from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 
-LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention.qkv", "attention.projection", "feed_forward.*"]}
+LORA = {
+    "rank": 4,
+    "alpha": 8.0,
+    "targets": ["attention.qkv", "attention.projection", "feed_forward.*"],
+}
 
 
 def lora_config(folder, data, base, **changes):
@@ -41,7 +38,11 @@ def adapted(workers, finished, tmp_path_factory, prepared_path):
 def test_flow(adapted, workers, finished):
     folder, said = adapted
     print(said)
-    print(sorted(weights_of(newest(folder)))[:5], sum((p.stat().st_size) for p in newest(folder).iterdir()), sum((p.stat().st_size) for p in newest(finished).iterdir()))
+    print(
+        sorted(weights_of(newest(folder)))[:5],
+        sum((p.stat().st_size) for p in newest(folder).iterdir()),
+        sum((p.stat().st_size) for p in newest(finished).iterdir()),
+    )
     a = workers(1).run(evaluation, folder)[0]
     b = workers(1).run(evaluation, finished)[0]
     print(a["loss"], b["loss"])
@@ -50,11 +51,14 @@ def test_flow(adapted, workers, finished):
 
 def test_peft(adapted, tmp_path, exported, finished):
     from peft import PeftModel
+
     folder, _ = adapted
     convert(folder, tmp_path / "peft", "peft")
     theirs = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True)
     theirs = PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
     ids = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        torch.testing.assert_close(load_model(folder)(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            load_model(folder)(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-5
+        )
         assert (load_model(folder)(ids).logits - load_model(finished)(ids).logits).abs().max() > 0.1

@@ -66,7 +66,5 @@ def in_words(count: dict[str, Any]) -> str:
     """These counts, for a person."""
     beside = ""
     if count["adapters"]:
-        beside = (
-            f", {count['adapters']:,} of them adapters beside {count['adapted_layers']} weights"
-        )
-    return f"{count['trained']:,} trained{beside}; {count['frozen']:,} frozen"
+        beside = f" ({count['adapters']:,} in adapters of {count['adapted_layers']} weights)"
+    return f"trains {count['trained']:,} parameters{beside}; {count['frozen']:,} are frozen"

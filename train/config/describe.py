@@ -295,7 +295,7 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
             "parameters",
             f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}{block})",
         ),
-        *([("trained", in_words(model["adapted"]))] if model["adapted"] else []),
+        *([("adapted", in_words(model["adapted"]))] if model["adapted"] else []),
         *_expert_rows(model, unit),
         *(comparison_rows(factorized) if factorized else []),
         (f"FLOPs/{unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),
