@@ -212,4 +212,6 @@ def _name_state(engine: Engine, memory: Memory, weightless: Weightless) -> None:
         if tensor.numel() > 1:  # a step's number is known
             weightless.forget(tensor)
     for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.register_hook(lambda g: memory.name([g], "gradients"))  # type: ignore[no-untyped-call]
