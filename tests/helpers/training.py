@@ -25,7 +25,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.writer import save
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
-from parallel.fragments import Source
+from parallel.fragments import Source, fill
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.loop.device import Prefetch
@@ -235,6 +235,22 @@ def train(case: Case) -> dict[str, Any]:
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
     return {"losses": losses, "norms": norms, "applied": applied, "routing": routing}
+
+
+def go_back(case: Case) -> tuple[float, float]:
+    """The loss of a batch after training has gone back to a checkpoint, and of one that has it."""
+    assert case.resume
+    checkpoint = Checkpoint(Path(case.resume))
+    engines = build_engine(case)[0], build_engine(case, resumed(case, checkpoint))[0]
+    fill(engines[0], checkpoint, frozen=False)
+    losses = []
+    for engine in engines:
+        engine.train(False)
+        batch = local_batches(0, engine.world, case.model)[0]
+        with torch.no_grad():
+            logits = engine(batch[:, :-1]).logits
+            losses.append(engine.cross_entropy(logits, batch[:, 1:].contiguous()).mean().item())
+    return losses[0], losses[1]
 
 
 @contextmanager

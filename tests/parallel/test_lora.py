@@ -12,6 +12,7 @@ from parallel.parallelize import InitialWeights
 from tests.helpers.training import (
     MODEL,
     Case,
+    go_back,
     moe_model,
     mumoe_model,
     relative,
@@ -132,6 +133,26 @@ def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(referenc
     shape = (36,)
     moved = tensors(checkpoint)[("final_norm.weight", "master")]
     assert not torch.equal(moved, initial.read("final_norm.weight", "master", shape, (0,), shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "experts", "cp"])
+def test_recomputation_and_compilation_change_nothing(workers, references, kind, change):
+    expected, _ = references(kind)
+    case = CASES[kind]
+    case = case.but(tensor=2, stage=1, model=case.model.model_copy(update=change))
+    result = workers(2).run(train, case)[0]
+    assert close(result["losses"], expected["losses"])
+    assert close(result["norms"], expected["norms"])
+
+
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tensor):
+    _, checkpoint = references("dense")
+    case = CASES["dense"].but(stage=stage, tensor=tensor, resume=str(checkpoint))
+    for after, expected in workers(2).run(go_back, case):
+        assert after == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
