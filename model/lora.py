@@ -13,9 +13,7 @@ Shapes: M rows, r rank, E experts, I input width, O output width, D model width,
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
 from typing import Annotated, NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ from model.initialization import ZEROS, Initializer, uniform
 from model.kernels.grouped import grouped_linear
 from model.mumoe.base import Factorized
 from model.mumoe.products import contract
+from model.patterns import PatternError, kinds, matched
 from model.smoe.experts import Experts, Lot
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
@@ -62,10 +61,8 @@ class AdaptConfig(Config):
     trained."""
 
 
-class LoRAError(ValueError):
-    """A pattern that matches nothing, or a rank that does not fit: one line that says so."""
-
-    exit_status = 2
+class LoRAError(PatternError):
+    """Adapters that would do nothing, or do not fit: one line that says so."""
 
 
 class Adapter(nn.Module, ABC):
@@ -276,7 +273,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
         config: Where they go, and what else is trained.
 
     Raises:
-        LoRAError: A pattern matches nothing, or a rank is not less than a side of a matrix.
+        PatternError: A pattern matches nothing, or a rank is not less than a side of a matrix.
     """
     places, experts = dict(_places(model)), dict(_expert_places(model))
     own = [name for name, _ in model.named_parameters()]
@@ -290,7 +287,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
     if not chosen and not config.experts:
         raise LoRAError(
             "adapt.lora: neither targets nor experts name a layer; there are "
-            f"{', '.join(_kinds(places))}"
+            f"{', '.join(kinds(places))}"
         )
     wanted = {name: places[name] for name in chosen} | (experts if config.experts else {})
     for name, place in wanted.items():
@@ -379,47 +376,3 @@ def of_base(model: nn.Module) -> frozenset[str]:
         return frozenset()
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return frozenset(frozen - own)
-
-
-def matched(key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that any of the patterns matches, in their order.
-
-    Args:
-        key: That of the patterns, for errors.
-        patterns: Names or ends of names, with * for anything.
-        names: All there are.
-
-    Raises:
-        LoRAError: A pattern matches none of them.
-    """
-    names, found = list(names), set[str]()
-    for pattern in patterns:
-        some = {name for name in names if matches(pattern, name)}
-        if not some:
-            raise LoRAError(f"{key}: {pattern!r} matches nothing; {_near(pattern, names)}")
-        found |= some
-    return [name for name in names if name in found]
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a whole name, or what is behind one of its dots."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _near(pattern: str, names: list[str]) -> str:
-    kinds = _kinds(names)
-    close = get_close_matches(pattern.replace("*", "N"), kinds, 3, 0.4)
-    if close:
-        return f"the nearest are {', '.join(close)}"
-    more = f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""
-    return f"there are {', '.join(kinds[:8])}{more}" if kinds else "there are none"
-
-
-def _kinds(names: Iterable[str]) -> list[str]:
-    """Names without the numbers of blocks, each once."""
-    return list(dict.fromkeys(_without_number(name) for name in names))
-
-
-def _without_number(name: str) -> str:
-    first, *rest = name.split(".")
-    return ".".join(rest[1:]) if first == "blocks" and rest and rest[0].isdecimal() else name

@@ -13,7 +13,8 @@ import xxhash
 from pydantic import ValidationError
 
 from model.build import build_model
-from model.lora import AdaptConfig, LoRAConfig, LoRAError, adapters, add_lora, of_base
+from model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
+from model.patterns import PatternError
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.contents import Contents
 from parallel.checkpoint.index import OF_WEIGHTS
@@ -125,7 +126,7 @@ class AdaptedCheckpoint(Checkpoint):
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         try:
             add_lora(model, lora)
-        except LoRAError as error:
+        except PatternError as error:
             raise damaged(folder / "config.yaml", str(error)) from None
         self.frozen = of_base(model)
         """Names of the weights that are the base's alone."""

@@ -7,12 +7,12 @@ from torch import nn
 from model.build import build_model, materialize, matrix_dimensions
 from model.lora import (
     LoRAConfig,
-    LoRAError,
     LoRALinear,
     adapters,
     add_lora,
     of_base,
 )
+from model.patterns import PatternError
 from model.vit import ViTConfig
 from tests.helpers.training import MODEL, moe_model, mumoe_model
 
@@ -160,7 +160,7 @@ def test_matrices_of_experts_decay_as_matrices():
     ids=str,
 )  # fmt: skip
 def test_what_does_nothing_is_an_error(config, change, message):
-    with pytest.raises(LoRAError) as raised:
+    with pytest.raises(PatternError) as raised:
         add_lora(build_model(config), LoRAConfig.model_validate(change))
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)

@@ -155,7 +155,7 @@ def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tens
         assert after == expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path, precision):
     case = Case(lora=LINEAR, precision=precision, stage=1, average=0.9, save_to=str(tmp_path / "a"))
     workers(2).run(train, case)
@@ -174,8 +174,8 @@ def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path,
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
-        (0, "bf16"),
         (3, "bf16"),
+        pytest.param(0, "bf16", marks=pytest.mark.slow),
         pytest.param(1, "fp32", marks=pytest.mark.slow),
         pytest.param(2, "bf16", marks=pytest.mark.slow),
         pytest.param(3, "fp32", marks=pytest.mark.slow),
@@ -204,7 +204,7 @@ def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
     assert all(torch.equal(found[key], after[key]) for key in found)
 
 
-@pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3))])
 def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
     case = SGD.but(clip=0.0, learning_rate=0.1, last_step=1)
     workers(1).run(train, case.but(save_to=str(tmp_path / "plain")))

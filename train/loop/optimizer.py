@@ -10,7 +10,7 @@ from torch import nn
 
 from model.config import Config
 from model.kernels.switch import on_cpu
-from model.lora import matched, matches
+from model.patterns import matched, matches
 from parallel.zero import RATE_FACTOR
 from train.errors import ConfigError
 
