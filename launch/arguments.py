@@ -269,10 +269,16 @@ def convert_arguments(parser: Parser) -> None:
     add("destination", type=Path, metavar="DESTINATION", help="the folder to make")
     add(
         "--to",
-        choices=("huggingface", "polyad", "safetensors"),
+        choices=("huggingface", "polyad", "safetensors", "peft"),
         required=True,
-        help="a Hugging Face folder (dense models), a checkpoint, or any model's weights under "
-        "Polyad's names",
+        help="a Hugging Face folder (dense models), a checkpoint, any model's weights under "
+        "Polyad's names, or the adapters of a run with adapt.lora for the library peft (dense "
+        "GPT-2)",
+    )
+    add(
+        "--merge",
+        action="store_true",
+        help="make the adapters of a run with adapt.lora part of its weights",
     )
     add(
         "--upcycle",

@@ -264,7 +264,12 @@ def convert(options: Namespace) -> None:
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
     with only_results_on_stdout() as stdout:
         result = convert(
-            options.source, options.destination, options.to, upcycling, options.weights
+            options.source,
+            options.destination,
+            options.to,
+            upcycling,
+            options.weights,
+            options.merge,
         )
         show(result, conversion_table(result), options.json, stdout)
 

@@ -262,4 +262,5 @@ def sum_gradients(model: nn.Module) -> None:
         parameters += [row.bias for row in rows if row.bias is not None]
     parameters += [parameter for owner in owners for parameter in owner.parameters()]
     for parameter in parameters:
-        parameter.register_hook(summed)
+        if parameter.requires_grad:
+            parameter.register_hook(summed)

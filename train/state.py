@@ -40,6 +40,8 @@ class TrainState:
     """None in a checkpoint that was converted from a model without a tokenizer."""
     end_of_text: str | None = None
     """The token that ends each document of the data."""
+    base_digest: str | None = None
+    """Of the frozen weights, in a run with LoRA."""
     vocab_size: int = 0
     world_size: int = 1
     """Processes that wrote this."""

@@ -30,8 +30,8 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
 PAGES = (
-    *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "experts", "images"),
-    "studies",
+    *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "lora", "experts"),
+    *("images", "studies"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from parallel.checkpoint.checkpoint import Checkpoint
+from train.config.adaptation import counts, in_words, model_of
 from train.config.plan import Plan
 from train.state import TrainState
 
@@ -39,13 +40,18 @@ def first_line(plan: Plan, state: TrainState) -> str:
     else:
         line = f"goes on after step {state.step:,}, the last, with its validation, from {place}"
     start = plan.config.checkpoint.init_from
-    unused = f"; checkpoint.init_from: {start} is for a new run, and not used" if start else ""
+    unused = ""
+    if start and plan.config.adapt.lora is None:
+        unused = f"; checkpoint.init_from: {start} is for a new run, and not used"
     return line + _average(plan) + unused
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line, and what is odd about it; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
+    count = counts(model_of(plan.config))
+    if count["frozen"] and not nothing_is_left(plan, state):
+        print(in_words(count), file=sys.stderr, flush=True)
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)

@@ -57,6 +57,11 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
     check_load_loss(config)
+    if config.adapt.lora is not None and config.checkpoint.init_from is None:
+        raise ConfigError(
+            "adapt.lora: needs the weights that it is added to: checkpoint.init_from, a "
+            "checkpoint, a run or a folder of weights, not null"
+        )
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps

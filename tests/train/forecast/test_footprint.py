@@ -48,6 +48,16 @@ LAYOUTS = [
     ("mixer/s16.yaml", 4, ("parallel.tensor_parallel_size=2",)),
     ("vit/vmoe-s32.yaml", 2, ("parallel.expert_parallel_size=2",)),
     ("vit/b16.yaml", 2, ("parallel.zero_stage=2",)),
+    pytest.param(
+        "gpt2/124m-smoe-16.yaml",
+        2,
+        (
+            "adapt.lora={rank: 8, experts: true}",
+            "checkpoint.init_from=base",
+            "parallel.expert_parallel_size=2",
+        ),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
