@@ -173,16 +173,22 @@ class Checkpoint:
             )
         self._chosen = EMA
 
-    def check_model(self, module: nn.Module) -> None:
+    def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
         """Compares names and shapes of weights and buffers with a model's.
+
+        Args:
+            module: the model.
+            without: beginnings of names that are left out, here and there.
 
         Raises:
             CheckpointError: they differ; the first few differences are named.
         """
         ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        if differing := differing_shapes(self.shapes(), ours):
+        if differing := differing_shapes(self.shapes(), ours, without):
             raise CheckpointError(f"{self.folder}: is of another model: {differing}")
         for name, buffer in persistent_buffers(module):
+            if name.startswith(without):
+                continue
             stored = self.tensors.get(name, {}).get(BUFFER)
             if stored is None or stored.shape != tuple(buffer.shape):
                 there = "missing" if stored is None else list(stored.shape)

@@ -46,6 +46,8 @@ def first_line(plan: Plan, state: TrainState) -> str:
 def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line, and what is odd about it; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
+    for note in plan.task.notes:
+        print(f"polyad: {note}", file=sys.stderr, flush=True)
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
@@ -58,10 +60,13 @@ def _average(plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> str:
+    if plan.init is None:
+        return ""
+    note = getattr(plan.init, "note", None)
+    new = f"; {note}" if note else ""
+    if anew := plan.task.begins_anew(plan.init):
+        new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew)}"
     if isinstance(plan.init, Checkpoint):
-        return f", with the weights of step {plan.init.training_step:,}, {plan.init.folder}"
-    if plan.init is not None:
-        note = getattr(plan.init, "note", None)
-        new = f"; {note}" if note else ""
-        return f", with the weights of {plan.config.checkpoint.init_from}{new}"
-    return ""
+        step = plan.init.training_step
+        return f", with the weights of step {step:,}, {plan.init.folder}{new}"
+    return f", with the weights of {plan.config.checkpoint.init_from}{new}"

@@ -9,6 +9,7 @@ from data.files import write_whole
 from data.sampler import micro_batches
 from model.build import build_model
 from parallel import comm
+from parallel.begun_anew import BegunAnew
 from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
 from parallel.checkpoint.contents import CONFIG_FILE
@@ -67,10 +68,10 @@ def build_engine(plan: Plan, world: comm.World) -> Engine:
     source: Source
     if plan.resume is not None:
         source = plan.resume
-    elif isinstance(plan.init, Checkpoint):
-        source = WeightsOnly(plan.init)
     elif plan.init is not None:
-        source = plan.init
+        source = WeightsOnly(plan.init) if isinstance(plan.init, Checkpoint) else plan.init
+        if anew := plan.task.begins_anew(plan.init):
+            source = BegunAnew(source, InitialWeights(build_model(config.model), config.seed), anew)
     else:
         source = InitialWeights(build_model(config.model), config.seed)
     return parallelize(

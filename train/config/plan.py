@@ -194,7 +194,7 @@ def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     if isinstance(weights, HuggingFaceWeights | VisionWeights):
         weights.check_config(config.model)
     else:
-        weights.check_model(build_model(config.model))
+        weights.check_model(build_model(config.model), task.begins_anew(weights))
     task.check_weights(weights, "checkpoint.init_from")
     return weights
 

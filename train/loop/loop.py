@@ -93,7 +93,7 @@ class TrainLoop:
         self._state, self._config = state, config
         self._accumulation_steps, self._world = accumulation_steps, engine.world
         self._hooks, self._metrics = hooks, metrics
-        self._flops_per_unit = task.model.flops_per_unit()
+        self._flops_per_unit = task.flops_per_unit()
         self._units_per_sample = task.model.units_per_sample()
         self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
         self._guard = SpikeGuard(config.monitor, config.folder, hooks.sources, metrics)
