@@ -17,7 +17,7 @@ from model.build import build_model, read_model_config
 from model.config_yaml import ConfigYamlError, load
 from model.settings import ModelSettings
 from parallel import comm
-from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from parallel.checkpoint.contents import Contents, chunk_differs, read_contents
 from parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
 from parallel.checkpoint.manifest import (
@@ -309,6 +309,27 @@ class WeightsOnly:
     def buffer(self, name: str) -> torch.Tensor:
         """A whole buffer: buffers count as weights."""
         return self._checkpoint.buffer(name)
+
+
+def best_checkpoint(path: Path) -> Path:
+    """The checkpoint of a run's best validation.
+
+    Args:
+        path: the run's folder.
+
+    Raises:
+        CheckpointError: none is marked, or it is not there.
+    """
+    marked = path / "checkpoints" / BEST_FILE
+    if not marked.is_file():
+        raise CheckpointError(
+            f"{path}: no checkpoint is marked as the best; a run with checkpoint.keep_best: true "
+            f"and a validation split marks one"
+        )
+    name = marked.read_text(errors="replace").strip()
+    if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{marked}: names {name!r:.60}, which is no checkpoint beside it")
+    return marked.parent / name
 
 
 def find_checkpoint(path: Path) -> Path:

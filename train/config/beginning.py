@@ -6,17 +6,20 @@ from pathlib import Path
 
 from parallel.checkpoint.checkpoint import Checkpoint
 from train.config.plan import Plan
+from train.loop.best import is_over, why_it_is_over
 from train.state import TrainState
 
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:
-    """Whether the run is finished: all steps done, and the validation after the last one.
+    """Whether the run is finished: all steps done, or it ended early, and the last validation.
 
     Args:
         plan: the run's.
         state: where it stands.
     """
-    return state.step == plan.config.train.steps and state.unfinished is None
+    if state.unfinished is not None:
+        return False
+    return state.step == plan.config.train.steps or is_over(state, plan.config.evaluation.patience)
 
 
 def first_line(plan: Plan, state: TrainState) -> str:
@@ -30,7 +33,10 @@ def first_line(plan: Plan, state: TrainState) -> str:
     if plan.resume is None:
         return f"begins anew: {steps:,} steps to do, in {folder}{_weights(plan)}"
     place, left = plan.resume.folder, steps - state.step
-    if nothing_is_left(plan, state):
+    if nothing_is_left(plan, state) and left:
+        reason = why_it_is_over(state, plan.config.evaluation.patience)
+        line = f"nothing is left to do: {reason}; the last checkpoint is {place}"
+    elif nothing_is_left(plan, state):
         line = (
             f"nothing is left to do: all {steps:,} steps are done; the last checkpoint is {place}"
         )

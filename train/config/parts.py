@@ -137,5 +137,7 @@ def loop_config(config: RunConfig) -> LoopConfig:
         monitor=config.monitor,
         log=config.log,
         validate_every=config.evaluation.every,
+        patience=config.evaluation.patience,
+        keep_best=config.checkpoint.keep_best,
         save_every=config.checkpoint.every,
     )

@@ -103,6 +103,14 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
                 f"split to compare routing on"
             )
         task.probe(config.log.fluctuation_tokens)
+    for key, wants in (
+        (f"evaluation.patience: {config.evaluation.patience}", config.evaluation.patience),
+        ("checkpoint.keep_best: true", config.checkpoint.keep_best),
+    ):
+        if wants and not task.has_validation:
+            raise ConfigError(
+                f"{key} is not allowed with {task.place}, which has no validation split"
+            )
     config = config.model_copy(update={"model": task.model})
     return Inputs(config=config, dims=dims, task=task)
 

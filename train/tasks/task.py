@@ -36,6 +36,8 @@ class EvaluationConfig(Config):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between validations; 0 validates at the end of the run only."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Validations in a row without a better score after which the run ends; null: it goes on."""
     max_windows: Annotated[int, Field(ge=1)] | None = None
     """Windows of text, or images, of the split that are scored in training; null: all of them."""
     stride: Annotated[int, Field(ge=1)] | None = None
