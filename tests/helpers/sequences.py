@@ -15,26 +15,7 @@ WORDS = {
     "bad": "dull awful grim cold sad stupid",
     "odd": "strange curious weird uncanny bizarre queer",
 }
-FILLING = [
-    "the",
-    "a",
-    "film",
-    "story",
-    "plot",
-    "it",
-    "was",
-    "is",
-    "and",
-    "so",
-    "very",
-    "quite",
-    "scene",
-    "actor",
-    "end",
-    "of",
-    "in",
-    "by",
-]
+FILLING = ("the", "a", "film", "story", "plot", "it", "was", "is", "and", "so", "very", "scene")
 
 
 def byte_tokenizer(folder: Path) -> Path:

@@ -97,9 +97,8 @@ def test_statistics_of_a_padded_batch_are_those_of_its_sequences_by_themselves()
     for layer, stats in enumerate(whole):
         assert stats.tokens == LENGTHS.sum()
         for name in ("load_E", "entropy", "z_loss"):
-            each = [
-                getattr(routing[layer], name) * n for routing, n in zip(alone, LENGTHS, strict=True)
-            ]
+            values = [getattr(routing[layer], name) for routing in alone]
+            each = [value * size for value, size in zip(values, LENGTHS, strict=True)]
             expected = torch.stack(each).sum(0) / LENGTHS.sum()
             torch.testing.assert_close(getattr(stats, name), expected, msg=name)
 

@@ -187,9 +187,8 @@ def test_workers_read_the_same_samples(folder, tokenizer):
 
     samples = opened(folder, tokenizer).training(5)
     again = pickle.loads(pickle.dumps(samples))
-    for ours, theirs in zip(
-        samples.__getitems__([3, 70]), again.__getitems__([3, 70]), strict=True
-    ):
+    both = (each.__getitems__([3, 70]) for each in (samples, again))
+    for ours, theirs in zip(*both, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

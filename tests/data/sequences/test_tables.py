@@ -23,10 +23,8 @@ TABLE = [
 
 def one_table(path):
     (table,) = read_tables(str(path), Schema()).values()
-    return [
-        dict(zip(table.columns, each, strict=True))
-        for each in zip(*table.columns.values(), strict=True)
-    ]
+    each_row = zip(*table.columns.values(), strict=True)
+    return [dict(zip(table.columns, row, strict=True)) for row in each_row]
 
 
 def test_all_forms_of_a_table_have_the_same_rows(tmp_path):
