@@ -2,6 +2,8 @@
 
 import pytest
 
+from parallel.checkpoint.checkpoint import best_checkpoint
+from parallel.checkpoint.manifest import CheckpointError
 from train.loop.best import is_over, judge, why_it_is_over
 from train.state import TrainState
 
@@ -25,3 +27,15 @@ def test_the_best_of_all_so_far(scores, higher, best, since):
         False, True, False,
     ]  # fmt: skip
     assert f"after step {len(scores)}" in why_it_is_over(state, since)
+
+
+def test_a_mark_that_leads_nowhere_is_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint is marked as the best; a run with"):
+        best_checkpoint(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("step-00000003", "../../elsewhere", "\udcff"):
+        content = f"{name}\n".encode(errors="surrogateescape")
+        (tmp_path / "checkpoints" / "best").write_bytes(content)
+        with pytest.raises(CheckpointError, match="which is no checkpoint beside it") as caught:
+            best_checkpoint(tmp_path)
+        assert "\n" not in str(caught.value)

@@ -180,11 +180,13 @@ def test_padding_to_the_longest_is_padding_to_the_limit(workers, config, tmp_pat
     compared(tmp_path, "longest", "max_length", steps=4)
 
 
-def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_path):
+@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_path, asynchronous):
     """With a rate of next to nothing all validations are the same: the first is the best."""
     keys = (
         "train.steps=20", "checkpoint.every=1", "evaluation.every=1", "evaluation.patience=3",
         "checkpoint.keep_best=true", "checkpoint.keep_last=1", "optimizer.learning_rate=1e-12",
+        f"checkpoint.asynchronous={asynchronous}",
     )  # fmt: skip
     _, said = listened(workers, config, *keys)
     log = records(tmp_path / "run")
