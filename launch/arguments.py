@@ -124,6 +124,12 @@ def evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="CHECKPOINT_OR_RUN", help="a run means its newest checkpoint")
     add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
+    add(
+        "--best",
+        action="store_true",
+        help="of a run with checkpoint.keep_best: the checkpoint of its best validation in place "
+        "of the newest",
+    )
     add("--split", choices=("validation", "test", "train"), default="validation")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
     add(

@@ -122,11 +122,14 @@ def evaluate(options: Namespace) -> None:
     from data.images.noise import GaussianNoise
     from data.text.attack import WordSwap
     from parallel import comm
+    from parallel.checkpoint.checkpoint import best_checkpoint
     from train.evaluation.evaluate import evaluate, result_table
     from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
 
     check_json_path(options.json)
     _check_evaluation(options)
+    if options.best:
+        options.path = best_checkpoint(options.path)
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
     with only_results_on_stdout() as stdout:
         if options.compare is not None:

@@ -11,6 +11,7 @@ from model.initialization import Initializer, norm_initializers
 from model.interface import FeedForward
 from model.layers import DropPath, LayerNorm
 from model.output import RoutingStats
+from model.padding import RealTokens
 
 
 class Block(nn.Module):
@@ -53,13 +54,17 @@ class Block(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, cache: BlockCache | None = None
+        self,
+        x_BTD: Tensor,
+        cache: BlockCache | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Runs both branches.
 
         Args:
             x_BTD: The residual stream.
             cache: Keys and values of earlier tokens, in generation.
+            real: The tokens that are not padding; None: all.
 
         Returns:
             The residual stream [B, T, D] after the block, and the routing statistics.
@@ -75,5 +80,6 @@ class Block(nn.Module):
             x_BTD,
             trace,
             None if cache is None else cache.feed_forward,
+            *(() if real is None else (real,)),
         )
         return x_BTD + self.drop_path(y_BTD), stats

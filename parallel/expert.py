@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
+from model.padding import RealTokens
 from model.smoe.dispatch import Dispatcher, Plan
 from model.smoe.experts import Experts
 from model.smoe.graph import AttentionGraph, Mixed, head_entropies
@@ -250,6 +251,7 @@ class TensorParallelAttentionGraph(AttentionGraph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
@@ -261,13 +263,13 @@ class TensorParallelAttentionGraph(AttentionGraph):
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
-        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE))
+        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), real=real)
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
         mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)
         assert neighbours is not None
         measured = torch.zeros(1 + self.num_heads, dtype=neighbours.dtype, device=u_BTD.device)
         measured[:1] = torch.where(is_here, neighbours, 0.0)
         here = slice(1 + self._first_head, 1 + self._first_head + self._heads_here)
-        measured[here] = head_entropies(attention, self.context.causal)
+        measured[here] = head_entropies(attention, self.context.causal, real)
         measured = library.reduce_from_tensor_model_parallel_region(measured)
         return Mixed(mixed_BTE, measured[0], measured[1:])

@@ -58,7 +58,8 @@ def parallelize_tensors(
     with torch.device("meta"):
         if isinstance(model, GPT2):
             embedding = layers.embedding(model.token_embedding)
-            _swap(model, "head", layers.head(model.head, embedding))
+            if model.last_token is None:  # a head of sequences is small, and each has it whole
+                _swap(model, "head", layers.head(model.head, embedding))
             _swap(model, "token_embedding", embedding)
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
@@ -91,7 +92,8 @@ def pad_vocabulary(model: nn.Module) -> None:
             head.weight = nn.Parameter(torch.empty(place.shape))
             head.weight.placement = place  # type: ignore[attr-defined]
     _swap(model, "token_embedding", embedding)
-    _swap(model, "head", head)
+    if model.last_token is None:
+        _swap(model, "head", head)
 
 
 def _same(values: Tensor) -> Tensor:

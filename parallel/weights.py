@@ -74,7 +74,7 @@ def _opened(path: Path, above: tuple[Path, ...]) -> Checkpoint:
         last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in base.shapes():
             raise CheckpointError(f"{place}: is of another model: it has no {last}")
-        check_fits(base, config)
+        check_fits(base, config, tuple(checkpoint.shapes()))  # it has those itself
     except ValueError as error:
         raise CheckpointError(
             f"{folder}: holds adapters, and their base (checkpoint.init_from) cannot be used: "
@@ -83,12 +83,13 @@ def _opened(path: Path, above: tuple[Path, ...]) -> Checkpoint:
     return AdaptedCheckpoint(folder, checkpoint.contents, base, lora)
 
 
-def check_fits(weights: Weights, config: ModelSettings) -> None:
+def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...] = ()) -> None:
     """Checks that weights are of a model.
 
     Args:
         weights: of any format.
         config: of the model.
+        without: beginnings of names that they need not have.
 
     Raises:
         ValueError: with an `exit_status` of 2: they are of another.
@@ -96,7 +97,7 @@ def check_fits(weights: Weights, config: ModelSettings) -> None:
     if isinstance(weights, HuggingFaceWeights | VisionWeights):
         weights.check_config(config)
     else:
-        weights.check_model(build_model(config))
+        weights.check_model(build_model(config), without)
 
 
 def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:

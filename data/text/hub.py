@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -255,11 +255,7 @@ def open_dataset(
     Raises:
         DataError: There is no such data set, configuration or column, or it cannot be reached.
     """
-    with _one_line(dataset.spec, dataset):
-        if dataset.kind == "saved":
-            digest, config, splits = _load_saved(Path(dataset.name))
-        else:
-            digest, config, splits = _load(dataset, streaming)
+    digest, config, splits = _open(dataset, streaming)
     by_article = (config or "").startswith("wikitext-")
     found: dict[SplitName, Source] = {}
     for name in SPLITS:
@@ -281,6 +277,48 @@ def open_dataset(
             by_article=by_article,
         )
     return found
+
+
+def open_rows(dataset: HubDataset) -> dict[str, Any]:
+    """Opens all splits of a data set with all of their columns, whatever they are called.
+
+    Args:
+        dataset: Which one.
+
+    Returns:
+        `datasets.Dataset`, or `datasets.IterableDataset` of a local copy, by name.
+
+    Raises:
+        DataError: There is no such data set or configuration, or it cannot be reached.
+    """
+    return _open(dataset, streaming=False)[2]
+
+
+def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    """Reads columns of a split whole; those that are not there are left out.
+
+    Args:
+        dataset: Which one, for errors.
+        rows: The split, from `open_rows`.
+        names: Of the columns.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    columns: dict[str, list[Any]] = {}
+    with _one_line(dataset.spec, dataset):
+        for batch in rows.iter(batch_size=BATCH_ROWS):
+            for name in dict.fromkeys(names):
+                if name in batch:
+                    columns.setdefault(name, []).extend(batch[name])
+    return columns
+
+
+def _open(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
+    with _one_line(dataset.spec, dataset):
+        if dataset.kind == "saved":
+            return _load_saved(Path(dataset.name))
+        return _load(dataset, streaming)
 
 
 def _load(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:

@@ -13,16 +13,18 @@ from torch import Tensor
 from model.entropy import entropy
 from model.mumoe.gating import GateOutput
 from model.output import RoutingStats
+from model.padding import RealTokens, counted
 
 DOMINANT = 0.5
 """The coefficient from which an expert dominates a token."""
 
 
-def gate_statistics(output: GateOutput) -> RoutingStats:
+def gate_statistics(output: GateOutput, real: RealTokens | None = None) -> RoutingStats:
     """The statistics of a gate. All are means over tokens, so they can be averaged.
 
     Args:
-        output: Of the gate.
+        output: Of the gate, for real tokens.
+        real: Which they are; None: all.
 
     Returns:
         The statistics with an empty name; None for those of sparse routing.
@@ -46,6 +48,7 @@ def gate_statistics(output: GateOutput) -> RoutingStats:
         levels=tuple(a_MN.shape[-1] for a_MN in levels),
         score_mean_S=output.mean_S,
         score_square_S=output.square_S,
+        tokens=None if real is None else counted(real, entropy_M.dtype),
     )
 
 

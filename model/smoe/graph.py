@@ -28,6 +28,7 @@ from model.entropy import entropy
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext, refuse_autocast
 from model.kernels.mixture import matrix, mixture
+from model.padding import RealTokens
 from model.smoe.config import SparseMoEConfig
 from model.smoe.scores import router_dtype
 
@@ -87,6 +88,7 @@ class Graph(nn.Module, ABC):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """Mixes scores.
 
@@ -95,13 +97,19 @@ class Graph(nn.Module, ABC):
             u_BTD: The tokens as the experts see them.
             attention: The trace of the block's attention, if `attention_head` names a head.
             cache: In generation: features and scores of earlier tokens, to which these are added.
+            real: The tokens that are not padding; None: all. They see no other, and no other is
+                measured.
 
         Returns:
             The mixture and its statistics.
         """
 
     def mix(
-        self, features: Features, scores_BTE: Tensor, cache: LayerCache | None = None
+        self,
+        features: Features,
+        scores_BTE: Tensor,
+        cache: LayerCache | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes p = S r.
 
@@ -109,6 +117,7 @@ class Graph(nn.Module, ABC):
             features: What makes S.
             scores_BTE: r.
             cache: See `forward`; with it S is causal in any case.
+            real: See `forward`.
 
         Returns:
             p [B, T, E], and the effective neighbours as `Mixed` has them.
@@ -122,13 +131,19 @@ class Graph(nn.Module, ABC):
         # J_i of the paper's Proposition 1: tokens whose scores have no more entropy.
         restricted = self.config.lower_entropy_only
         entropy_BS = entropy(value_BSE.detach()) if restricted else None
+        if real is not None and not causal:
+            # Nobody real sees a token of more entropy than any other; padding sees all, so that no
+            # row is empty. A causal mask alone hides what stands on the right.
+            known_BS = scores_BTE.new_zeros(()) if entropy_BS is None else entropy_BS
+            entropy_BS = torch.where(real.mask_BT, known_BS, torch.inf)
         mixed_BTE = mixture(
             query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, entropy_BS=entropy_BS
         )
         if cache is not None:
             return mixed_BTE, None
-        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, entropy_BS)
-        return mixed_BTE, entropy_BM.exp().mean()
+        measured = _measured_rows(query_BTF.shape[-2], query_BTF.device, real)
+        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, entropy_BS)
+        return mixed_BTE, measured.mean(entropy_BM.exp())
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None) -> None:
@@ -139,27 +154,63 @@ class Graph(nn.Module, ABC):
         """
 
 
+class MeasuredRows(NamedTuple):
+    """Rows spread evenly over each sequence, its last one among them: a sample of all."""
+
+    rows: Tensor
+    """[M], M = min(T, MEASURED_ROWS), or [B, M] where sequences have padding."""
+    weights_BM: Tensor | None = None
+    """The share of the real tokens that each row stands for; None: all the same."""
+
+    def mean(self, values_BM: Tensor) -> Tensor:
+        """The mean over rows, no dimensions."""
+        if self.weights_BM is None:
+            return values_BM.mean()
+        return (values_BM * self.weights_BM.to(values_BM.dtype)).sum()
+
+
+def _measured_rows(
+    length: int, device: torch.device, real: RealTokens | None = None
+) -> MeasuredRows:
+    if real is None:
+        count = min(length, MEASURED_ROWS)
+        part_M = torch.arange(1, count + 1, device=device)
+        return MeasuredRows((part_M * length).div(count, rounding_mode="floor") - 1)
+    # Of each sequence those that it would have without padding; the first `count` of M are any.
+    length_B1 = real.lengths_B.unsqueeze(1)
+    count_B1 = length_B1.clamp(max=MEASURED_ROWS)
+    part_M = torch.arange(1, MEASURED_ROWS + 1, device=device)
+    rows_BM = (part_M * length_B1).div(count_B1, rounding_mode="floor") - 1
+    each_B1 = length_B1 / count_B1 / length_B1.sum()
+    weights_BM = torch.where(part_M <= count_B1, each_B1, 0)
+    return MeasuredRows(rows_BM.clamp(max=length - 1), weights_BM)
+
+
 @torch.no_grad()
 def _row_entropies(
-    query: Tensor, key: Tensor, scale: float, causal: bool, entropy_BS: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    causal: bool,
+    measured: MeasuredRows,
+    entropy_BS: Tensor | None = None,
 ) -> Tensor:
-    """Entropies of the rows softmax(scale * query . key) at rows spread evenly over a sequence, the
-    last one among them; [..., T, F] -> [..., M], M = min(T, MEASURED_ROWS).
-    """
-    length = query.shape[-2]
-    count = min(length, MEASURED_ROWS)
-    part_M = torch.arange(1, count + 1, device=query.device)
-    rows_M = (part_M * length).div(count, rounding_mode="floor") - 1
-    rows_of_s = matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows_M=rows_M)
-    return entropy(rows_of_s)
+    """Entropies of measured rows of softmax(scale * query . key); [..., T, F] -> [..., M]."""
+    rows = measured.rows
+    if rows.dim() > 1 and query.dim() > 3:
+        rows = rows.unsqueeze(1)  # the same for every head
+    return entropy(matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows=rows))
 
 
-def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
+def head_entropies(
+    attention: AttentionTrace, causal: bool, real: RealTokens | None = None
+) -> Tensor:
     """The mean entropy of each head's attention over measured rows.
 
     Args:
         attention: What attention did.
         causal: Whether j <= i.
+        real: The tokens that are not padding; None: all.
 
     Returns:
         [G] in nats; no gradient.
@@ -167,7 +218,14 @@ def head_entropies(attention: AttentionTrace, causal: bool) -> Tensor:
     query, key = attention.q_BATH.detach(), attention.k_BATH.detach()
     dtype = router_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5
-    return _row_entropies(query.to(dtype), key.to(dtype), scale, causal).mean((0, 2))
+    measured = _measured_rows(query.shape[-2], query.device, real)
+    hidden_BS = None
+    if real is not None and not causal:
+        hidden_BS = torch.where(real.mask_BT, 0.0, torch.inf)
+    entropy_BAM = _row_entropies(query.to(dtype), key.to(dtype), scale, causal, measured, hidden_BS)
+    if measured.weights_BM is None:
+        return entropy_BAM.mean((0, 2))
+    return (entropy_BAM * measured.weights_BM.to(dtype).unsqueeze(1)).sum((0, 2))
 
 
 class NoGraph(Graph):
@@ -179,6 +237,7 @@ class NoGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         return Mixed(scores_BTE, None, None)
@@ -193,13 +252,14 @@ class SimilarityGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         u_BTD = u_BTD.to(router_dtype(u_BTD.dtype))
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
         features = Features(u_BTD, u_BTD, 1 / self.config.tau)
-        return Mixed(*self.mix(features, scores_BTE, cache), None)
+        return Mixed(*self.mix(features, scores_BTE, cache, real), None)
 
 
 class AttentionGraph(Graph):
@@ -272,11 +332,14 @@ class AttentionGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
-        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache)
-        entropy_A = None if cache is not None else head_entropies(attention, self.context.causal)
+        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache, real)
+        entropy_A = None
+        if cache is None:
+            entropy_A = head_entropies(attention, self.context.causal, real)
         return Mixed(mixed_BTE, neighbours, entropy_A)
 
 

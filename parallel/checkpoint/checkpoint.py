@@ -18,7 +18,7 @@ from model.config_yaml import ConfigYamlError, load
 from model.lora import of_base
 from model.settings import ModelSettings
 from parallel import comm
-from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from parallel.checkpoint.contents import Contents, chunk_differs, read_contents
 from parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
 from parallel.checkpoint.manifest import (
@@ -180,10 +180,14 @@ class Checkpoint:
             )
         self._chosen = EMA
 
-    def check_model(self, module: nn.Module) -> None:
+    def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
         """Compares names and shapes of weights and buffers with a model's.
 
         Frozen weights of a model with adapters are not in a checkpoint.
+
+        Args:
+            module: the model.
+            without: beginnings of names that are left out, here and there.
 
         Raises:
             CheckpointError: they differ; the first few differences are named.
@@ -191,9 +195,11 @@ class Checkpoint:
         base = of_base(module)
         named = [(name, p) for name, p in module.named_parameters() if name not in base]
         ours = {name: tuple(p.shape) for name, p in named}
-        if differing := differing_shapes(self.shapes(), ours):
+        if differing := differing_shapes(self.shapes(), ours, without):
             raise CheckpointError(f"{self.folder}: is of another model: {differing}")
         for name, buffer in persistent_buffers(module):
+            if name.startswith(without):
+                continue
             stored = self.tensors.get(name, {}).get(BUFFER)
             if stored is None or stored.shape != tuple(buffer.shape):
                 there = "missing" if stored is None else list(stored.shape)
@@ -319,6 +325,27 @@ class WeightsOnly:
     def buffer(self, name: str) -> torch.Tensor:
         """A whole buffer: buffers count as weights."""
         return self._checkpoint.buffer(name)
+
+
+def best_checkpoint(path: Path) -> Path:
+    """The checkpoint of a run's best validation.
+
+    Args:
+        path: the run's folder.
+
+    Raises:
+        CheckpointError: none is marked, or it is not there.
+    """
+    marked = path / "checkpoints" / BEST_FILE
+    if not marked.is_file():
+        raise CheckpointError(
+            f"{path}: no checkpoint is marked as the best; a run with checkpoint.keep_best: true "
+            f"and a validation split marks one"
+        )
+    name = marked.read_text(errors="replace").strip()
+    if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{marked}: names {name!r:.60}, which is no checkpoint beside it")
+    return marked.parent / name
 
 
 def find_checkpoint(path: Path) -> Path:

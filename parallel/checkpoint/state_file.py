@@ -70,6 +70,9 @@ class State(Record):
     spikes_in_a_row: Count = 0
     left_out: tuple[Count, ...] = ()
     unfinished: StepRecord | None = None
+    best_score: float | None = None
+    best_step: Count = 0
+    validations_since_best: Count = 0
     first_loss: Measured | None = None
     seconds: Seconds = 0.0
     data_fingerprint: str = ""

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from data.sequences.schemas import BENCHMARKS
 from launch.cli import run
 from launch.commands import COMMANDS
 from launch.parser import Parser
@@ -31,7 +32,7 @@ PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKP
 """Metavars of arguments that are paths."""
 PAGES = (
     *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "lora", "experts"),
-    *("images", "studies"),
+    *("images", "finetune", "studies"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})
@@ -244,7 +245,7 @@ class World:
         config = load_config(self._root / path, overrides)
         mixed = getattr(config.data, "mixture", None) or ()
         for source in [config.data.path, *(one.path for one in mixed)]:
-            if source is not None:
+            if source is not None and source not in BENCHMARKS:  # those are on the hub
                 self._read(source)
         if config.checkpoint.init_from is not None:
             self._read(str(config.checkpoint.init_from))

@@ -7,6 +7,7 @@ from torch import nn
 from model.build import build_model
 from model.lora import adapters, add_lora, of_base
 from parallel.adapted import OnBase
+from parallel.begun_anew import BegunAnew
 from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.fragments import Source
 from parallel.parallelize import InitialWeights
@@ -31,22 +32,28 @@ def model_of(config: RunConfig) -> nn.Module:
     return model
 
 
-def source_of(config: RunConfig, resume: Checkpoint | None, init: Weights | None) -> Source:
+def source_of(
+    config: RunConfig, resume: Checkpoint | None, init: Weights | None, anew: tuple[str, ...]
+) -> Source:
     """Where weights, moments and buffers of a run start from.
 
     Args:
         config: the run's.
         resume: the checkpoint that it goes on from.
         init: the weights of checkpoint.init_from, of a new run or one with adapters.
+        anew: how names begin that these lack, and that start from the seed.
     """
     model = model_of(config)
     start: Source | None = WeightsOnly(init) if isinstance(init, Checkpoint) else init
+    plain_model = build_model(config.model)
+    if start is not None and anew:
+        start = BegunAnew(start, InitialWeights(plain_model, config.seed), anew)
     if config.adapt.lora is None:
         return resume or start or InitialWeights(model, config.seed)
     assert start is not None
     if resume is not None:
         return OnBase(start, resume, of_base(model), buffers=resume)
-    plain = [name for name, _ in build_model(config.model).named_parameters()]
+    plain = [name for name, _ in plain_model.named_parameters()]
     return OnBase(start, InitialWeights(model, config.seed), plain, buffers=start)
 
 

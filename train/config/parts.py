@@ -62,6 +62,7 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
 def build_engine(plan: Plan, world: comm.World) -> Engine:
     """The model in training over all processes, with the weights that the run starts from."""
     config = plan.config
+    anew = plan.task.begins_anew(plan.init) if plan.init is not None else ()
     return parallelize(
         model_of(config),
         plan.dims,
@@ -72,7 +73,7 @@ def build_engine(plan: Plan, world: comm.World) -> Engine:
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         clip_grad_norm=config.optimizer.clip_grad_norm,
-        source=source_of(config, plan.resume, plan.init),
+        source=source_of(config, plan.resume, plan.init, anew),
         cross_entropy=cross_entropy,
         compiled=config.model.compile,
         average_decay=config.train.ema,
@@ -125,5 +126,7 @@ def loop_config(config: RunConfig) -> LoopConfig:
         monitor=config.monitor,
         log=config.log,
         validate_every=config.evaluation.every,
+        patience=config.evaluation.patience,
+        keep_best=config.checkpoint.keep_best,
         save_every=config.checkpoint.every,
     )

@@ -106,6 +106,14 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
                 f"split to compare routing on"
             )
         task.probe(config.log.fluctuation_tokens)
+    for key, wants in (
+        (f"evaluation.patience: {config.evaluation.patience}", config.evaluation.patience),
+        ("checkpoint.keep_best: true", config.checkpoint.keep_best),
+    ):
+        if wants and not task.has_validation:
+            raise ConfigError(
+                f"{key} is not allowed with {task.place}, which has no validation split"
+            )
     config = config.model_copy(update={"model": task.model})
     return Inputs(config=config, dims=dims, task=task)
 
@@ -216,7 +224,13 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
-    check_fits(weights, config.model)
+    anew = task.begins_anew(weights)
+    check_fits(weights, config.model, anew)
+    if anew and (lost := [name for name in of_base(model_of(config)) if name.startswith(anew)]):
+        raise ConfigError(
+            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add "
+            f"{anew[0]}*"
+        )
     task.check_weights(weights, "checkpoint.init_from")
     return weights
 

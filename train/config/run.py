@@ -84,6 +84,7 @@ class RunConfig(Config):
             evaluation=self.evaluation,
             seed=self.seed,
             micro_batch_size=self.train.micro_batch_size,
+            init_from=self.checkpoint.init_from,
         )
 
     def tensors_per_weight(self) -> int:

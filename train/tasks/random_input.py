@@ -44,7 +44,18 @@ def _sample(model: ModelSettings, seed: int) -> TextBatch | ImageBatch:
 
 def losses_for(model: ModelSettings) -> Any:
     """The loss on such a micro-batch, of the next token or of the class; see `Task.losses`."""
-    return text_losses if isinstance(model, GPT2Config) else _image_losses
+    if not isinstance(model, GPT2Config):
+        return _image_losses
+    return text_losses if model.head is None else _sequence_losses
+
+
+def _sequence_losses(model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """Of whole sequences without padding: a class each, by a token; or the square of one output."""
+    logits_BK, routing = model(batch.input_ids_BT)
+    classes = logits_BK.shape[-1]
+    if classes == 1:
+        return logits_BK[:, 0].float().square(), routing
+    return cross_entropy(logits_BK, batch.target_ids_BT[:, -1] % classes), routing
 
 
 def _image_losses(model: Predictor, batch: ImageBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:

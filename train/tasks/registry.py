@@ -5,12 +5,14 @@ from typing import Any
 from train.tasks.attributes import AttributeClassification
 from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling
+from train.tasks.sequences import SequenceTask
 from train.tasks.task import Sections, Task
 
 TASKS: dict[str, type[Task[Any]]] = {
     "text": LanguageModelling,
     "images": ImageClassification,
     "attributes": AttributeClassification,
+    "sequences": SequenceTask,
 }
 
 
