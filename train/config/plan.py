@@ -228,8 +228,7 @@ def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     check_fits(weights, config.model, anew)
     if anew and (lost := [name for name in of_base(model_of(config)) if name.startswith(anew)]):
         raise ConfigError(
-            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add "
-            f"{anew[0]}*"
+            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add {anew[0]}*"
         )
     task.check_weights(weights, "checkpoint.init_from")
     return weights
