@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from launch.parser import Parser, names, non_negative, positive, share
+from launch.preparation import parts_arguments
 
 
 def prepare_arguments(parser: Parser) -> None:
@@ -79,6 +80,7 @@ def prepare_arguments(parser: Parser) -> None:
         help="token that ends each document; default: the tokenizer's, such as <|endoftext|>",
     )
     add("--overwrite", action="store_true", help="replace prepared data that is in DIR")
+    parts_arguments(parser)
 
 
 def data_arguments(parser: Parser) -> None:
@@ -122,6 +124,12 @@ def evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="CHECKPOINT_OR_RUN", help="a run means its newest checkpoint")
     add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
+    add(
+        "--best",
+        action="store_true",
+        help="of a run with checkpoint.keep_best: the checkpoint of its best validation in place "
+        "of the newest",
+    )
     add("--split", choices=("validation", "test", "train"), default="validation")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
     add(
@@ -267,10 +275,16 @@ def convert_arguments(parser: Parser) -> None:
     add("destination", type=Path, metavar="DESTINATION", help="the folder to make")
     add(
         "--to",
-        choices=("huggingface", "polyad", "safetensors"),
+        choices=("huggingface", "polyad", "safetensors", "peft"),
         required=True,
-        help="a Hugging Face folder (dense models), a checkpoint, or any model's weights under "
-        "Polyad's names",
+        help="a Hugging Face folder (dense models), a checkpoint, any model's weights under "
+        "Polyad's names, or the adapters of a run with adapt.lora for the library peft (dense "
+        "GPT-2)",
+    )
+    add(
+        "--merge",
+        action="store_true",
+        help="make the adapters of a run with adapt.lora part of its weights",
     )
     add(
         "--upcycle",

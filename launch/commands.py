@@ -25,7 +25,12 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "prepare": Command(
         summary="Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json.",
-        example="polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib",
+        example="polyad prepare --source python-stdlib --tokenizer train:8192 "
+        "--output runs/stdlib\n"
+        "polyad prepare --source configs --format text --tokenizer characters --output runs/parts "
+        "--parts 4 --processes 2\n"
+        "polyad prepare --source configs --format text --tokenizer words --output runs/array "
+        "--parts 100 --via slurm --time 1:00:00 --dry-run",
         arguments=arguments.prepare_arguments,
         handler=handlers.prepare,
     ),
@@ -157,6 +162,12 @@ COMMANDS: dict[str, Command] = {
         arguments=bench_arguments.bench_step_arguments,
         handler=bench_handlers.bench_step,
     ),
+    "bench plan": Command(
+        summary="Predictions of `polyad plan` beside throughputs that others have published.",
+        example="polyad bench plan --json plan.json",
+        arguments=bench_arguments.bench_plan_arguments,
+        handler=bench_handlers.bench_plan,
+    ),
     "bench flips": Command(
         summary="Flips bits of weights and gradients, and says which the monitors notice.",
         example="polyad bench flips --json flips.json",
@@ -177,6 +188,15 @@ COMMANDS: dict[str, Command] = {
         "polyad bench routing --tokens 8192 --layers 0",
         arguments=bench_arguments.bench_routing_arguments,
         handler=bench_handlers.bench_routing,
+    ),
+    "bench scaling": Command(
+        summary="Times a step with several numbers of processes: computing, waiting, bytes.",
+        example="polyad bench scaling --json scaling.json\n"
+        "polyad bench scaling --processes 1 2 --threads 1 --steps 3\n"
+        "polyad bench scaling configs/gpt2/124m-smoe-16.yaml --processes 2 4 "
+        "parallel.expert_parallel_size=2 model.vocab_size=50257",
+        arguments=bench_arguments.bench_scaling_arguments,
+        handler=bench_handlers.bench_scaling,
     ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",

@@ -25,6 +25,12 @@ def prepare(options: Namespace) -> None:
     missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
+    from launch.preparation import prepare_in_parts, take_parts
+
+    in_parts = take_parts(given)
+    if in_parts.parts is not None:
+        prepare_in_parts(given, in_parts)
+        return
     from data.text.prepare import prepare
     from launch.tables import prepared_table
 
@@ -59,6 +65,10 @@ _TEXT_DEFAULTS: dict[str, tuple[object, ...]] = {
     "text_key": ("text",),
     "documents": ("files",),
     "streaming": (False,),
+    "begin": (False,),
+    "join": (False,),
+    "dry_run": (False,),
+    "via": ("local",),
 }
 """What options of text are when nobody gave them."""
 
@@ -112,11 +122,14 @@ def evaluate(options: Namespace) -> None:
     from data.images.noise import GaussianNoise
     from data.text.attack import WordSwap
     from parallel import comm
+    from parallel.checkpoint.checkpoint import best_checkpoint
     from train.evaluation.evaluate import evaluate, result_table
     from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
 
     check_json_path(options.json)
     _check_evaluation(options)
+    if options.best:
+        options.path = best_checkpoint(options.path)
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
     with only_results_on_stdout() as stdout:
         if options.compare is not None:
@@ -254,7 +267,12 @@ def convert(options: Namespace) -> None:
     upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
     with only_results_on_stdout() as stdout:
         result = convert(
-            options.source, options.destination, options.to, upcycling, options.weights
+            options.source,
+            options.destination,
+            options.to,
+            upcycling,
+            options.weights,
+            options.merge,
         )
         show(result, conversion_table(result), options.json, stdout)
 

@@ -83,14 +83,29 @@ def end_with_launcher() -> bool:
     return launched
 
 
-def share_cores(processes: int) -> None:
-    """Divides this machine's cores among processes that compute at once, unless told otherwise."""
+def cores_here() -> int:
+    """The cores of this machine that this process may use."""
     import psutil
 
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))  # a container may have fewer
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    return cores
+
+
+def threads_of_each(processes: int) -> int:
+    """Threads of each of several processes that share this machine's cores, unless told otherwise.
+
+    Args:
+        processes: that compute at once.
+    """
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdecimal() else max(1, cores_here() // processes)
+
+
+def share_cores(processes: int) -> None:
+    """Divides this machine's cores among processes that compute at once, unless told otherwise."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(processes)))
 
 
 def rank_of_process() -> int:

@@ -137,7 +137,7 @@ class SelfAttention(nn.Module):
         y_BTD = self.residual_dropout(projected_BTD)
         if of_head_BT3H is None:
             return y_BTD, None
-        weight_DM, bias_D = self.projection.weight, self.projection.bias
+        weight_DM, bias_D = _matrix_of(self.projection), self.projection.bias
         return y_BTD, AttentionTrace(
             qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
         )
@@ -166,6 +166,13 @@ class SelfAttention(nn.Module):
         return scaled_dot_product_attention(
             q_BATH, k_BATH, v_BATH, attn_mask=seen_B11T, dropout_p=drop, is_causal=self.causal
         )
+
+
+def _matrix_of(layer: nn.Linear) -> Tensor:
+    """The matrix of a layer, with what LoRA adds to it; see `model/lora.py`."""
+    merged = getattr(layer, "merged_weight", None)
+    matrix: Tensor = layer.weight if merged is None else merged()
+    return matrix
 
 
 class _Traced(torch.autograd.Function):

@@ -28,6 +28,7 @@ from model.interface import Activation, FeedForwardContext
 from model.kernels.linear_cross_entropy import CHUNK
 from model.layers import Embedding, LayerNorm
 from model.output import ModelOutput, RoutingStats
+from model.padding import RealTokens
 from model.settings import Count, CutSizes, ModelSettings
 
 
@@ -243,6 +244,7 @@ class Bert(nn.Module):
             _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
         )
         self.head = _build_head(config)
+        self._routes = any(each.kind != "dense" for each in config.block_feed_forwards())
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
@@ -288,9 +290,10 @@ class Bert(nn.Module):
                 f"{self.config.sequence_length}"
             )
         x_BTD = self.embed(input_ids_BT, segments_BT)
+        real = RealTokens.of(mask_BT) if self._routes else None
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
-            x_BTD, stats = run_block(block, x_BTD, self.config.recompute, None, mask_BT)
+            x_BTD, stats = run_block(block, x_BTD, self.config.recompute, None, real, mask_BT)
             if stats is not None:
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
         return ModelOutput(self.score(x_BTD, positions_BP, target_ids_BP), tuple(routing))
@@ -338,10 +341,8 @@ def _build_head(config: BertConfig) -> nn.Module:
             config.known_vocab_size(), width, config.activation, config.layer_norm_epsilon, std
         )
     if isinstance(head, ClassificationHeadConfig):
-        if head.num_classes is None:
-            raise ValueError("model.head.num_classes is not set: give a number, or take the data's")
-        dropout = config.dropout if head.dropout is None else head.dropout
-        return ClassificationHead(width, head.num_classes, dropout, std)
+        dropout = head.known_dropout(config.dropout)
+        return ClassificationHead(width, head.known_num_classes(), dropout, std)
     return nn.ModuleDict({"pooler": Pooler(width, std)} if head.pooler else {})
 
 

@@ -15,6 +15,7 @@ from model.initialization import Initializer, norm_initializers
 from model.interface import FeedForward
 from model.layers import DropPath, LayerNorm
 from model.output import RoutingStats
+from model.padding import RealTokens
 
 Recompute: TypeAlias = Literal["none", "block"]
 
@@ -59,14 +60,17 @@ class Block(nn.Module):
         }
 
     def forward(
-        self, x_BTD: Tensor, cache: BlockCache | None = None, mask_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        cache: BlockCache | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Runs both branches.
 
         Args:
             x_BTD: The residual stream.
             cache: Keys and values of earlier tokens, in generation.
-            mask_BT: True for tokens, False for padding; None: there is none.
+            real: The tokens that are not padding; None: all.
 
         Returns:
             The residual stream [B, T, D] after the block, and the routing statistics.
@@ -75,7 +79,6 @@ class Block(nn.Module):
             self.attention_norm(x_BTD),
             traced_head=self.feed_forward.attention_head(),
             cache=None if cache is None else cache.attention,
-            mask_BT=mask_BT,
         )
         x_BTD = x_BTD + self.drop_path(attended_BTD)
         y_BTD, stats = self.feed_forward(
@@ -83,7 +86,7 @@ class Block(nn.Module):
             x_BTD,
             trace,
             None if cache is None else cache.feed_forward,
-            mask_BT,
+            *(() if real is None else (real,)),
         )
         return x_BTD + self.drop_path(y_BTD), stats
 
@@ -92,15 +95,29 @@ class PostNormBlock(Block):
     """A block that normalizes the sum of each branch and its input, as BERT's do."""
 
     def forward(
-        self, x_BTD: Tensor, cache: BlockCache | None = None, mask_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        cache: BlockCache | None = None,
+        real: RealTokens | None = None,
+        mask_BT: Tensor | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Runs both branches; see `Block.forward`. It takes no cache."""
+        """Runs both branches; see `Block.forward`. It takes no cache.
+
+        Args:
+            x_BTD: The residual stream.
+            cache: None.
+            real: The tokens that are not padding, for the feed-forward; None: all.
+            mask_BT: True for them, for the attention, which sees no other; None: all are.
+
+        Returns:
+            The residual stream [B, T, D] after the block, and the routing statistics.
+        """
         assert cache is None
         attended_BTD, trace = self.attention(
             x_BTD, traced_head=self.feed_forward.attention_head(), mask_BT=mask_BT
         )
         x_BTD = self.attention_norm(x_BTD + self.drop_path(attended_BTD))
-        y_BTD, stats = self.feed_forward(x_BTD, x_BTD, trace, None, mask_BT)
+        y_BTD, stats = self.feed_forward(x_BTD, x_BTD, trace, None, real)
         return self.feed_forward_norm(x_BTD + self.drop_path(y_BTD)), stats
 
 

@@ -17,6 +17,7 @@ from model.config import Config
 from model.initialization import Initializer, linear_initializers
 from model.interface import Activation, FeedForward, FeedForwardContext
 from model.output import RoutingStats
+from model.padding import RealTokens
 
 
 class DenseFeedForwardConfig(Config):
@@ -154,7 +155,7 @@ class DenseFeedForward(FeedForward):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Applies both layers to the normalized input; see `FeedForward.forward`."""
         inner_BTF = self.activation(self.up(normalized_BTD))

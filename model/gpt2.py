@@ -3,7 +3,7 @@
 Source: Radford et al. 2019, "Language models are unsupervised multitask learners", and the released
 code.
 
-Shapes: B batch, T tokens in a sequence, D width, V vocabulary, L blocks.
+Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blocks.
 """
 
 import math
@@ -21,11 +21,13 @@ from model.cache import BlockCache, KeyValueCache
 from model.config import SectionError
 from model.dense import DenseFeedForwardConfig
 from model.feedforward import FeedForwardConfig, build_feedforward
+from model.heads import ClassificationHeadConfig, SequenceHead
 from model.initialization import Initializer, norm_initializers, normal
 from model.interface import FeedForwardContext
 from model.kernels.linear_cross_entropy import CHUNK, losses
 from model.layers import Embedding, LayerNorm
 from model.output import ModelOutput, RoutingStats
+from model.padding import LastToken, RealTokens
 from model.settings import Count, CutSizes, ModelSettings
 
 
@@ -58,6 +60,8 @@ class GPT2Config(ModelSettings):
     """Whether the output head is the token embedding; false: a matrix of its own, as large."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
     """The feed-forward of every block."""
+    head: ClassificationHeadConfig | None = None
+    """What is scored of a whole sequence; None: the token after each is."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -107,12 +111,15 @@ class GPT2Config(ModelSettings):
         return self.model_copy(update={"feed_forward": self.known_feed_forward()})
 
     def units_per_sample(self) -> int:
-        """Tokens that are predicted in a sample."""
-        return self.sequence_length
+        """Tokens that are predicted in a sample; 1 where a whole sequence is scored."""
+        return self.sequence_length if self.head is None else 1
 
     def left_to_data(self) -> str | None:
-        """The key of the vocabulary size, unless it is set."""
-        return "model.vocab_size" if self.vocab_size is None else None
+        """The key of the vocabulary size, or of the number of classes, unless they are set."""
+        if self.vocab_size is None:
+            return "model.vocab_size"
+        unknown = self.head is not None and self.head.num_classes is None
+        return "model.head.num_classes" if unknown else None
 
     def in_words(self) -> str:
         """The depth and width, for people."""
@@ -130,7 +137,8 @@ class GPT2Config(ModelSettings):
         return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
     def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one token, forward and backward.
+        """Counts the floating-point operations of training on one token, forward and backward, or
+        on one sequence of the full length where the head scores that.
 
         6 N + 12 L D T: N the weights that multiply a token, with the output head and without the
         lookups of tokens and positions; T the full sequence length, although causal attention needs
@@ -139,14 +147,32 @@ class GPT2Config(ModelSettings):
         graph of tokens counts as attention does.
 
         Returns:
-            FLOPs per token, a multiply-add counted as two.
+            FLOPs, a multiply-add counted as two.
 
         Raises:
-            ValueError: The vocabulary size is None.
+            ValueError: The vocabulary size, or the number of classes, is None.
         """
-        width, length = self.hidden_size, self.sequence_length
+        if self.head is not None:
+            return self.flops_of_sequence(self.sequence_length)
+        return 6 * self.hidden_size * self.known_vocab_size() + self._flops_of_blocks(
+            self.sequence_length
+        )
+
+    def flops_of_sequence(self, length: int) -> int:
+        """Counts those of training on one sequence that is scored as a whole.
+
+        Args:
+            length: Its tokens.
+        """
+        assert self.head is not None
+        of_head = 6 * self.hidden_size * self.head.known_num_classes()
+        return length * self._flops_of_blocks(length) + of_head
+
+    def _flops_of_blocks(self, length: int) -> int:
+        """Of one token of a sequence of this length."""
+        width = self.hidden_size
         head_size = width // self.num_heads
-        matmul_parameters, mixing = width * self.known_vocab_size(), 0
+        matmul_parameters, mixing = 0, 0
         for feed_forward in self.block_feed_forwards():
             matmul_parameters += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
             mixing += 12 * width * length
@@ -169,7 +195,10 @@ class GPT2Config(ModelSettings):
         blocks = sum(each)
         if self.recompute == "block":
             blocks = self.num_layers * width + max(each)
-        tokens, vocabulary = micro_batch_size * self.sequence_length, self.known_vocab_size()
+        tokens = micro_batch_size * self.sequence_length
+        if self.head is not None:
+            return tokens * blocks * number_bytes
+        vocabulary = self.known_vocab_size()
         chunk = min(tokens * vocabulary, CHUNK) * (2 * number_bytes + 4)
         head = vocabulary * width * (number_bytes + 4)
         return tokens * blocks * number_bytes + chunk + head
@@ -263,11 +292,15 @@ class GPT2(nn.Module):
             _build_block(config, feed_forward) for feed_forward in config.block_feed_forwards()
         )
         self.final_norm = LayerNorm(width, eps=config.layer_norm_epsilon, bias=config.bias)
-        self.head = (
-            TiedHead()
-            if config.tied_embeddings
-            else UntiedHead(config.known_vocab_size(), width, config.initializer_range)
-        )
+        self.head: nn.Module = TiedHead()
+        self.last_token: LastToken | None = None
+        if config.head is not None:
+            self.last_token = LastToken()
+            dropout = config.head.known_dropout(config.dropout)
+            self.head = SequenceHead(config.head, width, dropout, config.initializer_range)
+        elif not config.tied_embeddings:
+            self.head = UntiedHead(config.known_vocab_size(), width, config.initializer_range)
+        self._routes = any(each.kind != "dense" for each in config.block_feed_forwards())
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
@@ -282,18 +315,21 @@ class GPT2(nn.Module):
         input_ids_BT: Tensor,
         cache: KeyValueCache | None = None,
         target_ids_BT: Tensor | None = None,
+        mask_BT: Tensor | None = None,
     ) -> ModelOutput:
-        """Predicts, at every position, the token after it.
+        """Predicts, at every position, the token after it; or scores sequences as wholes.
 
         Args:
             input_ids_BT: Token ids, T at most `sequence_length`.
             cache: In generation: keys and values of earlier tokens; those of these are added.
             target_ids_BT: The token after each position, for the loss alone.
+            mask_BT: True for real tokens, which stand before the padding of their sequence; None:
+                all are.
 
         Returns:
             Logits [B, T, V], or in their place, with targets, the mean loss, and without gradients
-            the loss of each target [B, T]; and one `RoutingStats` per block whose feed-forward
-            routes.
+            the loss of each target [B, T]; of a head that scores sequences [B, K]. And one
+            `RoutingStats` per block whose feed-forward routes.
 
         Raises:
             ValueError: The input, with what is in the cache, is longer than `sequence_length`.
@@ -307,14 +343,17 @@ class GPT2(nn.Module):
             )
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
+        real = RealTokens.of(mask_BT) if self._routes else None
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
             block_cache = None if cache is None else cache.blocks[index]
-            x_BTD, stats = self._run(block, x_BTD, block_cache)
+            x_BTD, stats = self._run(block, x_BTD, block_cache, real)
             if stats is not None:
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+        if self.last_token is not None:
+            return ModelOutput(self.classify(x_BTD, mask_BT), tuple(routing))
         return ModelOutput(self.score(x_BTD, target_ids_BT), tuple(routing))
 
     def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
@@ -330,17 +369,30 @@ class GPT2(nn.Module):
         scored: Tensor = self.head(self.final_norm(x_BTD), embedding_VD, target_ids_BT)
         return scored
 
+    def classify(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Scores of sequences [B, K] from what the last block gives at their last real tokens."""
+        assert self.last_token is not None
+        scored: Tensor = self.head(self.final_norm(self.last_token(x_BTD, mask_BT)))
+        return scored
+
     def _run(
-        self, block: nn.Module, x_BTD: Tensor, cache: BlockCache | None
+        self,
+        block: nn.Module,
+        x_BTD: Tensor,
+        cache: BlockCache | None,
+        real: RealTokens | None,
     ) -> tuple[Tensor, RoutingStats | None]:
         result: tuple[Tensor, RoutingStats | None]
+        padding = () if real is None else (None, real)
         if cache is not None:
             result = block(x_BTD, cache)
         elif self.config.recompute == "block" and torch.is_grad_enabled():
             # The state of the random generators is kept, so the second pass drops the same units.
-            result = checkpoint(block, x_BTD, use_reentrant=False, preserve_rng_state=True)
+            result = checkpoint(
+                block, x_BTD, *padding, use_reentrant=False, preserve_rng_state=True
+            )
         else:
-            result = block(x_BTD)
+            result = block(x_BTD, *padding)
         return result
 
 

@@ -182,6 +182,11 @@ def config_to_huggingface(config: GPT2Config, end_of_text_id: int | None) -> dic
     Raises:
         HuggingFaceError: transformers' GPT-2 cannot be such a model.
     """
+    if config.head is not None:
+        raise HuggingFaceError(
+            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
+            f"Face's form; `--to safetensors` writes the weights under our names"
+        )
     if not isinstance(config.feed_forward, DenseFeedForwardConfig):
         raise HuggingFaceError(
             f"model.feed_forward.kind: {config.feed_forward.kind!r}: Hugging Face's transformers "

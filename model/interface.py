@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.output import RoutingStats
+from model.padding import RealTokens
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu"]
 """GELU, exact or approximated by tanh, or x sigmoid(1.702 x)."""
@@ -78,7 +79,7 @@ class FeedForward(nn.Module, ABC):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Computes the block's second branch.
 
@@ -87,13 +88,12 @@ class FeedForward(nn.Module, ABC):
             residual_BTD: The residual stream before it, which the gate of a muMoE reads.
             attention: The trace of the block's attention, if `attention_head` names a head.
             cache: In generation: what this feed-forward stores of earlier tokens; these are added.
-            mask_BT: True for tokens, False for padding, which counts in no statistic and which no
-                expert has to compute; None: there is none.
+            real: The tokens that are not padding; None: all. No other takes part in routing, and
+                what comes out for them means nothing.
 
         Returns:
-            The output [B, T, D], before it is added to the residual stream, of padding anything;
-            and the routing statistics with an empty name, or None from a feed-forward that does not
-            route.
+            The output [B, T, D], before it is added to the residual stream, and the routing
+            statistics with an empty name, or None from a feed-forward that does not route.
         """
 
     def gate_columns(self) -> list[Tensor]:

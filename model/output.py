@@ -56,6 +56,8 @@ class RoutingStats(NamedTuple):
     gate has a BatchNorm."""
     score_square_S: Tensor | None = None
     """Mean over tokens of each expert's squared score; None as `score_mean_S`."""
+    tokens: Tensor | None = None
+    """How many tokens all this is of, without padding; None: as many in every micro-batch."""
 
 
 class ModelOutput(NamedTuple):

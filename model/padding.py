@@ -1,24 +1,94 @@
-"""Means over tokens that leave padding out.
+"""Real tokens of a padded micro-batch: rows of padding are taken out before experts see any.
 
-Shapes: N tokens of all sequences.
+Sequences are padded on the right. What follows from each token alone may be computed of padding,
+too, and nobody reads it; routing takes the real rows alone, so that padding reaches no expert and
+no statistic.
+
+Shapes: B batch, T tokens in a sequence with its padding, M = B T rows, N real ones of them, D
+width.
 """
 
+from typing import NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def token_mean(values: Tensor, real_N: Tensor | None) -> Tensor:
-    """The mean over tokens, of a sum that padding adds nothing to.
+class RealTokens(NamedTuple):
+    """Which tokens are real."""
+
+    mask_BT: Tensor
+    """True for real tokens."""
+    rows_N: Tensor
+    """Their numbers among the B T rows, ascending."""
+
+    @classmethod
+    def of(cls, mask_BT: Tensor | None) -> "RealTokens | None":
+        """Finds them, once for a forward pass: a GPU waits there for their number.
+
+        Args:
+            mask_BT: True for real tokens; None: all are.
+
+        Returns:
+            None if all are, without being looked at.
+        """
+        if mask_BT is None:
+            return None
+        return cls(mask_BT, mask_BT.flatten().nonzero().squeeze(1))
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Real tokens of each sequence."""
+        return self.mask_BT.sum(1)
+
+
+def counted(real: RealTokens, dtype: torch.dtype) -> Tensor:
+    """The number of real tokens, without dimensions, for `RoutingStats.tokens`.
 
     Args:
-        values: [N, ...].
-        real_N: True for tokens, False for padding; None: there is none.
-
-    Returns:
-        [...]; zeros where all is padding.
+        real: The tokens.
+        dtype: Of the statistics.
     """
-    if real_N is None:
-        return values.mean(0)
-    real = real_N.view(-1, *(1,) * (values.dim() - 1))
-    # Selected, not multiplied: what was computed for padding need not be finite.
-    return torch.where(real, values, 0).sum(0) / real_N.sum().clamp_min(1)
+    return real.mask_BT.sum().to(dtype)
+
+
+def pack(x_MD: Tensor, real: RealTokens | None) -> Tensor:
+    """The rows of real tokens, [N, D].
+
+    Args:
+        x_MD: Rows of all tokens.
+        real: None: all are.
+    """
+    return x_MD if real is None else x_MD.index_select(0, real.rows_N)
+
+
+def unpack(y_ND: Tensor, real: RealTokens | None) -> Tensor:
+    """Rows of all tokens, [M, D]: zeros for padding.
+
+    Args:
+        y_ND: Rows of real tokens.
+        real: None: all are.
+    """
+    if real is None:
+        return y_ND
+    whole_MD = y_ND.new_zeros(real.mask_BT.numel(), *y_ND.shape[1:])
+    return whole_MD.index_copy(0, real.rows_N, y_ND)
+
+
+class LastToken(nn.Module):
+    """What stands at the last real token of each sequence.
+
+    A module, so that sequence parallelism can give it all tokens.
+    """
+
+    def forward(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Takes them out, [B, D].
+
+        Args:
+            x_BTD: Of all tokens.
+            mask_BT: True for real tokens, which stand before the padding; None: all are.
+        """
+        if mask_BT is None:
+            return x_BTD[:, -1]
+        last_B = mask_BT.sum(1) - 1
+        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), last_B]

@@ -1,8 +1,7 @@
 """BatchNorm of a gate's scores over all data-parallel processes, with the result of a single one.
 
-Each normalizes by the mean and the variance over the micro-batches of all; with padding, some have
-more tokens than others. Sums of two vectors of S numbers are exchanged forward, and their gradients
-backward.
+Each normalizes by the mean and the variance over the micro-batches of all, which have equally many
+tokens. Sums of two vectors of S numbers are exchanged forward, and their gradients backward.
 
 Shapes: M tokens of this process, S experts of all levels.
 """
@@ -45,19 +44,14 @@ class SynchronizedBatchNorm(BatchNorm):
         super().__init__(whole.num_experts)
         self._world = world
 
-    def moments(self, scores_MS: Tensor, real_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
         """See `BatchNorm.moments`; gradients are averaged over the processes, as those of weights
         are.
         """
-        here_S, variance_S = super().moments(scores_MS, real_M)
-        share = torch.ones((), dtype=here_S.dtype, device=here_S.device)
-        if real_M is not None:
-            tokens = real_M.sum().to(here_S.dtype)
-            share = tokens / _mean(tokens, self._world).clamp_min(1 / self._world.size)
-        mean_S = _Mean.apply(here_S * share, self._world)
+        here_S, variance_S = super().moments(scores_MS)
+        mean_S = _Mean.apply(here_S, self._world)
         # The local variance is around the local mean; around the mean of all it is larger.
-        around_S = variance_S + (here_S - mean_S).square()
-        return mean_S, _Mean.apply(around_S * share, self._world)
+        return mean_S, _Mean.apply(variance_S + (here_S - mean_S).square(), self._world)
 
 
 class _Mean(torch.autograd.Function):

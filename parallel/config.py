@@ -56,6 +56,10 @@ class CheckpointConfig(Config):
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints whose step is a multiple stay for ever, whatever `keep_last` says; 0: none."""
 
+    keep_best: bool = False
+    """Whether a checkpoint is written after each validation that is better than all before, and the
+    best one stays whatever `keep_last` says; the file `best` beside it names it."""
+
     init_from: Annotated[str | None, AfterValidator(check_path)] = None
     """A checkpoint, a run or a Hugging Face folder of GPT-2 whose weights start a new run: no
     moments, no data position."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
+from model.padding import RealTokens
 from model.smoe.dispatch import Dispatcher, Plan
 from model.smoe.experts import Experts
-from model.smoe.features import head_entropies
-from model.smoe.graph import AttentionGraph, Mixed
+from model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from model.smoe.layer import SparseMoE
 from model.smoe.selection import Selected
 from parallel import comm
@@ -39,10 +39,10 @@ def parallelize_experts(layer: SparseMoE, world: comm.World, overlap: bool = Fal
         overlap: whether half of the experts of a process compute while rows of the others travel.
     """
     experts = layer.experts
-    _cut(experts, "up", world, inner=2)
-    _cut(experts, "down", world, inner=1)
+    cut_experts(experts, "up", world, inner=2)
+    cut_experts(experts, "down", world, inner=1)
     if experts.up_bias is not None:
-        _cut(experts, "up_bias", world, inner=1)
+        cut_experts(experts, "up_bias", world, inner=1)
     if world.expert_parallel_size > 1:
         layer.dispatcher = _expert_parallel_dispatcher()(
             experts.config.num_experts, world, lots=2 if overlap else 1
@@ -56,27 +56,35 @@ def parallelize_experts(layer: SparseMoE, world: comm.World, overlap: bool = Fal
         layer.router.graph = TensorParallelAttentionGraph(graph, world)
 
 
-def _cut(experts: Experts, name: str, world: comm.World, *, inner: int) -> None:
-    """Reduces a parameter to this process's part: some experts, some of their inner units."""
-    whole = getattr(experts, name)
+def cut_experts(owner: nn.Module, name: str, world: comm.World, *, inner: int | None) -> None:
+    """Reduces a parameter to this process's part: some experts, some of their inner units.
+
+    Args:
+        owner: the module that holds it; on the meta device.
+        name: of the parameter, whose first axis counts experts.
+        world: this process.
+        inner: the axis of the inner units; None: it has none, and tensor parallelism does not cut
+            it.
+    """
+    whole = owner.get_parameter(name)
     placement = split_experts(
         tuple(whole.shape),
         expert_rank=world.expert_parallel_rank,
         expert_parts=world.expert_parallel_size,
-        inner_axis=inner,
-        inner_rank=world.tensor_parallel_rank,
-        inner_parts=world.tensor_parallel_size,
+        inner_axis=inner or 0,
+        inner_rank=0 if inner is None else world.tensor_parallel_rank,
+        inner_parts=1 if inner is None else world.tensor_parallel_size,
     )
     with torch.device("meta"):
         part = nn.Parameter(torch.empty(placement.shape))
     part.placement = placement  # type: ignore[attr-defined]
     # DeepSpeed reads these attributes: they say which processes sum a gradient and a norm.
-    if world.tensor_parallel_size > 1:
+    if world.tensor_parallel_size > 1 and inner is not None:
         part.tensor_model_parallel = True  # type: ignore[attr-defined]
     if world.expert_parallel_size > 1:
         part.allreduce = False  # type: ignore[attr-defined]
         part.group_name = group_name(world.expert_parallel_size)  # type: ignore[attr-defined]
-    setattr(experts, name, part)
+    setattr(owner, name, part)
 
 
 def group_name(expert_parallel_size: int) -> str:
@@ -243,7 +251,7 @@ class TensorParallelAttentionGraph(AttentionGraph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
@@ -255,13 +263,13 @@ class TensorParallelAttentionGraph(AttentionGraph):
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
-        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), mask_BT=mask_BT)
+        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), real=real)
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
         mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)
         assert neighbours is not None
         measured = torch.zeros(1 + self.num_heads, dtype=neighbours.dtype, device=u_BTD.device)
         measured[:1] = torch.where(is_here, neighbours, 0.0)
         here = slice(1 + self._first_head, 1 + self._first_head + self._heads_here)
-        measured[here] = head_entropies(attention, self.context.causal, mask_BT)
+        measured[here] = head_entropies(attention, self.context.causal, real)
         measured = library.reduce_from_tensor_model_parallel_region(measured)
         return Mixed(mixed_BTE, measured[0], measured[1:])

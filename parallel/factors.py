@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from model.lora import FactorLowRank
 from model.mumoe.base import Factorized, expert_factor
 from model.mumoe.cp import CP
 from model.mumoe.gating import Gate, GateOutput
@@ -73,6 +74,24 @@ def pad_ranks(model: nn.Module) -> None:
                     factor = nn.Parameter(torch.empty(shape))
                 factor.placement = padded(shape, before[name])  # type: ignore[attr-defined]
                 setattr(layer, name, factor)
+        for adapter in (layer.input_lora, layer.output_lora):
+            if isinstance(adapter, FactorLowRank):
+                _pad_adapter(layer, adapter, before[adapter.adapts])
+
+
+def _pad_adapter(layer: Factorized, adapter: FactorLowRank, before: tuple[int, ...]) -> None:
+    """Pads what is beside a factor as the factor is."""
+    after, modes, rank = layer.get_parameter(adapter.adapts).shape, adapter.modes, len(adapter.B)
+    shapes = {
+        "A": ((*after[:modes], rank), (*before[:modes], rank)),
+        "B": ((rank, *after[modes:]), (rank, *before[modes:])),
+    }
+    for name, (shape, real) in shapes.items():
+        if shape != real:
+            with torch.device("meta"):
+                matrix = nn.Parameter(torch.empty(shape))
+            matrix.placement = padded(shape, real)  # type: ignore[attr-defined]
+            setattr(adapter, name, matrix)
 
 
 def _gate_class(layer: MuMoE) -> "type[_CutGate]":
@@ -93,7 +112,7 @@ def _replace(module: nn.Module, name: str, placement: Placement) -> None:
     setattr(module, name, part)
 
 
-class _CutLayer(Factorized):
+class CutLayer(Factorized):
     """The base of all cut layers.
 
     A class below for each factorization says what is cut of it, and one for each of the two layers
@@ -115,6 +134,8 @@ class _CutLayer(Factorized):
         for name, shape in shapes.items():
             if placement := self.placement(name, shape):
                 _replace(self, name, placement)
+        # Whole here: `cut_adapters` cuts them.
+        self.input_lora, self.output_lora = whole.input_lora, whole.output_lora
 
     @abstractmethod
     def rank_axes(self) -> dict[str, int]:
@@ -136,7 +157,7 @@ class _CutLayer(Factorized):
         return self.group.scatter(blocks, 2).flatten(1)
 
 
-class _FirstLayer(_CutLayer):
+class _FirstLayer(CutLayer):
     """The layer whose output units are cut; narrow modes are gathered for them before mixing."""
 
     def placement(self, name: str, shape: tuple[int, ...]) -> Placement | None:
@@ -148,7 +169,7 @@ class _FirstLayer(_CutLayer):
         return self.gather(super().contract_input(self.group.copy(z_MI)))
 
 
-class _SecondLayer(_CutLayer):
+class _SecondLayer(CutLayer):
     """The layer whose input units are cut. After mixing each process gets a part of the sums."""
 
     def placement(self, name: str, shape: tuple[int, ...]) -> Placement | None:
@@ -158,14 +179,13 @@ class _SecondLayer(_CutLayer):
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
         # The last process has the bias row; in the others padding is in its place.
-        bias = self.sizes.bias and self.rank == self.parts - 1
-        return contract(z_MI, self.input_factor, bias=bias, activated=self.activated)
+        return self.multiply_input(z_MI, self.sizes.bias and self.rank == self.parts - 1)
 
     def contract_output(self, mixed: Tensor) -> Tensor:
         return self.group.sum(super().contract_output(self.scatter(mixed)))
 
 
-class _CutCP(_CutLayer, CP):
+class _CutCP(CutLayer, CP):
     """R is cut, of expert factors too: a term of the sum is a column of each."""
 
     def rank_axes(self) -> dict[str, int]:
@@ -193,7 +213,7 @@ class _SecondCP(_SecondLayer, _CutCP):
         return self.group.sum(Factorized.contract_output(self, mixed))
 
 
-class _CutRing(_CutLayer, TensorRing):
+class _CutRing(CutLayer, TensorRing):
     """Q of the input and P of the output factor are cut if they have equal parts, or else R."""
 
     def rank_axes(self) -> dict[str, int]:
@@ -224,7 +244,7 @@ class _SecondTrain(_SecondLayer, _CutRing, TensorTrain):
     pass
 
 
-class _CutTucker(_CutLayer, Tucker):
+class _CutTucker(CutLayer, Tucker):
     """S of the input and T of the output factor are cut; of the core each process keeps a part."""
 
     def rank_axes(self) -> dict[str, int]:

@@ -5,7 +5,8 @@ cover every parameter; under data parallelism without ZeRO they cover it once pe
 This is the only file that reads DeepSpeed's internals (its version is pinned for that reason).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -72,7 +73,7 @@ class Source(Protocol):
 
 
 def fragments(engine: Engine) -> dict[str, Fragment]:
-    """This process's fragments by parameter name. Nothing is communicated, nothing copied.
+    """This process's fragments of what is trained, by name. Nothing is sent, nothing copied.
 
     Optimizer state that does not exist yet (before the first step) is created, as zeros.
     """
@@ -82,7 +83,7 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
     state = engine.deepspeed.basic_optimizer.state
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
-            raise TypeError(f"{name} is frozen; a constant belongs in a buffer")
+            continue
         if (found := find(parameter)) is None or found[3] <= 0:
             continue
         key, position, start, numel = found
@@ -116,11 +117,13 @@ class Partitions(NamedTuple):
 
 
 def partitions(engine: Engine) -> Partitions:
-    """How ZeRO 3 has cut the parameters; the same on every process of the group."""
+    """How ZeRO 3 has cut what is trained; the same on every process of the group."""
     found = Partitions([], [], [], [], None)
     optimizer = engine.deepspeed.optimizer
     named: list[tuple[str, Any]] = list(engine.module.named_parameters())
     for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
         _, _, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         found.names.append(name)
         found.placements.append(placement_of(parameter))
@@ -131,10 +134,15 @@ def partitions(engine: Engine) -> Partitions:
 
 
 @torch.no_grad()
-def fill(engine: Engine, source: Source) -> None:
+def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
     """Sets master weights, optimizer state and step counters, then the weights of the forward pass.
 
     Every process reads the boxes of its own fragments and no others.
+
+    Args:
+        engine: whose weights are set.
+        source: what they are set to.
+        frozen: whether frozen weights are set as well, which have no masters and never change.
     """
     engine.about_to_change()
     held = fragments(engine)
@@ -147,7 +155,7 @@ def fill(engine: Engine, source: Source) -> None:
                 fragment.placement.values(view, first - fragment.start, size).copy_(box)
         if "step" in fragment.state:
             fragment.state["step"].fill_(source.step(name))
-    _refresh(engine, held)
+    _refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
     for name, buffer in persistent_buffers(engine.module):
         buffer.copy_(source.buffer(name))
     buffers_changed(engine.module)
@@ -161,8 +169,71 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _refresh(engine: Engine, held: dict[str, Fragment]) -> None:
-    """Makes the forward pass use the master weights."""
+def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor]]:
+    """Sets frozen weights, which have no masters, and keeps those that this process writes.
+
+    Returns:
+        At stage 3, where weights are set in `_refresh`: parameters, and the values of this
+        process's part of each.
+    """
+    parts: list[tuple[Any, torch.Tensor]] = []
+    named = [(n, p) for n, p in engine.module.named_parameters() if not p.requires_grad]
+    owners = _owners_of_frozen(engine, named)
+    engine.frozen.clear()
+    for name, parameter in named:
+        placement = placement_of(parameter)
+        whole = math.prod(placement.shape)
+        if engine.stage == 3:
+            size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+            start = size * dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+            part = torch.zeros(max(0, min(size, whole - start)), device=engine.device)
+            _read_range(part, name, placement, start, source)
+            parts.append((parameter, part))
+        else:
+            _read_range(parameter.detach().view(-1), name, placement, 0, source)
+        if name in owners:
+            exact = engine.stage < 3 and parameter.dtype == torch.float32
+            if exact:
+                engine.frozen[name] = parameter.detach().view(-1)
+            else:
+                engine.frozen[name] = torch.zeros(whole)  # on the host: nothing computes with it
+                _read_range(engine.frozen[name], name, placement, 0, source)
+    return parts
+
+
+def _read_range(
+    flat: torch.Tensor, name: str, placement: Placement, start: int, source: Source
+) -> None:
+    """Sets elements of a shard, from `start` on, to the values of a source."""
+    for first, (offset, size) in placement.boxes(start, start + flat.numel()):
+        box = source.read(name, MASTER, placement.global_shape, offset, size)
+        placement.values(flat, first - start, size).copy_(box)
+
+
+def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
+    """Which frozen weights this process writes: each whole, by one of those that have it."""
+    world, mine, at = engine.world, set[str](), dict[tuple[int, bool], int]()
+    kept = [(n, placement_of(p)) for n, p in named if n not in engine.left_out]
+    totals: dict[tuple[int, bool], int] = {}
+    for _, placement in kept:
+        kind = placement.expert_parallel_size, placement.replicated
+        totals[kind] = totals.get(kind, 0) + math.prod(placement.shape)
+    for name, placement in kept:
+        kind = parts, replicated = placement.expert_parallel_size, placement.replicated
+        rank, copies = world.data_parallel_rank // parts, world.data_parallel_size // parts
+        if replicated:
+            rank = rank * world.tensor_parallel_size + world.tensor_parallel_rank
+            copies *= world.tensor_parallel_size
+        if at.get(kind, 0) * copies // totals[kind] == rank:
+            mine.add(name)
+        at[kind] = at.get(kind, 0) + math.prod(placement.shape)
+    return mine
+
+
+def _refresh(
+    engine: Engine, held: dict[str, Fragment], frozen: Sequence[tuple[Any, torch.Tensor]]
+) -> None:
+    """Makes the forward pass use the master weights, and at stage 3 the frozen ones."""
     optimizer = engine.deepspeed.optimizer
     if engine.stage == 0:
         for fragment in held.values():
@@ -172,6 +243,8 @@ def _refresh(engine: Engine, held: dict[str, Fragment]) -> None:
         for fragment in held.values():
             partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
             partition[: fragment.numel] = fragment.view(MASTER)
+        for parameter, part in frozen:
+            parameter.ds_tensor[: part.numel()] = part
         optimizer.checkpoint_event_epilogue()  # gathers them again
     else:
         optimizer.update_lp_params()

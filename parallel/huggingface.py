@@ -75,6 +75,7 @@ class HuggingFaceWeights(FolderWeights):
         pairs = {
             f"model.{key}": (getattr(self.config, key), getattr(config, key))
             for key in _ARCHITECTURE
+            if key != "tied_embeddings" or config.head is None  # else there is no such head
         }
         kinds = self.config.feed_forward.kind, config.feed_forward.kind
         pairs["model.feed_forward.kind"] = kinds

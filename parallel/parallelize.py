@@ -14,9 +14,11 @@ from model.build import (
     place,
 )
 from model.gpt2 import GPT2
+from model.lora import of_base
 from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
 from parallel import comm, expert, tensor
+from parallel.adapters import cut_adapters
 from parallel.batch_norm import synchronize_norms
 from parallel.checkpoint.index import OF_WEIGHTS
 from parallel.config import ParallelConfig
@@ -101,11 +103,13 @@ def parallelize(
     """Spreads a model over the processes of `dims`.
 
     Args:
-        model: on the meta device, as `build_model` returns it.
+        model: on the meta device, as `build_model` returns it, perhaps with adapters; what requires
+            no gradient is frozen.
         dims: degrees.
         parallel: the ZeRO stage and its buffers.
         world: this process.
-        make_optimizer: gives the optimizer for named parameters.
+        make_optimizer: gives the optimizer for those of the named parameters that require a
+            gradient.
         precision: of weights and activations in forward and backward; masters are fp32.
         global_batch_size: samples in an optimizer step, over all processes.
         micro_batch_size: samples in a forward pass of one process.
@@ -126,6 +130,8 @@ def parallelize(
         clip_grad_norm=clip_grad_norm,
         num_parameters=count_parameters(model),
     )
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    left_out = of_base(model)
     # The order matters. Layers are cut on paper; storage exists before the optimizer sees it;
     # blocks are compiled before the engine hooks them; values come last, because building an
     # engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
@@ -147,9 +153,12 @@ def parallelize(
         expert.forget_groups(dims.tensor_parallel_size)
     for layer in routed:
         expert.parallelize_experts(layer, world, parallel.expert_overlap)
+    cut_adapters(model, world, tokens)
     if tokens is not None:
         assert isinstance(model, GPT2)
         cut_sequence(model, tokens, world)
+    for name, parameter in model.named_parameters():  # those of cut layers are new
+        parameter.requires_grad_(name in trained)
     _allocate(model, world, DTYPES[precision], config, mpu)
     if tokens is not None:
         sum_gradients(model)
@@ -170,6 +179,7 @@ def parallelize(
         copies=[_copies(p, world) for p in parameters],
         mpu=mpu,
         average_decay=average_decay,
+        left_out=left_out,
     )
     comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)

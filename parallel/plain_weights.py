@@ -79,14 +79,18 @@ class PlainWeights(FolderWeights):
         shape = self._tensors.mapped(name).get_shape()
         return self._tensors.read(name, tuple(slice(0, n) for n in shape)).clone()
 
-    def check_model(self, module: nn.Module) -> None:
+    def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
         """Compares names and shapes of weights with a model's.
+
+        Args:
+            module: the model.
+            without: beginnings of names that are left out, here and there.
 
         Raises:
             PlainWeightsError: they differ; the first few differences are named.
         """
         ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        if differing := differing_shapes(self._shapes, ours):
+        if differing := differing_shapes(self._shapes, ours, without):
             raise PlainWeightsError(f"{self.folder}: is of another model: {differing}")
 
     def _built(self) -> nn.Module:

@@ -207,6 +207,10 @@ def cut_sequence(model: GPT2, tokens: Tokens, world: comm.World) -> None:
     for module in list(model.modules()):
         if isinstance(module, FeedForward) and not isinstance(module, DenseFeedForward):
             _surround(module, tokens)
+    if model.last_token is not None:
+        model.last_token.register_forward_pre_hook(
+            lambda _, given: (tokens.gather_equal(given[0]), *given[1:])
+        )
     owners: list[tuple[nn.Module, str]] = [(model, "dropout")]
     for module in model.modules():
         if isinstance(module, SelfAttention):
@@ -251,7 +255,9 @@ def sum_gradients(model: nn.Module) -> None:
         dist.all_reduce(total, group=group)
         return total.to(gradient.dtype)
 
-    owners: list[nn.Module] = [model.final_norm, model.position_embedding]
+    owners: list[nn.Module] = [model.position_embedding]
+    if model.last_token is None:  # or the norm reads whole sequences, after these were gathered
+        owners.append(model.final_norm)
     parameters: list[nn.Parameter] = []
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -262,4 +268,5 @@ def sum_gradients(model: nn.Module) -> None:
         parameters += [row.bias for row in rows if row.bias is not None]
     parameters += [parameter for owner in owners for parameter in owner.parameters()]
     for parameter in parameters:
-        parameter.register_hook(summed)
+        if parameter.requires_grad:
+            parameter.register_hook(summed)

@@ -61,7 +61,8 @@ def parallelize_tensors(
     with torch.device("meta"):
         if isinstance(model, GPT2):
             embedding = layers.embedding(model.token_embedding)
-            _swap(model, "head", layers.head(model.head, embedding))
+            if model.last_token is None:  # a head of sequences is small, and each has it whole
+                _swap(model, "head", layers.head(model.head, embedding))
             _swap(model, "token_embedding", embedding)
         elif isinstance(model, Bert):
             embedding = layers.embedding(model.token_embedding)
@@ -105,7 +106,8 @@ def pad_vocabulary(model: nn.Module) -> None:
             if isinstance(model.head, UntiedHead):
                 head.weight = nn.Parameter(torch.empty(place.shape))
                 head.weight.placement = place  # type: ignore[attr-defined]
-            _swap(model, "head", head)
+            if model.last_token is None:
+                _swap(model, "head", head)
     _swap(model, "token_embedding", embedding)
 
 
@@ -203,6 +205,7 @@ class _Layers:
         cut(made.weight, split_fused(tuple(layer.weight.shape), fused, self.rank, self.parts))
         if layer.bias is not None:
             cut(made.bias, split_fused(tuple(layer.bias.shape), fused, self.rank, self.parts))
+        made.lora = getattr(layer, "lora", None)
         return made
 
     def row(self, layer: nn.Linear) -> nn.Module:
@@ -216,6 +219,7 @@ class _Layers:
             **self.settings,
         )
         cut(made.weight, split_columns(tuple(layer.weight.shape), 1, self.rank, self.parts))
+        made.lora = getattr(layer, "lora", None)
         return made
 
     def embedding(self, layer: nn.Embedding) -> nn.Module:
@@ -270,15 +274,18 @@ def cut(parameter: nn.Parameter, placement: Placement) -> None:
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-# megatron's layers return (output, bias); these return the output alone, as a layer of torch.
+# megatron's layers return (output, bias); these return the output alone, as a layer of torch, with
+# what LoRA adds to it. `parallel/adapters.py` cuts that.
 
 
 def _column_class(kind: type, tokens: CutTokens | None) -> type:
     class ColumnParallelLinear(kind):
         def forward(self, x: Tensor) -> Tensor:
             if tokens is None:
-                return super().forward(x)[0]
-            return tokens.gathered_linear(x, self.weight, self.bias)
+                y = super().forward(x)[0]
+            else:
+                y = tokens.gathered_linear(x, self.weight, self.bias)
+            return y if self.lora is None else y + self.lora(x)
 
     return ColumnParallelLinear
 
@@ -287,9 +294,15 @@ def _row_class(kind: type, tokens: CutTokens | None) -> type:
     class RowParallelLinear(kind):
         def forward(self, x: Tensor) -> Tensor:
             if tokens is None:
-                return super().forward(x)[0]
-            y_1nD = tokens.sum_and_scatter(linear(x, self.weight))
-            return y_1nD if self.bias is None else y_1nD + self.bias
+                y = super().forward(x)[0]
+            else:
+                y = tokens.sum_and_scatter(linear(x, self.weight))
+                y = y if self.bias is None else y + self.bias
+            return y if self.lora is None else y + self.lora(x)
+
+        def merged_weight(self) -> Tensor:
+            """This process's columns, with what LoRA adds to them."""
+            return self.weight if self.lora is None else self.weight + self.lora.merged()
 
     return RowParallelLinear
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from model.build import build_model, initial_value, place
+from model.settings import ModelSettings
+from parallel.adapted import AdaptedCheckpoint, base_of, lora_of
 from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.checkpoint.manifest import CheckpointError
 from parallel.fragments import persistent_buffers
@@ -33,6 +35,10 @@ def open_weights(path: Path, choice: Choice = "trained") -> Weights:
     Raises:
         ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
     """
+    return _open(path, choice, ())
+
+
+def _open(path: Path, choice: Choice, above: tuple[Path, ...]) -> Weights:
     if choice == "ema" and (is_huggingface_folder(path) or is_plain_folder(path)):
         raise CheckpointError(
             f"{path}: is a folder of weights, which has no moving average of them; a checkpoint of "
@@ -44,11 +50,63 @@ def open_weights(path: Path, choice: Choice = "trained") -> Weights:
         return VisionWeights(path) if is_vision_folder(path) else HuggingFaceWeights(path)
     if is_plain_folder(path):
         return PlainWeights(path)
-    return open_checkpoint(path, choice)
+    if not above:
+        return open_checkpoint(path, choice)
+    checkpoint = _opened(path, above)
+    checkpoint.check_own_model()
+    return checkpoint
+
+
+def _opened(path: Path, above: tuple[Path, ...]) -> Checkpoint:
+    """A checkpoint, with its base if it is of adapters.
+
+    Args:
+        path: as in `open_checkpoint`.
+        above: checkpoints of adapters that this one is the base of.
+    """
+    checkpoint = Checkpoint(find_checkpoint(path))
+    lora = lora_of(checkpoint)
+    if lora is None:
+        return checkpoint
+    folder, config = checkpoint.folder, checkpoint.model_config()
+    if folder.resolve() in above:
+        raise CheckpointError(f"{folder}: its adapters are their own base: checkpoint.init_from")
+    place = base_of(checkpoint)
+    try:
+        base = _open(place, "trained", (*above, folder.resolve()))
+        last = config.last_parameter()  # checked before a wrong number of layers is built
+        if last is not None and last not in base.shapes():
+            raise CheckpointError(f"{place}: is of another model: it has no {last}")
+        check_fits(base, config, tuple(checkpoint.shapes()))  # it has those itself
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder}: holds adapters, and their base (checkpoint.init_from) cannot be used: "
+            f"{error}"
+        ) from None
+    return AdaptedCheckpoint(folder, checkpoint.contents, base, lora)
+
+
+def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...] = ()) -> None:
+    """Checks that weights are of a model.
+
+    Args:
+        weights: of any format.
+        config: of the model.
+        without: beginnings of names that they need not have.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: they are of another.
+    """
+    if isinstance(weights, HuggingFaceWeights | BertWeights | VisionWeights):
+        weights.check_config(config)
+    else:
+        weights.check_model(build_model(config), without)
 
 
 def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:
     """A checkpoint, or a run's newest one, whose weights are those of its configuration.
+
+    One of adapters comes with its base: its weights are whole.
 
     Args:
         path: what to open.
@@ -57,7 +115,7 @@ def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:
     Raises:
         ValueError: with an `exit_status` of 2: there is none, or it cannot be used.
     """
-    checkpoint = Checkpoint(find_checkpoint(path))
+    checkpoint = _opened(path, ())
     checkpoint.check_own_model()
     if choice == "ema":
         checkpoint.take_average()

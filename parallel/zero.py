@@ -25,6 +25,8 @@ from parallel.step_hooks import StageZeroHook, ZeroHook
 Precision = Literal["fp32", "bf16"]
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [..., V], target ids [...]) -> nats [...] in fp32."""
+RATE_FACTOR = "learning_rate_factor"
+"""The key of an optimizer's group for what multiplies the learning rate in it."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -123,6 +125,8 @@ class Engine:
         mpu: tells DeepSpeed of tensor parallelism; None without it.
         average_decay: the share of itself that the moving average of the weights keeps in a step;
             None: there is no average.
+        left_out: names of frozen weights that a checkpoint leaves out: they are read again from
+            where they came.
     """
 
     def __init__(
@@ -137,8 +141,12 @@ class Engine:
         copies: list[int],
         mpu: Any = None,
         average_decay: float | None = None,
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
         deepspeed = import_deepspeed()
+        self.left_out = left_out
+        self.frozen: dict[str, torch.Tensor] = {}
+        """Frozen weights that this process writes into checkpoints, by name: exact, flat, fp32."""
         self.world, self.device = world, world.device
         self.cross_entropy = cross_entropy
         self.stage: int = config["zero_optimization"]["stage"]
@@ -153,7 +161,7 @@ class Engine:
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
             dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
-            with _one_optimizer_for_stages_1_and_2():
+            with _one_optimizer_for_stages_1_and_2(), _frozen_experts_allowed():
                 self.deepspeed, *_ = deepspeed.initialize(
                     model=module, optimizer=optimizer, config=config, mpu=mpu
                 )
@@ -231,7 +239,7 @@ class Engine:
         """Call it after every `backward`; the last call of a step changes the weights.
 
         Args:
-            learning_rate: for all parameters.
+            learning_rate: for all parameters, times the factor of each group.
             refuse_above: the same on all processes: with a larger norm of the gradient, before
                 clipping, the step is not applied, as if it were not finite.
 
@@ -243,7 +251,7 @@ class Engine:
             self.deepspeed.step()
             return None
         for group in self.deepspeed.basic_optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
         self._hook.grad_norm, self._hook.refuse_above = None, refuse_above
         self._hook.refused = False
         self.deepspeed.step()
@@ -289,6 +297,30 @@ def _one_optimizer_for_stages_1_and_2() -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._do_optimizer_sanity_check = usual
+
+
+@contextmanager
+def _frozen_experts_allowed() -> Iterator[None]:
+    """Inside this context DeepSpeed takes a model with experts of which none is trained.
+
+    Its optimizer of stages 1 and 2 asks for a group of experts, although it needs none.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    usual = DeepSpeedZeroOptimizer._configure_moe_settings
+
+    def configure(optimizer: Any) -> None:
+        groups = optimizer.optimizer.param_groups
+        if any(group.get("moe") for group in groups):
+            usual(optimizer)
+        else:
+            optimizer.is_moe_param_group = [False] * len(groups)
+
+    DeepSpeedZeroOptimizer._configure_moe_settings = configure
+    try:
+        yield
+    finally:
+        DeepSpeedZeroOptimizer._configure_moe_settings = usual
 
 
 def _restore_dtypes(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:

@@ -91,3 +91,12 @@ def prepared_path(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path
 @pytest.fixture
 def prepared(prepared_path: Path) -> PreparedData:
     return PreparedData.open(prepared_path)
+
+
+@pytest.fixture
+def no_process_group() -> None:
+    """Ends the process group that an earlier test of this process may have left."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -71,6 +71,11 @@ SHORT = {
         *(*FEW_TURNS, "--tokens", "64", "--layers", "0", "--width", "32", "--heads", "2"),
         *("--hidden", "32", "--experts", "4"),
     ),
+    "bench scaling": (
+        *(*FEW_TURNS, "--processes", "2", "model.num_layers=2", "model.hidden_size=32"),
+        *("model.num_heads=2", "model.sequence_length=32", "model.vocab_size=61"),
+        *("train.global_batch_size=4", "train.micro_batch_size=2"),
+    ),
 }
 """Later options replace earlier ones."""
 

@@ -146,7 +146,9 @@ def _hooks(
         fluctuation = FluctuationLog(engine, probe_set, batch_size, memory)
     return Hooks(
         validate=validation if task.has_validation else None,
-        checkpoints=Checkpoints(saver, config.to_yaml(), kept.files, task, memory),
+        checkpoints=Checkpoints(
+            saver, config.to_yaml(), kept.files, task, memory, config.checkpoint.keep_best
+        ),
         go_back=Rewind(engine, saver, plan.checkpoints, config.seed, start, following),
         sources=sources_of(task, config.train.global_batch_size),
         stop=stop,

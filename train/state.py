@@ -31,6 +31,12 @@ class TrainState:
     """Global batches that the run went back to a checkpoint without; see `data.batches`."""
     unfinished: dict[str, Any] | None = None
     """The record of the last step, where a signal came while it was validated; otherwise None."""
+    best_score: float | None = None
+    """Of the best validation so far; None before there is one."""
+    best_step: int = 0
+    """The step that it was after."""
+    validations_since_best: int = 0
+    """That were no better."""
     first_loss: float | None = None
     """Training loss of the run's first step, in nats."""
     seconds: float = 0.0
@@ -40,6 +46,8 @@ class TrainState:
     """None in a checkpoint that was converted from a model without a tokenizer."""
     end_of_text: str | None = None
     """The token that ends each document of the data."""
+    base_digest: str | None = None
+    """Of the frozen weights, in a run with LoRA."""
     vocab_size: int = 0
     world_size: int = 1
     """Processes that wrote this."""

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from data.errors import DataError
 from data.text.dataset import TokenStream
 from data.text.manifest import SplitInfo
+from data.text.split_writer import SplitWriter
 from data.text.tokenizers.pieces import cut_between_words
 from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
-from data.text.writer import BATCH_CHARACTERS, SplitWriter
+from data.text.writer import BATCH_CHARACTERS
 
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""

@@ -3,13 +3,14 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from data.errors import DataError, nearest, user_path
 from data.text.corpus import standard_library, standard_library_files
+from data.text.cuts import can_be_cut, part_of_file, share
 from data.text.manifest import SplitName
 from data.text.readers import READERS, TEXT_READERS, Reader, read_module, read_text
 from data.text.source import Document, Skipped, Source
@@ -24,13 +25,17 @@ FileFormat = Literal["text"]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source: its place, its name relative to the source, and its size in bytes."""
+    """A file of a source: its place, its name relative to the source, and its size in bytes.
+
+    `read` may give a part of its documents: `start` is where it begins, and `size` its bytes.
+    """
 
     path: Path
     name: str
     size: int
     modified_ns: int
     read: Reader
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,19 @@ class FileSource:
         files: In the order in which they are read.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files.
         skip_unreadable: Whether a file that is not text is passed over instead of an error.
+        offset: Bytes of the whole source before the first file, where this is a part of it.
     """
 
     spec: str
     files: tuple[SourceFile, ...]
     text_key: str = "text"
     skip_unreadable: bool = False
+    offset: int = 0
+
+    @property
+    def can_be_cut_in_files(self) -> bool:
+        """Whether some file may be cut between its documents."""
+        return any(can_be_cut(file.read) for file in self.files)
 
     @property
     def has_text_files(self) -> bool:
@@ -86,6 +98,39 @@ class FileSource:
             digest.update(f"{file.name}\0{file.size}\0{file.modified_ns}\0".encode(**_NAME_BYTES))
         return digest.hexdigest()
 
+    def cut_by(self) -> str:
+        """Says that bytes of its files are counted."""
+        return f"{self.total_bytes} bytes"
+
+    def part(self, number: int, parts: int) -> "FileSource":
+        """Cuts the source between files, or between documents of those that can be cut.
+
+        Args:
+            number: Which part, from 0.
+            parts: How many.
+
+        Returns:
+            The documents that begin in that part of the bytes.
+
+        Raises:
+            DataError: A file that is to be cut cannot be read.
+        """
+        first, last = share(self.total_bytes, number, parts)
+        files: list[SourceFile] = []
+        before = offset = 0
+        for file in self.files:
+            bounds = first - before, last - before
+            if found := part_of_file(file.read, file.path, file.size, *bounds):
+                if not files:
+                    offset = before + found.start
+                name = f"{file.name} from byte {found.start:,} on" if found.start else file.name
+                size = found.stop - found.start
+                files.append(
+                    replace(file, name=name, size=size, read=found.read, start=found.start)
+                )
+            before += file.size
+        return replace(self, files=tuple(files), offset=offset)
+
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
         """Reads the source from its beginning.
 
@@ -100,13 +145,14 @@ class FileSource:
             DataError: A file cannot be read, or does not hold what its kind promises.
         """
         skipped = Skipped() if skipped is None else skipped
-        before = 0
+        before = self.offset
         for file in self.files:
             try:
                 number, begun = 0, False
                 for text, position, is_last in file.read(file.path, self.text_key):
                     if text or begun:
-                        yield Document(f"{file.name}#{number}", text, before + position, is_last)
+                        read = before + position - file.start
+                        yield Document(f"{file.name}#{number}", text, read, is_last)
                     else:
                         skipped.empty += 1
                     begun = not is_last

@@ -7,14 +7,16 @@ import contextlib
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data.errors import DataError, listed, nearest, user_path
+from data.text.cuts import share
 from data.text.manifest import SPLITS, SplitName
-from data.text.source import Document, Skipped, Source
+from data.text.source import Document, NoDocuments, Skipped, Source
 
 HUB, ARROW = "hub:", "arrow:"
 README = "README.md"  # where a data set says which files are which configuration and split
@@ -108,6 +110,7 @@ class DatasetSource:
         digest: Names the version of the data set.
         rows: Reads it: `datasets.Dataset`, or `datasets.IterableDataset` if streamed.
         by_article: Whether rows are lines of WikiText, which are joined to articles.
+        first_row: Number of the first row, where this is a part of a split.
     """
 
     spec: str
@@ -117,10 +120,59 @@ class DatasetSource:
     digest: str
     rows: Any
     by_article: bool
+    first_row: int = 0
+    offset: int = 0
 
     def listing_digest(self) -> str:
         """Returns a SHA-256 over the version, as the hub or the files' times tell it."""
         return hashlib.sha256(f"{self.split}\0{self.digest}".encode()).hexdigest()
+
+    def cut_by(self) -> str:
+        """Says that rows are counted, or files of a stream."""
+        if hasattr(self.rows, "select"):
+            return f"{len(self.rows)} rows"
+        return "nothing" if self.by_article else f"{self.rows.num_shards} files"
+
+    def part(self, number: int, parts: int) -> Source:
+        """Cuts between rows, or articles of several; a stream between its files, if at all."""
+        if parts == 1:
+            return self
+        size = self.total_bytes // parts
+        if hasattr(self.rows, "select"):
+            first, last = share(len(self.rows), number, parts)
+            last = min(last, len(self.rows))
+            if self.by_article:
+                first, last = self._article_from(first), self._article_from(last)
+            if first >= last:
+                return NoDocuments(self.spec)
+            rows = self.rows.select(range(first, last))
+            return replace(self, rows=rows, total_bytes=size, first_row=first)
+        if self.by_article:  # articles go on from file to file
+            return self if number == 0 else NoDocuments(self.spec)
+        first, last = share(self.rows.num_shards, number, parts)
+        files = range(first, min(last, self.rows.num_shards))
+        return replace(self, rows=_Files(self.rows, files), total_bytes=size)
+
+    def _article_from(self, row: int) -> int:
+        """The row of the first article that begins at or behind a row and is not the first."""
+        if row == 0:
+            return 0
+        with _one_line(self.spec):
+            # Lines before the first heading are of the article that it opens.
+            first = next(self._headings(0), len(self.rows))
+            return next(self._headings(max(row, first + 1)), len(self.rows))
+
+    def _headings(self, row: int) -> Iterator[int]:
+        """The rows at or behind one that open an article, as `join_articles` finds them."""
+        if row >= len(self.rows):
+            return
+        before = max(row - 1, 0)
+        lines = replace(self, rows=self.rows.select(range(before, len(self.rows))))
+        after_blank = True
+        for number, line in zip(count(before), lines._texts(), strict=False):
+            if number >= row and after_blank and _HEADING.fullmatch(line):
+                yield number
+            after_blank = not line.strip()
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
         """Reads the split from its beginning; see `data.source.Source`."""
@@ -135,7 +187,7 @@ class DatasetSource:
                 skipped.empty += 1
 
     def _texts(self) -> Iterator[str]:
-        row = 0
+        row = self.first_row
         with _one_line(self.spec):
             for batch in self.rows.iter(batch_size=BATCH_ROWS):
                 if self.text_key not in batch:
@@ -148,6 +200,19 @@ class DatasetSource:
                         )
                     row += 1
                     yield text
+
+
+class _Files(NamedTuple):
+    """Some files of a streamed data set, in its order."""
+
+    rows: Any
+    numbers: range
+
+    def iter(self, batch_size: int) -> Iterator[dict[str, list[Any]]]:
+        """Reads the rows."""
+        for number in self.numbers:
+            file = self.rows.shard(num_shards=self.rows.num_shards, index=number)
+            yield from file.iter(batch_size=batch_size)
 
 
 def join_articles(lines: Iterator[str]) -> Iterator[str]:
@@ -190,11 +255,7 @@ def open_dataset(
     Raises:
         DataError: There is no such data set, configuration or column, or it cannot be reached.
     """
-    with _one_line(dataset.spec, dataset):
-        if dataset.kind == "saved":
-            digest, config, splits = _load_saved(Path(dataset.name))
-        else:
-            digest, config, splits = _load(dataset, streaming)
+    digest, config, splits = _open(dataset, streaming)
     by_article = (config or "").startswith("wikitext-")
     found: dict[SplitName, Source] = {}
     for name in SPLITS:
@@ -216,6 +277,48 @@ def open_dataset(
             by_article=by_article,
         )
     return found
+
+
+def open_rows(dataset: HubDataset) -> dict[str, Any]:
+    """Opens all splits of a data set with all of their columns, whatever they are called.
+
+    Args:
+        dataset: Which one.
+
+    Returns:
+        `datasets.Dataset`, or `datasets.IterableDataset` of a local copy, by name.
+
+    Raises:
+        DataError: There is no such data set or configuration, or it cannot be reached.
+    """
+    return _open(dataset, streaming=False)[2]
+
+
+def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    """Reads columns of a split whole; those that are not there are left out.
+
+    Args:
+        dataset: Which one, for errors.
+        rows: The split, from `open_rows`.
+        names: Of the columns.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    columns: dict[str, list[Any]] = {}
+    with _one_line(dataset.spec, dataset):
+        for batch in rows.iter(batch_size=BATCH_ROWS):
+            for name in dict.fromkeys(names):
+                if name in batch:
+                    columns.setdefault(name, []).extend(batch[name])
+    return columns
+
+
+def _open(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
+    with _one_line(dataset.spec, dataset):
+        if dataset.kind == "saved":
+            return _load_saved(Path(dataset.name))
+        return _load(dataset, streaming)
 
 
 def _load(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:

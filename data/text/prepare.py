@@ -2,44 +2,36 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypedDict
 
 from data.errors import DataError, user_path
 from data.progress import Progress, Report
-from data.text.documents import DocumentKind, FileFormat, FileSource, open_source, open_splits
+from data.text.documents import DocumentKind, FileFormat
+from data.text.job import Asked, Job
 from data.text.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     SPLITS,
     Manifest,
     Request,
+    SplitInfo,
     SplitName,
     TokenizerInfo,
     data_fingerprint,
 )
 from data.text.resume import Resume, read_resume, remove_resume, save_resume
-from data.text.source import Skipped, Source
-from data.text.splits import Sources, documents_needed
+from data.text.source import Skipped
+from data.text.split_writer import token_dtype
+from data.text.splits import Sources
 from data.text.staging import check_replaceable, staged_folder
 from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.pieces import PieceCutter
 from data.text.tokenizers.tokenizer import Tokenizer, all_cores
-from data.text.tokenizers.training import resolve_tokenizer, training_wanted
+from data.text.tokenizers.training import training_wanted
 from data.text.writer import DatasetWriter
 
 SAVE_SECONDS = 30.0
 """An interrupted call loses at most this much of its work."""
-
-
-class _How(TypedDict):
-    """Options for reading every source."""
-
-    text_key: str
-    streaming: bool
-    documents: DocumentKind
-    file_format: FileFormat | None
 
 
 def prepare(
@@ -93,62 +85,24 @@ def prepare(
     Raises:
         DataError: An argument, the text, the tokenizer or the output folder will not do.
     """
-    _check_words(
+    asked = Asked(
         source=source,
         tokenizer=tokenizer,
+        validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
         validation_source=validation_source,
         test_source=test_source,
         text_key=text_key,
         end_of_text=end_of_text,
-    )
-    fractions = _checked_fractions({"validation": validation_fraction, "test": test_fraction})
-    how: _How = {
-        "text_key": text_key,
-        "streaming": streaming,
-        "documents": documents,
-        "file_format": file_format,
-    }
-    by_split = open_splits(source, **how)
-    held_out: dict[SplitName, str | None] = {"validation": validation_source, "test": test_source}
-    for name, spec in held_out.items():
-        if spec is not None:
-            by_split[name] = open_source(spec, split=name, **how)
-    by_split = {name: by_split[name] for name in SPLITS if name in by_split}
-    fractions |= {name: 0.0 for name in by_split if name in fractions}
-    to_train = training_wanted(tokenizer) is not None
-    loaded = None if to_train else resolve_tokenizer(tokenizer, end_of_text=end_of_text)
-    chance = loaded.chance() if loaded else None
-    if loaded is not None and chance is not None:
-        loaded = loaded.without_chance()
-    request = Request(
-        source=source,
-        validation_source=validation_source,
-        test_source=test_source,
-        tokenizer=loaded.fingerprint if loaded else tokenizer,
-        end_of_text=end_of_text,
-        validation_fraction=fractions["validation"],
-        test_fraction=fractions["test"],
-        text_key=text_key,
-        listings={name: text.listing_digest() for name, text in by_split.items()},
-        documents=_kind_of_documents(source, by_split, documents, file_format),
+        streaming=streaming,
+        documents=documents,
         file_format=file_format,
     )
-    output = user_path(output).resolve()
-    progress = Progress(report)
-    if chance is not None:
-        progress.say(
-            f"{tokenizer}: {chance} is switched off: it would encode the same text differently"
-        )
-    if existing := _prepared_before(output, request):
-        progress.say(f"{output}: already prepared from the same text and options; kept as it is")
+    job, output, progress = asked.open(), user_path(output).resolve(), Progress(report)
+    request = job.request
+    if existing := begin(job, output, progress, overwrite=overwrite):
         return existing
-    check_replaceable(output, overwrite=overwrite)
-    sources = Sources(by_split, fractions, _how_to_split(by_split["train"], fractions))
-    if sources.split_by == "position":
-        progress.say(
-            f"{source}: too few documents to deal out; split by position: the last parts are held "
-            "out"
-        )
+    sources = job.sources(progress)
     with (
         contextlib.closing(progress),
         all_cores(),
@@ -159,59 +113,87 @@ def prepare(
             progress.say(f"{output}: goes on behind {resume.documents:,} documents or parts")
             chosen = load_tokenizer(folder / resume.tokenizer_file, resume.end_of_text)
         else:
-            chosen = loaded or _train(sources, tokenizer, end_of_text, progress)
+            chosen = job.tokenizer or job.train(sources, progress)
             chosen.save(folder / chosen.file_name)
         manifest = _write(sources, chosen, request, folder, progress, resume)
-        if _prepared_before(output, request) is None:  # or another call has prepared it meanwhile
-            check_replaceable(output, overwrite=overwrite)
-    _summarize(manifest, output, progress)
+        check_still_replaceable(request, output, overwrite=overwrite)
+    summarize(manifest, output, progress)
     return manifest
 
 
-def _kind_of_documents(
-    spec: str,
-    by_split: dict[SplitName, Source],
-    documents: DocumentKind,
-    file_format: FileFormat | None,
-) -> DocumentKind | None:
-    """What a document of a text file is; None if there are no text files and no option says it."""
-    if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
-        return documents
-    if documents != "files":
-        raise DataError(f"--documents: {documents} is of text files, and {spec} has none")
-    if file_format is not None:
-        raise DataError(f"--format: {file_format} is of files, and {spec} is none")
+def begin(job: Job, output: Path, progress: Progress, *, overwrite: bool) -> Manifest | None:
+    """Says what there is to say of a request, and looks at the folder that it is to make.
+
+    Args:
+        job: The request.
+        output: The folder.
+        progress: Receives the lines.
+        overwrite: Whether prepared data there may be replaced.
+
+    Returns:
+        The manifest of the folder if it was prepared from the same request; else None.
+
+    Raises:
+        DataError: The folder holds something that may not be replaced.
+    """
+    for note in job.notes:
+        progress.say(note)
+    if existing := _prepared_before(output, job.request):
+        progress.say(f"{output}: already prepared from the same text and options; kept as it is")
+        return existing
+    check_replaceable(output, overwrite=overwrite)
     return None
 
 
-def _how_to_split(
-    source: Source, fractions: dict[SplitName, float]
-) -> Literal["documents", "position"]:
-    needed = documents_needed(fractions)
-    few = isinstance(source, FileSource) and source.is_text_of_fewer_documents(needed)
-    return "position" if few else "documents"
+def check_still_replaceable(request: Request, output: Path, *, overwrite: bool) -> None:
+    """Looks again before a folder is put in place: another call may have made one meanwhile.
+
+    Args:
+        request: What was asked for.
+        output: The folder.
+        overwrite: Whether prepared data there may be replaced.
+
+    Raises:
+        DataError: The folder holds something else that may not be replaced.
+    """
+    if _prepared_before(output, request) is None:
+        check_replaceable(output, overwrite=overwrite)
 
 
-def _train(sources: Sources, spec: str, end_of_text: str | None, progress: Progress) -> Tokenizer:
-    """Trains the tokenizer on the train split: held-out text must not shape the vocabulary."""
-    done = 0
+def encode(
+    sources: Sources,
+    writer: DatasetWriter,
+    resume: Resume | None,
+    save: Callable[[int], None],
+    update: Callable[[int, int], None],
+    *,
+    save_at_once: bool = False,
+) -> Skipped:
+    """Encodes what is left of some text.
 
-    def texts() -> Iterator[str]:
-        nonlocal done
-        train_only = sources._replace(by_split={"train": sources.by_split["train"]})
-        cutter = PieceCutter()
-        progress.start("training the tokenizer", train_only.total_bytes)
-        for split, document in train_only.assigned(Skipped()):
-            done = document.bytes_read
-            progress.update(done)
-            if split == "train":
-                yield from cutter.add(document.text, is_last=document.is_last)
-                if document.is_last:
-                    yield cutter.take_rest()
+    Args:
+        sources: The text.
+        writer: Encodes and writes it; it is to be finished afterwards.
+        resume: Where it goes on; None begins.
+        save: Called from time to time with the number of documents that the writer has.
+        update: Called with the bytes read and the tokens written so far.
+        save_at_once: Whether to save before any text is encoded.
 
-    trained = resolve_tokenizer(spec, end_of_text=end_of_text, training_texts=texts)
-    progress.finish(done)
-    return trained
+    Returns:
+        What was left out.
+    """
+    skipped = Skipped()
+    done = resume.documents if resume else 0
+    saved_at = -SAVE_SECONDS if save_at_once else time.monotonic()
+    for number, (split, document) in enumerate(sources.assigned(skipped)):
+        if number < done:
+            continue  # already encoded; reading it again is a small part of the work
+        if time.monotonic() - saved_at >= SAVE_SECONDS:
+            save(number)
+            saved_at = time.monotonic()
+        writer.add(split, document.text, document.name, document.is_last)
+        update(document.bytes_read, writer.tokens)
+    return skipped
 
 
 def _write(
@@ -222,32 +204,64 @@ def _write(
     progress: Progress,
     resume: Resume | None,
 ) -> Manifest:
-    skipped = Skipped()
     saved = (resume.splits, resume.held) if resume else (None, "")
     writer = DatasetWriter(folder, tokenizer, *saved)
-    done = resume.documents if resume else 0
-    trained = training_wanted(request.tokenizer) is not None
+
+    def save(number: int) -> None:
+        states = writer.states()
+        save_resume(folder, request, tokenizer, number, states, writer.held)
+
     # A trained tokenizer is saved before any text is encoded, since training takes long.
-    saved_at = -SAVE_SECONDS if trained and not resume else time.monotonic()
+    at_once = training_wanted(request.tokenizer) is not None and not resume
     with contextlib.closing(writer):
         progress.start("encoding", sources.total_bytes)
-        for number, (split, document) in enumerate(sources.assigned(skipped)):
-            if number < done:
-                continue  # already encoded; reading it again is a small part of the work
-            if time.monotonic() - saved_at >= SAVE_SECONDS:
-                states = writer.states()
-                save_resume(folder, request, tokenizer, number, states, writer.held)
-                saved_at = time.monotonic()
-            writer.add(split, document.text, document.name, document.is_last)
-            progress.update(document.bytes_read, writer.tokens)
+        skipped = encode(sources, writer, resume, save, progress.update, save_at_once=at_once)
         splits = writer.finish()
         progress.finish(sources.total_bytes, writer.tokens)
+    tell_cuts(writer.cut_documents, writer.forced_cuts, progress)
+    return seal_folder(sources, tokenizer, request, folder, splits, skipped)
+
+
+def tell_cuts(cut_documents: int, forced_cuts: int, progress: Progress) -> None:
+    """Says how often text was cut where its tokens, or its documents, may be others for it.
+
+    Args:
+        cut_documents: Documents that were ended because no document can be longer.
+        forced_cuts: Pieces that were cut because memory demanded it.
+        progress: Receives the lines.
+    """
     for count, what in (
-        (writer.cut_documents, "documents go on in another one: 2,147,483,647 tokens is the most"),
-        (writer.forced_cuts, "cuts of long documents at line ends: tokens beside them may differ"),
+        (cut_documents, "documents go on in another one: 2,147,483,647 tokens is the most"),
+        (forced_cuts, "cuts of long documents at line ends: tokens beside them may differ"),
     ):
         if count:
             progress.say(f"{count:,} {what}")
+
+
+def seal_folder(
+    sources: Sources,
+    tokenizer: Tokenizer,
+    request: Request,
+    folder: Path,
+    splits: dict[SplitName, SplitInfo],
+    skipped: Skipped,
+) -> Manifest:
+    """Writes the manifest of files that are complete, and removes what only their making needs.
+
+    Args:
+        sources: The text, of which every source has to have given some.
+        tokenizer: Encoded it.
+        request: What was asked for.
+        folder: Where the files are.
+        splits: What they hold.
+        skipped: What was left out.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DataError: A source had no text.
+    """
     for name, source in sources.by_split.items():
         if splits[name].documents == 0:
             raise DataError(f"{source.spec}: no text in it (for the {name} split)")
@@ -263,7 +277,7 @@ def _write(
         request=request,
         tokenizer=info,
         splits=splits,
-        dtype="uint16" if writer.dtype.itemsize == 2 else "int32",
+        dtype="uint16" if token_dtype(tokenizer.vocab_size)().itemsize == 2 else "int32",
         skipped_empty=skipped.empty,
         skipped_unreadable=skipped.unreadable,
         split_by=sources.split_by,
@@ -286,30 +300,14 @@ def _prepared_before(output: Path, request: Request) -> Manifest | None:
     return manifest if manifest.request == request else None
 
 
-def _check_words(**given: str | None) -> None:
-    """Refuses empty texts, as of an unset shell variable, and what a manifest cannot hold."""
-    for name, text in given.items():
-        if text == "" and name != "text_key":
-            raise DataError(f"--{name.replace('_', '-')}: is empty")
-        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"--{name.replace('_', '-')}: {text!r} is not text in UTF-8")
+def summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
+    """Says what a folder holds and what was left out.
 
-
-def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
-    for name, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise DataError(
-                f"--{name}-fraction: {fraction} is not allowed; a share of at least 0 and below 1"
-            )
-    if sum(fractions.values()) >= 1:
-        both = " + ".join(str(fraction) for fraction in fractions.values())
-        raise DataError(
-            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
-        )
-    return fractions
-
-
-def _summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
+    Args:
+        manifest: Of the folder.
+        output: The folder.
+        progress: Receives the lines.
+    """
     request = manifest.request
     is_requested = {
         "train": True,

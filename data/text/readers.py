@@ -7,6 +7,7 @@ of a text file, which may be of any length, in parts.
 import codecs
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,21 @@ class Part(NamedTuple):
 Reader = Callable[[Path, str], Iterator[Part]]
 
 
+class Extent(NamedTuple):
+    """A part of a file: documents from one place to another, where a document begins too.
+
+    Attributes:
+        start: In bytes of a file of lines, in row groups of a Parquet file.
+        stop: One behind the last.
+    """
+
+    start: int
+    stop: int
+
+
+WHOLE = Extent(0, sys.maxsize)
+
+
 def read_text(path: Path, text_key: str) -> Iterator[Part]:
     """Reads a text file as one document.
 
@@ -59,12 +75,13 @@ def read_text(path: Path, text_key: str) -> Iterator[Part]:
     yield pending
 
 
-def read_lines(path: Path, text_key: str) -> Iterator[Part]:
+def read_lines(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
     """Reads a text file with a document in each line; lines of white space are passed over.
 
     Args:
         path: A UTF-8 file; a line ends with a line feed, or carriage return and line feed.
         text_key: Unused: the file is all text.
+        extent: From the beginning of a line to that of another, in bytes.
 
     Yields:
         The text of a line without its end; a line much longer than `PART_BYTES` comes in parts.
@@ -72,8 +89,8 @@ def read_lines(path: Path, text_key: str) -> Iterator[Part]:
     Raises:
         DataError: A byte is not UTF-8.
     """
-    held, position, begun = "", 0, False
-    for text, _ in _decoded(path):
+    held, position, begun = "", extent.start, False
+    for text, _ in _decoded(path, extent):
         *lines, held = (held + text).split("\n")
         for line in lines:
             position += len(line.encode()) + 1
@@ -89,19 +106,24 @@ def read_lines(path: Path, text_key: str) -> Iterator[Part]:
         yield Part(held, position + len(held.encode()))
 
 
-def _decoded(path: Path) -> Iterator[tuple[str, int]]:
+def _decoded(path: Path, extent: Extent = WHOLE) -> Iterator[tuple[str, int]]:
     """Reads a text file unchanged, line ends included, with the position after each part."""
-    position = line = 0
+    at = position = extent.start
+    line = 0
     rest, at_end = b"", False
     with path.open("rb") as file:
+        file.seek(at)
         while not at_end:
-            block = file.read(PART_BYTES)
+            # A block ends where it does in the whole file: the same line comes in the same parts.
+            block = file.read(min(PART_BYTES - at % PART_BYTES, extent.stop - at))
+            at += len(block)
             at_end = not block
             buffer = rest + block
             try:
                 text, used = codecs.utf_8_decode(buffer, "strict", at_end)
             except UnicodeDecodeError as error:
                 at_line = line + buffer.count(b"\n", 0, error.start) + 1
+                at_line += _lines_before(path, extent.start)
                 raise DataError(
                     f"{path}: byte {position + error.start} (line {at_line}) is not UTF-8 text: "
                     f"0x{buffer[error.start]:02x}"
@@ -113,12 +135,23 @@ def _decoded(path: Path) -> Iterator[tuple[str, int]]:
                 yield text, position
 
 
-def read_jsonl(path: Path, text_key: str) -> Iterator[Part]:
+def _lines_before(path: Path, place: int) -> int:
+    """Counts the lines that end before a place, for an error."""
+    count = 0
+    with path.open("rb") as file:
+        while place > 0 and (block := file.read(min(place, 1 << 20))):
+            count += block.count(b"\n")
+            place -= len(block)
+    return count
+
+
+def read_jsonl(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
     """Reads one JSON object a line, from a plain or a gzip-compressed file.
 
     Args:
         path: A `.jsonl` or `.jsonl.gz` file; lines of white space are passed over.
         text_key: The key of the text.
+        extent: From the beginning of a line to that of another, in bytes; of a plain file.
 
     Yields:
         The text of a line and the bytes of the file read so far.
@@ -130,49 +163,55 @@ def read_jsonl(path: Path, text_key: str) -> Iterator[Part]:
         compressed = path.suffix == ".gz"
         file: Any = gzip.GzipFile(fileobj=raw) if compressed else raw
         try:
-            for number, line in enumerate(_lines(file, path), start=1):
+            raw.seek(extent.start)
+            for number, line in enumerate(_lines(file, path, extent.stop), start=1):
                 if not line.isspace():
-                    text = _text_of_line(line, text_key, f"{path}, line {number}")
+                    try:
+                        text = _text_of_line(line, text_key)
+                    except DataError as error:
+                        at_line = number + _lines_before(path, extent.start)
+                        raise DataError(f"{path}, line {at_line}: {error}") from None
                     yield Part(text, raw.tell())
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path}: not a whole gzip file: {error}") from None
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    while line := file.readline(JSON_LINE_BYTES + 1):
+def _lines(file: BinaryIO, path: Path, stop: int) -> Iterator[bytes]:
+    while file.tell() < stop and (line := file.readline(JSON_LINE_BYTES + 1)):
         if len(line) > JSON_LINE_BYTES:
             raise DataError(f"{path}: a line is longer than {JSON_LINE_BYTES >> 20} MiB")
         yield line
 
 
-def _text_of_line(line: bytes, text_key: str, where: str) -> str:
+def _text_of_line(line: bytes, text_key: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
+        raise DataError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{where}: {type(value).__name__} where a JSON object is expected")
+        raise DataError(f"{type(value).__name__} where a JSON object is expected")
     if text_key not in value:
         raise DataError(
-            f"{where}: no key {text_key!r}; keys present: {listed(value)}"
+            f"no key {text_key!r}; keys present: {listed(value)}"
             f"{nearest(text_key, value)}; choose one with --text-key"
         )
     text = value[text_key]
     if not isinstance(text, str):
-        raise DataError(f"{where}: {text_key!r} is {text!r:.60}, not a string")
+        raise DataError(f"{text_key!r} is {text!r:.60}, not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {text_key!r} has half a surrogate pair: {error}") from None
+        raise DataError(f"{text_key!r} has half a surrogate pair: {error}") from None
     return text
 
 
-def read_parquet(path: Path, text_key: str) -> Iterator[Part]:
+def read_parquet(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
     """Reads a column of strings from a Parquet file.
 
     Args:
         path: The file.
         text_key: The name of the column.
+        extent: Its row groups.
 
     Yields:
         The text of a row and the share of the file read so far, in bytes.
@@ -189,7 +228,10 @@ def read_parquet(path: Path, text_key: str) -> Iterator[Part]:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             _check_column(file.schema_arrow, text_key, path)
             num_rows = file.metadata.num_rows
-            for batch in file.iter_batches(PARQUET_BATCH_ROWS, columns=[text_key]):
+            groups = list(range(file.metadata.num_row_groups))
+            row = sum(file.metadata.row_group(each).num_rows for each in groups[: extent.start])
+            groups = groups[extent.start : extent.stop]
+            for batch in file.iter_batches(PARQUET_BATCH_ROWS, groups, columns=[text_key]):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     if not isinstance(text, str):

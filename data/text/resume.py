@@ -16,8 +16,8 @@ from data.text.manifest import (
     TokenizerFile,
     flush_to_disk,
 )
+from data.text.split_writer import SplitState
 from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.writer import SplitState
 
 RESUME_FILE, DRAFT_FILE = "resume.json", "resume.json.draft"
 
@@ -36,6 +36,8 @@ class Resume(Config):
     """Documents of the text, from its beginning, that the files hold; each part of one counts."""
     splits: dict[SplitName, SplitState]
     """How far each split is written."""
+    part: str = ""
+    """Which part of the text, as in `3 of 8`; empty of all of it."""
     held: str = ""
     """Text of a document that goes on, which is read but not in the files."""
 
@@ -47,6 +49,7 @@ def save_resume(
     documents: int,
     splits: dict[SplitName, SplitState],
     held: str = "",
+    part: str = "",
 ) -> None:
     """Writes how far the files are written, after their content is on the disk.
 
@@ -57,6 +60,7 @@ def save_resume(
         documents: Documents of the text, and parts of them, that the files hold.
         splits: How far each split is written.
         held: Text of a document that goes on, which is read but not in the files.
+        part: Which part of the text; empty of all of it.
     """
     content = Resume(
         request=request,
@@ -66,6 +70,7 @@ def save_resume(
         documents=documents,
         splits=splits,
         held=held,
+        part=part,
     ).model_dump_json()
     draft = folder / DRAFT_FILE
     draft.write_text(content, encoding="utf-8")
@@ -74,12 +79,13 @@ def save_resume(
     flush_to_disk(folder)
 
 
-def read_resume(folder: Path, request: Request) -> Resume | None:
+def read_resume(folder: Path, request: Request, part: str = "") -> Resume | None:
     """Reads where the same request was interrupted.
 
     Args:
         folder: Where it wrote.
         request: What is asked for now.
+        part: Which part of it; empty for all.
 
     Returns:
         Where to go on; None where there is nothing, or of another request, or damaged.
@@ -90,14 +96,16 @@ def read_resume(folder: Path, request: Request) -> Resume | None:
     except (OSError, ValueError, ValidationError, DataError):
         return None
     whole = set(found.splits) == set(SPLITS) and tokenizer == found.tokenizer_fingerprint
-    return found if whole and found.request == request else None
+    return found if whole and (found.request, found.part) == (request, part) else None
 
 
-def remove_resume(folder: Path) -> None:
+def remove_resume(folder: Path, *, lengths: bool = True) -> None:
     """Removes the files that only an interrupted call needs.
 
     Args:
         folder: Where the files are, complete now but for the manifest.
+        lengths: Whether the lengths of documents are of no more use either.
     """
-    for name in (RESUME_FILE, DRAFT_FILE, *(f"{split}{LENGTHS_SUFFIX}" for split in SPLITS)):
+    names = [f"{split}{LENGTHS_SUFFIX}" for split in SPLITS] if lengths else []
+    for name in (RESUME_FILE, DRAFT_FILE, *names):
         (folder / name).unlink(missing_ok=True)

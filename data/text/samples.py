@@ -16,6 +16,8 @@ from data.text.indexed import build_sample_index
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1
+MOST_DOCUMENTS = 2**31 - 1
+"""An order holds numbers of documents in 32 bits."""
 
 
 class TrainingSamples(Dataset[torch.Tensor]):
@@ -30,7 +32,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
         samples_per_epoch: n, the same in every epoch: (tokens - 1) // T.
 
     Raises:
-        DataError: The split is shorter than one sample.
+        DataError: The split is shorter than one sample, or has too many documents.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, seed: int) -> None:
@@ -43,6 +45,12 @@ class TrainingSamples(Dataset[torch.Tensor]):
                 f"{stream.prefix}.bin: {stream.num_tokens:,} tokens, but one sample of sequence "
                 f"length {sequence_length:,} needs {sequence_length + 1:,}; prepare more text or "
                 "shorten the sequence"
+            )
+        if stream.num_documents > MOST_DOCUMENTS:
+            raise DataError(
+                f"{stream.prefix}.idx: {stream.num_documents:,} documents, but the order of an "
+                f"epoch has room for {MOST_DOCUMENTS:,}; prepare the text as several folders and "
+                "name them in data.mixture"
             )
         self.samples_per_epoch = (stream.num_tokens - 1) // sequence_length
         self._stream = stream

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from data.text.manifest import SplitName
-from data.text.source import Document, Skipped, Source
+from data.text.source import Document, NoDocuments, Skipped, Source
 
 MOST_SLACK = 4096
 """Characters behind a border in which a line end, or white space, is looked for."""
@@ -15,11 +15,41 @@ _WHITE_SPACE = re.compile(r"\s")
 
 
 class Sources(NamedTuple):
-    """The text, by the split that it begins with, and the shares held out of the first."""
+    """The text, by the split that it begins with, and the shares held out of the first.
+
+    Attributes:
+        by_split: A source for each.
+        fractions: The shares.
+        split_by: How they are held out.
+        can_be_cut: Whether `part` may cut the first source.
+        train_bytes: Of all of the first source, where this is a part; else None.
+    """
 
     by_split: dict[SplitName, Source]
     fractions: dict[SplitName, float]
     split_by: Literal["documents", "position"]
+    can_be_cut: bool = True
+    train_bytes: int | None = None
+
+    def part(self, number: int, parts: int) -> "Sources":
+        """Cuts all sources between documents.
+
+        Which split a document of the first source is dealt to depends on how many there are before
+        it, which a part does not know: all that it has of them are of train here.
+
+        Args:
+            number: Which part, from 0.
+            parts: How many.
+
+        Returns:
+            The part.
+        """
+        cut = {name: source.part(number, parts) for name, source in self.by_split.items()}
+        train = self.by_split["train"]
+        if not self.can_be_cut:
+            cut["train"] = train if number == 0 else NoDocuments(train.spec)
+        dealt = {} if self.split_by == "documents" else self.fractions
+        return self._replace(by_split=cut, fractions=dealt, train_bytes=train.total_bytes)
 
     def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
         """Reads all sources, each document with its split; `bytes_read` counts over all."""
@@ -28,11 +58,13 @@ class Sources(NamedTuple):
             documents = source.documents(skipped)
             fractions = self.fractions if name == "train" else {}
             if name == "train" and self.split_by == "position":
-                found = split_by_position(documents, source.total_bytes, fractions)
+                total = self.train_bytes or source.total_bytes
+                found = split_by_position(documents, total, fractions, source.offset)
             else:
                 found = _dealt(documents, name, fractions)
             for split, document in found:
-                yield split, document._replace(bytes_read=before + document.bytes_read)
+                done = before + document.bytes_read - source.offset
+                yield split, document._replace(bytes_read=done)
             before += source.total_bytes
 
     @property
@@ -95,7 +127,10 @@ def _dealt(
 
 
 def split_by_position(
-    documents: Iterator[Document], total_bytes: int, fractions: dict[SplitName, float]
+    documents: Iterator[Document],
+    total_bytes: int,
+    fractions: dict[SplitName, float],
+    start: int = 0,
 ) -> Iterator[tuple[SplitName, Document]]:
     """Lays documents end to end and holds the last parts out.
 
@@ -107,6 +142,7 @@ def split_by_position(
         documents: In order, or parts of them.
         total_bytes: Of all text, in the unit of `Document.bytes_read`.
         fractions: The share of each split that is held out, in order.
+        start: Bytes of all text before the first of these documents.
 
     Yields:
         Each document or part of one, and its split.
@@ -119,7 +155,9 @@ def split_by_position(
         before += share
     slack = min(MOST_SLACK, int(min(held_out.values(), default=0) * total_bytes / 10))
     split: SplitName = "train"
-    start, begun = 0, False
+    begun = False
+    while borders and start > borders[0][0]:
+        split = borders.pop(0)[1]
     for document in documents:
         text = document.text
         while borders and document.bytes_read > borders[0][0]:

@@ -1,33 +1,17 @@
 """Documents in, token files out: batches of text are encoded together, memory stays bounded."""
 
-import contextlib
-import hashlib
-import os
-import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from data.config import Config
 from data.errors import DataError
-from data.text.manifest import (
-    LENGTHS_SUFFIX,
-    SPLITS,
-    SplitInfo,
-    SplitName,
-    ends_digest,
-    flush_to_disk,
-)
+from data.text.manifest import SPLITS, SplitInfo, SplitName
+from data.text.split_writer import SplitState, SplitWriter
 from data.text.tokenizers.pieces import PieceCutter
 from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 
 BATCH_CHARACTERS = 512 * 1024
 """Text encoded at once: by its amount, not by documents, whose lengths differ by thousands."""
-MOST_TOKENS = 2**31 - 1
-"""Tokens of a document: the index holds lengths in 32 bits."""
 
 
 class _Piece(NamedTuple):
@@ -35,194 +19,6 @@ class _Piece(NamedTuple):
     text: str
     is_last: bool
     name: str
-
-
-class SplitState(Config):
-    """How far a split is written, and digests to check that its files still hold that."""
-
-    documents: int
-    tokens: int
-    words: int
-    bytes: int
-    sha256: str
-    """The digest of the tokens."""
-    lengths_sha256: str
-    """The digest of the lengths of documents."""
-    open_tokens: int = 0
-    """How many of `tokens` belong to a document that has not ended."""
-
-
-class SplitWriter:
-    """Writes one split's `.bin` and `.idx`, and counts what goes in.
-
-    Until the index is written the lengths of documents lie in a file of their own: all that is
-    needed to go on later is in files, and memory does not grow with them.
-
-    Args:
-        prefix: The files' common path, without `.bin` and `.idx`.
-        tokenizer: Says how wide a token is, and which one ends a document.
-        state: Where to go on; None begins.
-
-    Raises:
-        DataError: The files do not hold what `state` says.
-    """
-
-    def __init__(self, prefix: Path, tokenizer: Tokenizer, state: SplitState | None = None) -> None:
-        self.dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-        self.documents = state.documents if state else 0
-        self.tokens = state.tokens if state else 0
-        self.words = state.words if state else 0
-        self.bytes = state.bytes if state else 0
-        self._bin, self._idx = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
-        self._lengths = prefix.with_suffix(LENGTHS_SUFFIX)
-        self._end = np.array([tokenizer.end_of_text_id], dtype=self.dtype)
-        self.cut_documents = 0
-        self._open_tokens = state.open_tokens if state else 0
-        self._bin_file, self._digest = _open(
-            self._bin, self.tokens * self.dtype.itemsize, state.sha256 if state else None
-        )
-        self._lengths_file, self._lengths_digest = _open(
-            self._lengths, self.documents * 4, state.lengths_sha256 if state else None
-        )
-
-    def add(self, ids: list[int], text: str, *, is_last: bool, name: str) -> None:
-        """Appends a piece of a document.
-
-        Args:
-            ids: Its tokens.
-            text: Its text, to be counted.
-            is_last: Whether the document ends here; the end-of-text token is added then.
-            name: The document's name, for an error.
-        """
-        self.words += len(text.split())
-        self.bytes += len(text.encode("utf-8"))
-        if len(ids) >= MOST_TOKENS:
-            raise DataError(
-                f"{name}: {len(ids) + 1:,} tokens; a document has at most {MOST_TOKENS:,}"
-            )
-        if self._open_tokens + len(ids) >= MOST_TOKENS:
-            self._write(self._end)
-            self._end_document()
-            self.cut_documents += 1
-        tokens = np.array(ids, dtype=self.dtype)
-        self._write(np.concatenate([tokens, self._end]) if is_last else tokens)
-        if is_last:
-            self._end_document()
-
-    def _write(self, tokens: npt.NDArray[np.integer]) -> None:
-        self._bin_file.write(tokens.data)
-        self._digest.update(tokens.data)
-        self.tokens += len(tokens)
-        self._open_tokens += len(tokens)
-
-    def _end_document(self) -> None:
-        length = np.array([self._open_tokens], dtype=np.int32)
-        self._lengths_file.write(length.data)
-        self._lengths_digest.update(length.data)
-        self.documents += 1
-        self._open_tokens = 0
-
-    def state(self) -> SplitState:
-        """Waits until what was added is on the disk.
-
-        Returns:
-            Where another writer can go on.
-        """
-        for file in (self._bin_file, self._lengths_file):
-            file.flush()
-            os.fsync(file.fileno())
-        return SplitState(
-            documents=self.documents,
-            tokens=self.tokens,
-            words=self.words,
-            bytes=self.bytes,
-            sha256=self._digest.hexdigest(),
-            lengths_sha256=self._lengths_digest.hexdigest(),
-            open_tokens=self._open_tokens,
-        )
-
-    def finish(self) -> SplitInfo:
-        """Writes the index and waits until both files are on the disk.
-
-        Returns:
-            What the split holds.
-        """
-        assert not self._open_tokens
-        state = self.state()
-        self.close()
-        write_index(self._idx, np.fromfile(self._lengths, dtype=np.int32), self.dtype)
-        return SplitInfo(
-            documents=state.documents,
-            tokens=state.tokens,
-            words=state.words,
-            bytes=state.bytes,
-            sha256=state.sha256,
-            ends_sha256=ends_digest(self._bin, self._idx),
-            index_sha256=_digest_of(self._idx),
-        )
-
-    def close(self) -> None:
-        """Closes the files of an unfinished split."""
-        self._bin_file.close()
-        self._lengths_file.close()
-
-
-def _open(path: Path, size: int, sha256: str | None) -> tuple[BinaryIO, "hashlib._Hash"]:
-    """Opens a file behind its first `size` bytes, and digests these."""
-    digest = hashlib.sha256()
-    if sha256 is None:
-        return path.open("wb"), digest
-    left = size
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as before:
-        while left and (part := before.read(min(left, 1 << 20))):
-            digest.update(part)
-            left -= len(part)
-    if left or digest.hexdigest() != sha256 or not path.exists():
-        raise DataError(
-            f"{path}: damaged since it was written; the same command now begins from the start"
-        )
-    file = path.open("r+b")
-    file.truncate(size)
-    file.seek(size)
-    return file, digest
-
-
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Chooses how wide a token is, as megatron-core does.
-
-    Args:
-        vocab_size: Entries of the vocabulary.
-
-    Returns:
-        The type of a token.
-    """
-    return np.uint16 if vocab_size < 65_500 else np.int32
-
-
-def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> None:
-    """Writes an `.idx` file as megatron-core does, and waits until it is on the disk.
-
-    Args:
-        path: The file.
-        lengths_D: Tokens of each document, each one sequence.
-        dtype: Type of a token in the `.bin` file.
-    """
-    code = {2: 8, 4: 4}[dtype.itemsize]  # megatron-core's numbers for uint16 and int32
-    pointers_D = np.zeros(len(lengths_D), dtype=np.int64)
-    np.cumsum(lengths_D[:-1], dtype=np.int64, out=pointers_D[1:])
-    pointers_D *= dtype.itemsize
-    with path.open("wb") as file:
-        file.write(b"MMIDIDX\0\0" + struct.pack("<QB", 1, code))
-        file.write(struct.pack("<QQ", len(lengths_D), len(lengths_D) + 1))
-        file.write(lengths_D.tobytes())
-        file.write(pointers_D.tobytes())
-        file.write(np.arange(len(lengths_D) + 1, dtype=np.int64).tobytes())
-    flush_to_disk(path)
 
 
 class DatasetWriter:
@@ -236,6 +32,7 @@ class DatasetWriter:
         tokenizer: Encodes the text.
         states: Where to go on; None begins.
         held: Text of the document that had not ended there, which is not yet encoded.
+        counted: Whether words and bytes of each document go to a file.
 
     Raises:
         DataError: The files do not hold what `states` says.
@@ -247,6 +44,8 @@ class DatasetWriter:
         tokenizer: Tokenizer,
         states: dict[SplitName, SplitState] | None = None,
         held: str = "",
+        *,
+        counted: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._cutter = PieceCutter.of(tokenizer, held)
@@ -257,7 +56,7 @@ class DatasetWriter:
         try:
             for name in SPLITS:
                 state = states[name] if states else None
-                self._splits[name] = SplitWriter(folder / name, tokenizer, state)
+                self._splits[name] = SplitWriter(folder / name, tokenizer, state, counted=counted)
         except BaseException:
             self._close_files()
             raise

@@ -98,6 +98,13 @@ def bench_step_arguments(parser: Parser) -> None:
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
+def bench_plan_arguments(parser: Parser) -> None:
+    """Those of `polyad bench plan`."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output"
+    )
+
+
 def bench_flips_arguments(parser: Parser) -> None:
     """Those of `polyad bench flips`."""
     parser.add_argument(
@@ -209,3 +216,43 @@ def bench_routing_arguments(parser: Parser) -> None:
     add("--device", choices=("cpu", "cuda"), help="default cpu")
     add("--compile", action="store_true", help="compile every block with torch.compile")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
+
+
+def bench_scaling_arguments(parser: Parser) -> None:
+    """Those of `polyad bench scaling`."""
+    add = parser.add_argument
+    add(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a YAML file; default: the quickstart's dense GPT-2, which then needs no data",
+    )
+    override_arguments(parser)
+    add(
+        "--processes",
+        type=_number_or_key,
+        nargs="+",
+        action="append",
+        metavar="P",
+        help="numbers of processes of this machine; default 1 2 4",
+    )
+    add("--repeats", type=positive, default=7, metavar="N", help="turns of each; default 7")
+    add(
+        "--steps",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="timed steps of a turn, beside one whose collectives are noted; default 1",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="threads of each process; default: the cores divided by the processes",
+    )
+    add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
+
+
+def _number_or_key(text: str) -> int | str:
+    """A key that stands behind the numbers is one of the configuration."""
+    return text if "=" in text else positive(text)

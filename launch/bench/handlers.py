@@ -6,6 +6,7 @@ Nothing heavy is imported before a handler runs.
 import math
 import os
 from argparse import Namespace
+from pathlib import Path
 
 from launch.output import check_json_path, only_results_on_stdout, show
 from launch.parser import UsageError
@@ -90,6 +91,19 @@ def bench_step(options: Namespace) -> None:
         show(result, step_table(result), options.json, stdout)
 
 
+def bench_plan(options: Namespace) -> None:
+    """`polyad bench plan`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.plan import bench_plan, plan_table
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = bench_plan()
+        show(result, plan_table(result), options.json, stdout)
+
+
 def bench_flips(options: Namespace) -> None:
     """`polyad bench flips`."""
     from launch.machine import prepare_environment
@@ -170,3 +184,33 @@ def bench_routing(options: Namespace) -> None:
     with only_results_on_stdout() as stdout:
         result = bench_routing(**arguments, compiled=options.compile)
         show(result, routing_table(result), options.json, stdout)
+
+
+def bench_scaling(options: Namespace) -> None:
+    """`polyad bench scaling`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.bench.scaling import bench_scaling
+    from launch.bench.scaling_table import scaling_table
+
+    check_json_path(options.json)
+    config = options.config
+    given = options.processes or [[1, 2, 4]]
+    keys = [word for words in given for word in words if isinstance(word, str)]
+    overrides = [*options.overrides, *keys]
+    processes = [word for word in given[-1] if isinstance(word, int)]
+    if not processes:
+        raise UsageError(f"--processes: {given[-1][0]} is not a number of processes")
+    if config is not None and "=" in config and not Path(config).exists():
+        config, overrides = None, [config, *overrides]  # a key, and no file before it
+    with only_results_on_stdout() as stdout:
+        result = bench_scaling(
+            None if config is None else Path(config),
+            overrides,
+            processes=processes,
+            repeats=options.repeats,
+            steps=options.steps,
+            threads=options.threads,
+        )
+        show(result, scaling_table(result), options.json, stdout)

@@ -17,6 +17,7 @@ from model.attention import AttentionTrace
 from model.build import build_model, initial_value, initial_values, place
 from model.cache import LayerCache
 from model.gpt2 import GPT2, GPT2Config
+from model.padding import RealTokens
 from model.smoe.config import SparseMoEConfig
 from model.smoe.graph import Graph, Mixed
 from model.smoe.selection import Selected, TopK
@@ -61,7 +62,7 @@ class MaterializedGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`; no measures."""
         if attention is None:

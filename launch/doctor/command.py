@@ -90,7 +90,7 @@ def _folder(config: "RunConfig", world: "World") -> dict[str, Any]:
 
 def _room(config: "RunConfig", processes: int) -> str | None:
     """Why the run's next checkpoints do not fit; None if they do, or nobody knows their size."""
-    from model.build import build_model
+    from train.config.adaptation import model_of
     from train.config.plan import checkpoint_bytes
     from train.config.rules import validate
     from train.guard.room import check_room
@@ -99,7 +99,7 @@ def _room(config: "RunConfig", processes: int) -> str | None:
     try:
         config = config.model_copy(update={"model": open_task(config.for_task()).model})
         validate(config, processes)
-        size = checkpoint_bytes(config, build_model(config.model))
+        size = checkpoint_bytes(config, model_of(config))
         folder = Path(config.run.folder)
         check_room(folder, config.checkpoint, step=0, steps=config.train.steps, size=size)
     except (ValueError, OSError) as error:

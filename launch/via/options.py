@@ -1,7 +1,7 @@
 """The options of `polyad launch`."""
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,9 +86,7 @@ def _slurm_arguments(parser: Parser) -> None:
         "--via slurm, --via kubernetes", "What is not given is the cluster's default."
     )
     add = group.add_argument
-    add("--time", metavar="LIMIT", help="for example 24:00:00, or 2-12 (days-hours)")
-    for name in ("partition", "account", "qos"):
-        add(f"--{name}", metavar="NAME", help="one of the cluster's")
+    resource_arguments(add)
     add("--job-name", metavar="NAME", help="default: the name of run.folder")
     add("--gpus-per-node", type=positive, metavar="G", help="GPUs of each node; usually P")
     add(
@@ -97,13 +95,20 @@ def _slurm_arguments(parser: Parser) -> None:
         metavar="C",
         help="cores of each node, for all P processes; default: whole nodes (--exclusive)",
     )
-    add("--memory-per-node", metavar="SIZE", help="for example 480G; 0 is all")
     add(
         "--signal-seconds",
         type=positive,
         metavar="S",
         help="seconds before the limit at which the job saves and requeues itself; default 120",
     )
+
+
+def resource_arguments(add: Callable[..., object]) -> None:
+    """Declares what any job of Slurm may ask for."""
+    add("--time", metavar="LIMIT", help="for example 24:00:00, or 2-12 (days-hours)")
+    for name in ("partition", "account", "qos"):
+        add(f"--{name}", metavar="NAME", help="one of the cluster's")
+    add("--memory-per-node", metavar="SIZE", help="for example 480G; 0 is all")
 
 
 def _container_arguments(parser: Parser) -> None:
@@ -139,6 +144,28 @@ def _kubernetes_arguments(parser: Parser) -> None:
     add("--namespace", metavar="NAME", help="default: that of kubectl's context")
 
 
+def check_ways(
+    values: Mapping[str, Any], via: str, only_for: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuses options of other ways to launch.
+
+    Args:
+        values: of the options, by name; None was not given.
+        via: the way that is taken.
+        only_for: options, and the ways that they are of.
+
+    Raises:
+        LaunchError: one was given.
+    """
+    for name, ways in only_for.items():
+        if values[name] is not None and via not in ways:
+            shown = values[name] if isinstance(values[name], int) else repr(str(values[name]))
+            raise LaunchError(
+                f"--{name.replace('_', '-')}: {shown} is not allowed with "
+                f"--via {via}; it is an option of --via {' and '.join(ways)}"
+            )
+
+
 def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
     """Launches as the command line says.
 
@@ -153,13 +180,7 @@ def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
         ValueError: with an `exit_status` of 2: an option or the run is wrong.
     """
     values: dict[str, Any] = vars(options)
-    for name, ways in ONLY_FOR.items():
-        if values[name] is not None and options.via not in ways:
-            shown = values[name] if isinstance(values[name], int) else repr(str(values[name]))
-            raise LaunchError(
-                f"--{name.replace('_', '-')}: {shown} is not allowed with "
-                f"--via {options.via}; it is an option of --via {' and '.join(ways)}"
-            )
+    check_ways(values, options.via, ONLY_FOR)
     is_host = {None: None, "true": True, "false": False}[options.rdzv_is_host]
 
     def asked(via: str, kind: Callable[..., Way]) -> Way | None:

@@ -47,8 +47,8 @@ class SlurmJob:
     cpus_per_node: int | None = None
     memory_per_node: str | None = None
     """With a unit, K, M, G or T; 0 is all memory."""
-    signal_seconds: int = 120
-    """Seconds before the limit at which the job goes back into the queue."""
+    signal_seconds: int | None = 120
+    """Seconds before the limit at which the job goes back into the queue; None: it does not."""
     image: str | None = None
     """A container: an image or `.sqsh` file for pyxis, or a `.sif` file for Apptainer; None: what
     runs this program runs on the nodes."""
@@ -66,7 +66,7 @@ class SlurmJob:
             if number is not None and (not isinstance(number, int) or number < least):
                 option = f"--{name.replace('_', '-')}"
                 raise LaunchError(f"{option}: {number!r} is not allowed, at least {least}")
-        if self.signal_seconds > MOST_SIGNAL_SECONDS:
+        if self.signal_seconds is not None and self.signal_seconds > MOST_SIGNAL_SECONDS:
             raise LaunchError(
                 f"--signal-seconds: {self.signal_seconds} is not allowed, at most "
                 f"{MOST_SIGNAL_SECONDS}"
@@ -110,8 +110,8 @@ class SlurmJob:
     def _check_time(self) -> None:
         if self.time is None:
             return
-        limit, least = seconds(self.time), self.signal_seconds + SIGNAL_SLACK
-        if limit <= least:
+        limit = seconds(self.time)
+        if self.signal_seconds is not None and limit <= self.signal_seconds + SIGNAL_SLACK:
             # The signal would come at once, and again in each job that follows.
             raise LaunchError(
                 f"--time: {self.time} is {limit} s; more than --signal-seconds "
@@ -124,27 +124,29 @@ class SlurmJob:
         Args:
             grace_seconds: from the signal to the end of a process, `monitor.grace_seconds`.
         """
-        if self.signal_seconds < grace_seconds:
+        if self.signal_seconds is not None and self.signal_seconds < grace_seconds:
             raise LaunchError(
                 f"--signal-seconds: {self.signal_seconds} is less than monitor.grace_seconds: "
                 f"{grace_seconds:g}, which the run may take to save; at least as many"
             )
 
-    def directives(self, name: str, nodes: int, output: str) -> list[str]:
+    def directives(self, name: str, nodes: int, output: str, array: str | None = None) -> list[str]:
         """The `#SBATCH` lines.
 
         Args:
             name: of the job, unless it has one.
             nodes: N.
             output: the file that it writes to, a checked path.
+            array: numbers of the tasks of a job array.
         """
         asked: dict[str, object] = {
-            "job-name": self.job_name or name,
+            **{"job-name": self.job_name or name, "array": array},
             **{"nodes": nodes, "ntasks-per-node": 1},
             **{"gpus-per-node": self.gpus_per_node, "cpus-per-task": self.cpus_per_node},
             **{"mem": self.memory_per_node, "time": self.time},
             **{"partition": self.partition, "account": self.account, "qos": self.qos},
-            **{"signal": f"B:USR1@{self.signal_seconds}", "output": output},
+            **{"signal": self.signal_seconds and f"B:USR1@{self.signal_seconds}"},
+            "output": output,
             "open-mode": "append",  # a job that starts again goes on in its file
         }
         lines = [f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None]
@@ -198,13 +200,8 @@ def script_text(
             f"--gpus-per-node: {job.gpus_per_node} is not allowed with --processes-per-node "
             f"{processes_per_node}, each of which takes one"
         )
-    place = str(launch_folder(folder))
-    if not _DIRECTIVE_PATH.fullmatch(place):
-        raise LaunchError(
-            f"run.folder: {str(folder.absolute())!r} cannot stand in an #SBATCH line; only "
-            f"letters, digits and _./+,@:=- are allowed with --via slurm"
-        )
-    directives = job.directives(_job_name(folder), nodes, f"{place}/slurm-%j.out")
+    place = directive_path(launch_folder(folder), "run.folder")
+    directives = job.directives(job_name(folder.absolute().name), nodes, f"{place}/slurm-%j.out")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     # srun does not ask for what the job has.
     cpus = job.cpus_per_node or '"${SLURM_CPUS_ON_NODE:-1}"'
@@ -222,9 +219,31 @@ def script_text(
     )
 
 
-def _job_name(folder: Path) -> str:
-    name = re.sub(r"[^A-Za-z0-9_.+-]", "-", folder.absolute().name)[:64].lstrip(".+-")
-    return name or "polyad"
+def directive_path(launch_folder: Path, option: str) -> str:
+    """Checks that the folder of launch files can stand in an `#SBATCH` line.
+
+    Args:
+        launch_folder: in the folder that the option names.
+        option: for the error.
+
+    Returns:
+        The path, unchanged.
+
+    Raises:
+        LaunchError: it has characters that Slurm would read otherwise.
+    """
+    place = str(launch_folder)
+    if not _DIRECTIVE_PATH.fullmatch(place):
+        raise LaunchError(
+            f"{option}: {str(launch_folder.parent)!r} cannot stand in an #SBATCH line; only "
+            f"letters, digits and _./+,@:=- are allowed with --via slurm"
+        )
+    return place
+
+
+def job_name(folder: str) -> str:
+    """The name of a job, made from that of a folder."""
+    return re.sub(r"[^A-Za-z0-9_.+-]", "-", folder)[:64].lstrip(".+-") or "polyad"
 
 
 _SCRIPT = """\

@@ -96,6 +96,40 @@ def by_grouped_products(
     return output_MD
 
 
+def grouped_linear(
+    rows_MD: Tensor,
+    weight_EDF: Tensor,
+    counts_E: Tensor,
+    bias_EF: Tensor | None = None,
+    *,
+    loop: bool = False,
+) -> Tensor:
+    """Multiplies every row by its expert's matrix.
+
+    Args:
+        rows_MD: As in `grouped`.
+        weight_EDF: Of each expert.
+        counts_E: As in `grouped`.
+        bias_EF: What is added; None: nothing.
+        loop: Whether to compute by definition, one expert after the other.
+
+    Returns:
+        [M, F], in the same order; of rows after the last expert's anything.
+    """
+    if loop or switch.REFERENCE or not _takes_grouped(rows_MD.dtype, weight_EDF):
+        counts = counts_E.tolist()
+        *of_each, rest_MD = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
+        outputs = [x @ weight for x, weight in zip(of_each, weight_EDF.unbind(0), strict=True)]
+        if bias_EF is not None:
+            outputs = [y + bias for y, bias in zip(outputs, bias_EF.unbind(0), strict=True)]
+        return torch.cat([*outputs, rest_MD.new_zeros(len(rest_MD), weight_EDF.shape[2])])
+    offsets_E = counts_E.cumsum(0).to(torch.int32)
+    output_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
+    if bias_EF is None:
+        return output_MF
+    return output_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
+
+
 def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
     """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
     aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])

@@ -33,7 +33,7 @@ def matrix(
     scale: float,
     causal: bool,
     entropy_BS: Tensor | None = None,
-    rows_M: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """The matrix S, or some of its rows. B may stand for any number of dimensions.
 
@@ -43,7 +43,7 @@ def matrix(
         scale: Of the inner products.
         causal: Whether a token sees itself and those before it alone.
         entropy_BS: Of each token's scores, if a token sees only those with at most its own entropy.
-        rows_M: Which of the T rows; None: all.
+        rows: Which of the T rows, [M] or [B, M], of each B its own; None: all.
 
     Returns:
         [B, M, S], each row summing to 1.
@@ -51,13 +51,25 @@ def matrix(
     new, length = query_BTF.shape[-2], key_BSF.shape[-2]
     token_S = torch.arange(length, device=query_BTF.device)
     token_M = token_S[length - new :]
-    if rows_M is not None:
-        query_BTF, token_M = query_BTF.index_select(-2, rows_M), token_M[rows_M]
+    if rows is not None:
+        token_M = token_M[rows]  # [M] or [B, M]
+        if rows.dim() == 1:
+            query_BTF = query_BTF.index_select(-2, rows)
+        else:
+            query_BTF = query_BTF.take_along_dim(rows.unsqueeze(-1), -2)
     exponents_BMS = scale * (query_BTF @ key_BSF.mT)
     if causal:
-        exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[:, None], -torch.inf)
+        exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[..., None], -torch.inf)
     if entropy_BS is not None:
-        unseen_BMS = entropy_BS[:, None, :] > entropy_BS[:, token_M, None]
+        # With dimensions between B and S, as heads, that all have the same.
+        between = (1,) * (query_BTF.dim() - 3)
+        entropy_BS = entropy_BS.view(entropy_BS.shape[0], *between, entropy_BS.shape[-1])
+        of_row_BM = (
+            entropy_BS[..., token_M]
+            if token_M.dim() == 1
+            else entropy_BS.take_along_dim(token_M, -1)
+        )
+        unseen_BMS = entropy_BS.unsqueeze(-2) > of_row_BM.unsqueeze(-1)
         exponents_BMS = exponents_BMS.masked_fill(unseen_BMS, -torch.inf)
     return exponents_BMS.softmax(-1)
 

@@ -63,12 +63,17 @@ class Factorized(nn.Module, ABC):
 
     input_factor: Tensor
     output_factor: Tensor
+    input_lora: nn.Module | None
+    """What LoRA adds beside the input factor; see `model/lora.py`."""
+    output_lora: nn.Module | None
 
     def __init__(self, sizes: Sizes, output_scale: float = 1.0, activated: bool = False) -> None:
         super().__init__()
         self.sizes, self.output_scale, self.activated = sizes, output_scale, activated
         for name, shape in self.factor_shapes(sizes).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.register_module("input_lora", None)
+        self.register_module("output_lora", None)
 
     @classmethod
     @abstractmethod
@@ -159,8 +164,24 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, ...], the other modes of the input factor flattened.
         """
-        bias, activated = self.sizes.bias, self.activated
-        return contract(z_MI, self.input_factor, bias=bias, activated=activated)
+        return self.multiply_input(z_MI, self.sizes.bias)
+
+    def multiply_input(self, z_MI: Tensor, bias: bool) -> Tensor:
+        """Multiplies the input, or GELU of it, by the input factor.
+
+        Args:
+            z_MI: Tokens.
+            bias: Whether the factor's last row is added.
+
+        Returns:
+            [M, ...], the other modes of the input factor flattened.
+        """
+        activated = self.activated
+        contracted = contract(z_MI, self.input_factor, bias=bias, activated=activated)
+        if self.input_lora is None:
+            return contracted
+        added: Tensor = self.input_lora(z_MI, bias, activated)
+        return contracted + added
 
     def contract_output(self, mixed: Tensor) -> Tensor:
         """Contracts what was mixed with all modes of the output factor but the last.
@@ -171,7 +192,11 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, O].
         """
-        return contract(mixed, self.output_factor, modes=self.output_factor.dim() - 1)
+        output_MO = contract(mixed, self.output_factor, modes=self.output_factor.dim() - 1)
+        if self.output_lora is None:
+            return output_MO
+        added_MO: Tensor = self.output_lora(mixed, False, False)
+        return output_MO + added_MO
 
 
 def expert_factor(level: int) -> str:

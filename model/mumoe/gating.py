@@ -19,7 +19,6 @@ from torch.nn.functional import layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer
 from model.kernels.entmax import above_threshold
-from model.padding import token_mean
 
 EPSILON = 1e-5
 """Added to the variance of the scores."""
@@ -98,12 +97,11 @@ class ScoreNorm(nn.Module, ABC):
         return {}
 
     @abstractmethod
-    def forward(self, scores_MS: Tensor, real_M: Tensor | None = None) -> Normalized:
+    def forward(self, scores_MS: Tensor) -> Normalized:
         """Normalizes.
 
         Args:
             scores_MS: Of all levels side by side, in fp32 at least.
-            real_M: False for padding, which counts in no statistic; None: there is none.
         """
 
     def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
@@ -118,7 +116,7 @@ class ScoreNorm(nn.Module, ABC):
 class LayerNorm(ScoreNorm):
     """The scores of one token over the experts of a level, for language models."""
 
-    def forward(self, scores_MS: Tensor, real_M: Tensor | None = None) -> Normalized:
+    def forward(self, scores_MS: Tensor) -> Normalized:
         """See `ScoreNorm.forward`."""
         levels = scores_MS.split_with_sizes(self.num_experts, dim=-1)
         return Normalized([layer_norm(x_MN, x_MN.shape[-1:], eps=EPSILON) for x_MN in levels])
@@ -146,29 +144,25 @@ class BatchNorm(ScoreNorm):
         """Mean 0 and variance 1, as if nothing was normalized."""
         return {"running_mean": ZEROS, "running_variance": ONES}
 
-    def forward(self, scores_MS: Tensor, real_M: Tensor | None = None) -> Normalized:
+    def forward(self, scores_MS: Tensor) -> Normalized:
         """See `ScoreNorm.forward`."""
         mean_S, variance_S = self.running_mean, self.running_variance
         seen = scores_MS.detach()
         if self.training:
-            mean_S, variance_S = self.moments(scores_MS, real_M)
+            mean_S, variance_S = self.moments(scores_MS)
         normalized_MS = (scores_MS - mean_S) * torch.rsqrt(variance_S + EPSILON)
         levels = list(normalized_MS.to(scores_MS.dtype).split_with_sizes(self.num_experts, dim=-1))
-        return Normalized(levels, token_mean(seen, real_M), token_mean(seen.square(), real_M))
+        return Normalized(levels, seen.mean(0), seen.square().mean(0))
 
-    def moments(self, scores_MS: Tensor, real_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance over the tokens of the micro-batch, with gradients.
 
         Args:
             scores_MS: Of the tokens.
-            real_M: See `forward`.
 
         Returns:
             [S] and [S]; the variance is the mean of squares.
         """
-        if real_M is not None:
-            mean_S = token_mean(scores_MS, real_M)
-            return mean_S, token_mean((scores_MS - mean_S).square(), real_M)
         variance_S, mean_S = torch.var_mean(scores_MS, dim=0, correction=0)
         return mean_S, variance_S
 
@@ -217,17 +211,16 @@ class Gate(nn.Module):
         """Zero, as in the authors' code."""
         return {"weight": ZEROS}
 
-    def forward(self, u_MD: Tensor, real_M: Tensor | None = None) -> GateOutput:
+    def forward(self, u_MD: Tensor) -> GateOutput:
         """Weighs the experts for every token.
 
         Args:
             u_MD: What the gate reads.
-            real_M: False for padding; None: there is none.
         """
         scores_MS = self.scores(u_MD)
         # The product is in the model's precision, the rest in fp32 at least.
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
-        levels, mean_S, square_S = self.norm(scores_MS, real_M)
+        levels, mean_S, square_S = self.norm(scores_MS)
         return GateOutput([self.activation(x_MN) for x_MN in levels], mean_S, square_S)
 
     def scores(self, u_MD: Tensor) -> Tensor:

@@ -4,8 +4,8 @@
 
 Source: Oldfield et al. 2024, section 4.3: one gate, whose coefficients both layers use.
 
-Shapes: B batch, T tokens in a sequence, M = B T tokens, D width, F inner width, N experts of a
-level.
+Shapes: B batch, T tokens in a sequence, M tokens that are real, D width, F inner width, N
+experts of a level.
 """
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from model.mumoe.config import MuMoEConfig
 from model.mumoe.gating import Gate
 from model.mumoe.statistics import gate_statistics
 from model.output import RoutingStats
+from model.padding import RealTokens, pack, unpack
 
 
 class MuMoE(FeedForward):
@@ -51,17 +52,16 @@ class MuMoE(FeedForward):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Mixes the experts' outputs for the normalized input; see `FeedForward.forward`."""
         refuse_autocast(normalized_BTD, "a muMoE")
         u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
-        real_M = None if mask_BT is None else mask_BT.flatten()
-        output = self.gate(u_BTD.flatten(0, 1), real_M)
-        z_MD = normalized_BTD.flatten(0, 1)
+        output = self.gate(pack(u_BTD.flatten(0, 1), real))
+        z_MD = pack(normalized_BTD.flatten(0, 1), real)
         coefficients = self.gate.mixing_weights(output, z_MD.dtype)
-        y_MD = self.down(self.up(z_MD, coefficients), coefficients)
-        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(output, real_M)
+        y_MD = unpack(self.down(self.up(z_MD, coefficients), coefficients), real)
+        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(output, real)
 
     def gate_columns(self) -> list[Tensor]:
         """The gate's columns, of each level [N, D]: rows of the weight as it is stored."""

@@ -13,18 +13,18 @@ from torch import Tensor
 from model.entropy import entropy
 from model.mumoe.gating import GateOutput
 from model.output import RoutingStats
-from model.padding import token_mean
+from model.padding import RealTokens, counted
 
 DOMINANT = 0.5
 """The coefficient from which an expert dominates a token."""
 
 
-def gate_statistics(output: GateOutput, real_M: Tensor | None = None) -> RoutingStats:
+def gate_statistics(output: GateOutput, real: RealTokens | None = None) -> RoutingStats:
     """The statistics of a gate. All are means over tokens, so they can be averaged.
 
     Args:
-        output: Of the gate.
-        real_M: False for padding, which does not count; None: there is none.
+        output: Of the gate, for real tokens.
+        real: Which they are; None: all.
 
     Returns:
         The statistics with an empty name; None for those of sparse routing.
@@ -37,19 +37,18 @@ def gate_statistics(output: GateOutput, real_M: Tensor | None = None) -> Routing
         largest_M = largest_M * a_MN.amax(-1)
     return RoutingStats(
         name="",
-        load_E=torch.cat([token_mean(a_MN, real_M) for a_MN in levels]),
-        entropy=token_mean(entropy_M, real_M),
-        effective_experts=token_mean(entropy_M.exp(), real_M),
-        dominated=token_mean(_dominance(largest_M), real_M),
-        dominant_E=torch.cat([token_mean(_dominance(a_MN), real_M) for a_MN in levels]),
+        load_E=torch.cat([a_MN.mean(0) for a_MN in levels]),
+        entropy=entropy_M.mean(),
+        effective_experts=entropy_M.exp().mean(),
+        dominated=_dominance(largest_M).mean(),
+        dominant_E=torch.cat([_dominance(a_MN).mean(0) for a_MN in levels]),
         level_entropy_L=(
-            torch.stack([token_mean(level_M, real_M) for level_M in entropies])
-            if len(levels) > 1
-            else None
+            torch.stack([level_M.mean() for level_M in entropies]) if len(levels) > 1 else None
         ),
         levels=tuple(a_MN.shape[-1] for a_MN in levels),
         score_mean_S=output.mean_S,
         score_square_S=output.square_S,
+        tokens=None if real is None else counted(real, entropy_M.dtype),
     )
 
 

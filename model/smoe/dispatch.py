@@ -44,7 +44,6 @@ def make_plan(
     num_experts: int,
     capacity_factor: float | None = None,
     priority_N: Tensor | None = None,
-    real_N: Tensor | None = None,
 ) -> Plan:
     """Sorts assignments by expert.
 
@@ -57,16 +56,13 @@ def make_plan(
         capacity_factor: Rows that an expert takes, times N K / E; None: all.
         priority_N: An expert takes all first choices before any second one, and equal choices from
             the token with the highest number down; None: as tokens come.
-        real_N: False for padding, which no expert takes; None: there is none.
 
     Returns:
         The plan.
     """
-    if real_N is not None:  # padding goes to an expert after the last, whose rows nobody takes
-        expert_ids_NK = expert_ids_NK.masked_fill(~real_N.unsqueeze(1), num_experts)
     expert_A = expert_ids_NK.reshape(-1)
     # A GPU sorts a few bits at a time.
-    key_A = expert_A.to(torch.int16) if num_experts < 2**15 else expert_A
+    key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
     total = expert_A.numel()
     if priority_N is None:
         sorted_A, assignment_A = key_A.sort(stable=True)
@@ -74,26 +70,20 @@ def make_plan(
         order_A = _by_priority(priority_N, expert_ids_NK.shape[1])
         sorted_A, place_A = key_A[order_A].sort(stable=True)
         assignment_A = order_A[place_A]
-    counts_E1 = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_A.device)
-    counts_E1 = counts_E1.scatter_add(0, expert_A, torch.ones_like(expert_A))
-    counts_E = counts_E1[:num_experts]
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_A.device)
+    counts_E = counts_E.scatter_add(0, expert_A, torch.ones_like(expert_A))
     rank_A = torch.arange(total, device=expert_A.device)
     if capacity_factor is None:
-        row_A = torch.empty_like(rank_A).scatter(0, assignment_A, rank_A)
-        return Plan(assignment_A, row_A, counts_E, drops=real_N is not None)
+        return Plan(
+            assignment_A, torch.empty_like(rank_A).scatter(0, assignment_A, rank_A), counts_E
+        )
     # In floating point 1.1 x 50 / 5 is a little more than 11; it must give 11.
-    rows = total if real_N is None else counts_E.sum()
-    capacity = _ceil(capacity_factor * rows / num_experts - 1e-9)
-    first_E1 = counts_E1.cumsum(0) - counts_E1
-    sorted_A = sorted_A.long()
-    dropped_A = (rank_A - first_E1[sorted_A] >= capacity) | (sorted_A == num_experts)
+    capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
+    first_E = counts_E.cumsum(0) - counts_E
+    dropped_A = rank_A - first_E[sorted_A.long()] >= capacity
     assignment_M = assignment_A[dropped_A.to(torch.uint8).sort(stable=True).indices]
     row_A = torch.empty_like(rank_A).scatter(0, assignment_M, rank_A)
     return Plan(assignment_M, row_A, counts_E.clamp_max(capacity), drops=True)
-
-
-def _ceil(rows: float | Tensor) -> int | Tensor:
-    return rows.ceil().long() if isinstance(rows, Tensor) else math.ceil(rows)
 
 
 def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
@@ -126,9 +116,7 @@ class Dispatcher(nn.Module):
         """
         config = experts.config
         ids_NK = self.order(selected.expert_ids_NK)
-        plan = make_plan(
-            ids_NK, config.num_experts, capacity_factor, selected.priority_N, selected.real_N
-        )
+        plan = make_plan(ids_NK, config.num_experts, capacity_factor, selected.priority_N)
         begun = self.begin(plan)
         rows_MD = take_rows(tokens_ND, plan)
         if plan.drops:

@@ -3,7 +3,7 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,15 @@ from model.interface import FeedForwardContext
 from model.kernels.grouped import grouped, one_by_one
 from model.smoe.config import SparseMoEConfig
 
-Lot: TypeAlias = tuple[Tensor, Tensor | None, Tensor]
-"""Up, its bias and down of some experts."""
+
+class Lot(NamedTuple):
+    """The weights of some experts."""
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    low_rank: tuple[Tensor, ...] = ()
+    """What is added to both layers, of experts with LoRA: see `model/lora.py`."""
 
 
 class Experts(nn.Module):
@@ -53,10 +60,10 @@ class Experts(nn.Module):
             sizes: Experts of each group.
         """
         if len(sizes) == 1:
-            return [(self.up, self.up_bias, self.down)]
+            return [Lot(self.up, self.up_bias, self.down)]
         ups, downs = (torch.split(x, sizes) for x in (self.up, self.down))
         biases = [None] * len(sizes) if self.up_bias is None else torch.split(self.up_bias, sizes)
-        return list(zip(ups, biases, downs, strict=True))
+        return [Lot(*each) for each in zip(ups, biases, downs, strict=True)]
 
     def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
         """Runs every row through its expert.
@@ -71,5 +78,5 @@ class Experts(nn.Module):
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.config.expert_dropout else None
-        up_EDF, bias_EF, down_EFD = lot or (self.up, self.up_bias, self.down)
-        return compute(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop)
+        lot = lot or Lot(self.up, self.up_bias, self.down)
+        return compute(rows_MD, lot.up, lot.up_bias, lot.down, counts_E, drop)

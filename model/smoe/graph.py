@@ -27,19 +27,24 @@ from model.cache import LayerCache
 from model.entropy import entropy
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForwardContext, refuse_autocast
-from model.kernels.mixture import mixture
+from model.kernels.mixture import matrix, mixture
+from model.padding import RealTokens
 from model.smoe.config import SparseMoEConfig
-from model.smoe.features import (
-    Features,
-    head_entropies,
-    measured_mean,
-    row_entropies,
-    without_padding,
-)
 from model.smoe.scores import router_dtype
 
 ENTROPY_MOMENTUM = 0.99
 """Momentum of the running mean of head entropies, per step."""
+MEASURED_ROWS = 32
+"""Query rows of a sequence at which entropies are measured: a sample of all rows."""
+
+
+class Features(NamedTuple):
+    """The factors of S: each row is the softmax over j of scale * query_i . key_j."""
+
+    query_BTF: Tensor
+    """Queries; in routing's precision, as the keys."""
+    key_BTF: Tensor
+    scale: float = 1.0
 
 
 class Mixed(NamedTuple):
@@ -83,7 +88,7 @@ class Graph(nn.Module, ABC):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """Mixes scores.
 
@@ -92,7 +97,8 @@ class Graph(nn.Module, ABC):
             u_BTD: The tokens as the experts see them.
             attention: The trace of the block's attention, if `attention_head` names a head.
             cache: In generation: features and scores of earlier tokens, to which these are added.
-            mask_BT: False for padding, whose scores are mixed into nobody's; None: there is none.
+            real: The tokens that are not padding; None: all. They see no other, and no other is
+                measured.
 
         Returns:
             The mixture and its statistics.
@@ -103,7 +109,7 @@ class Graph(nn.Module, ABC):
         features: Features,
         scores_BTE: Tensor,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Computes p = S r.
 
@@ -111,13 +117,11 @@ class Graph(nn.Module, ABC):
             features: What makes S.
             scores_BTE: r.
             cache: See `forward`; with it S is causal in any case.
-            mask_BT: See `forward`.
+            real: See `forward`.
 
         Returns:
             p [B, T, E], and the effective neighbours as `Mixed` has them.
         """
-        if mask_BT is not None:
-            features = without_padding(features, mask_BT)
         query_BTF, key_BSF, scale = features
         value_BSE = scores_BTE
         if cache is not None:
@@ -127,13 +131,19 @@ class Graph(nn.Module, ABC):
         # J_i of the paper's Proposition 1: tokens whose scores have no more entropy.
         restricted = self.config.lower_entropy_only
         entropy_BS = entropy(value_BSE.detach()) if restricted else None
+        if real is not None and not causal:
+            # Nobody real sees a token of more entropy than any other; padding sees all, so that no
+            # row is empty. A causal mask alone hides what stands on the right.
+            known_BS = scores_BTE.new_zeros(()) if entropy_BS is None else entropy_BS
+            entropy_BS = torch.where(real.mask_BT, known_BS, torch.inf)
         mixed_BTE = mixture(
             query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, entropy_BS=entropy_BS
         )
         if cache is not None:
             return mixed_BTE, None
-        entropy_BM = row_entropies(query_BTF, key_BSF, scale, causal, entropy_BS)
-        return mixed_BTE, measured_mean(entropy_BM.exp(), mask_BT)
+        measured = _measured_rows(query_BTF.shape[-2], query_BTF.device, real)
+        entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, entropy_BS)
+        return mixed_BTE, measured.mean(entropy_BM.exp())
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None) -> None:
@@ -142,6 +152,80 @@ class Graph(nn.Module, ABC):
         Args:
             head_entropy_A: As `Mixed` has it, averaged over the whole step.
         """
+
+
+class MeasuredRows(NamedTuple):
+    """Rows spread evenly over each sequence, its last one among them: a sample of all."""
+
+    rows: Tensor
+    """[M], M = min(T, MEASURED_ROWS), or [B, M] where sequences have padding."""
+    weights_BM: Tensor | None = None
+    """The share of the real tokens that each row stands for; None: all the same."""
+
+    def mean(self, values_BM: Tensor) -> Tensor:
+        """The mean over rows, no dimensions."""
+        if self.weights_BM is None:
+            return values_BM.mean()
+        return (values_BM * self.weights_BM.to(values_BM.dtype)).sum()
+
+
+def _measured_rows(
+    length: int, device: torch.device, real: RealTokens | None = None
+) -> MeasuredRows:
+    if real is None:
+        count = min(length, MEASURED_ROWS)
+        part_M = torch.arange(1, count + 1, device=device)
+        return MeasuredRows((part_M * length).div(count, rounding_mode="floor") - 1)
+    # Of each sequence those that it would have without padding; the first `count` of M are any.
+    length_B1 = real.lengths_B.unsqueeze(1)
+    count_B1 = length_B1.clamp(max=MEASURED_ROWS)
+    part_M = torch.arange(1, MEASURED_ROWS + 1, device=device)
+    rows_BM = (part_M * length_B1).div(count_B1, rounding_mode="floor") - 1
+    each_B1 = length_B1 / count_B1 / length_B1.sum()
+    weights_BM = torch.where(part_M <= count_B1, each_B1, 0)
+    return MeasuredRows(rows_BM.clamp(max=length - 1), weights_BM)
+
+
+@torch.no_grad()
+def _row_entropies(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    causal: bool,
+    measured: MeasuredRows,
+    entropy_BS: Tensor | None = None,
+) -> Tensor:
+    """Entropies of measured rows of softmax(scale * query . key); [..., T, F] -> [..., M]."""
+    rows = measured.rows
+    if rows.dim() > 1 and query.dim() > 3:
+        rows = rows.unsqueeze(1)  # the same for every head
+    return entropy(matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows=rows))
+
+
+def head_entropies(
+    attention: AttentionTrace, causal: bool, real: RealTokens | None = None
+) -> Tensor:
+    """The mean entropy of each head's attention over measured rows.
+
+    Args:
+        attention: What attention did.
+        causal: Whether j <= i.
+        real: The tokens that are not padding; None: all.
+
+    Returns:
+        [G] in nats; no gradient.
+    """
+    query, key = attention.q_BATH.detach(), attention.k_BATH.detach()
+    dtype = router_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5
+    measured = _measured_rows(query.shape[-2], query.device, real)
+    hidden_BS = None
+    if real is not None and not causal:
+        hidden_BS = torch.where(real.mask_BT, 0.0, torch.inf)
+    entropy_BAM = _row_entropies(query.to(dtype), key.to(dtype), scale, causal, measured, hidden_BS)
+    if measured.weights_BM is None:
+        return entropy_BAM.mean((0, 2))
+    return (entropy_BAM * measured.weights_BM.to(dtype).unsqueeze(1)).sum((0, 2))
 
 
 class NoGraph(Graph):
@@ -153,7 +237,7 @@ class NoGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         return Mixed(scores_BTE, None, None)
@@ -168,14 +252,14 @@ class SimilarityGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         u_BTD = u_BTD.to(router_dtype(u_BTD.dtype))
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
         features = Features(u_BTD, u_BTD, 1 / self.config.tau)
-        return Mixed(*self.mix(features, scores_BTE, cache, mask_BT), None)
+        return Mixed(*self.mix(features, scores_BTE, cache, real), None)
 
 
 class AttentionGraph(Graph):
@@ -248,14 +332,14 @@ class AttentionGraph(Graph):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
         assert attention is not None
-        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache, mask_BT)
+        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache, real)
         entropy_A = None
         if cache is None:
-            entropy_A = head_entropies(attention, self.context.causal, mask_BT)
+            entropy_A = head_entropies(attention, self.context.causal, real)
         return Mixed(mixed_BTE, neighbours, entropy_A)
 
 

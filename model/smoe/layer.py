@@ -2,7 +2,8 @@
 
     y_i = sum_e TopK(p_i)_e g_e(u_i)
 
-Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K experts of a token.
+Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without padding), D width, E
+experts, K experts of a token.
 """
 
 import torch
@@ -13,7 +14,7 @@ from model.cache import LayerCache
 from model.initialization import ZEROS, Initializer
 from model.interface import FeedForward, FeedForwardContext
 from model.output import RoutingStats
-from model.padding import token_mean
+from model.padding import RealTokens, pack, unpack
 from model.smoe.config import SparseMoEConfig
 from model.smoe.dispatch import Dispatcher
 from model.smoe.experts import Experts
@@ -55,26 +56,25 @@ class SparseMoE(FeedForward):
         residual_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
-        selected, stats = self.router(normalized_BTD, attention, cache, mask_BT)
+        selected, stats = self.router(normalized_BTD, attention, cache, real)
         capacity_factor = self.config.capacity(self.training)
         y_ND, plan = self.dispatcher(
-            normalized_BTD.flatten(0, 1), selected, self.experts, capacity_factor
+            pack(normalized_BTD.flatten(0, 1), real), selected, self.experts, capacity_factor
         )
         weights_NK = selected.weights_NK
         if plan.drops:
             kept_A = plan.kept_M()[plan.row_A]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
-            kept_N = kept_A.view_as(weights_NK).to(stats.load_E.dtype).mean(1)
-            stats = stats._replace(dropped=1 - token_mean(kept_N, selected.real_N))
+            stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
             # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
             weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.num_experts)
             weights_NE = weights_NE.scatter(1, selected.expert_ids_NK, weights_NK)
             y_ND = torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
-        return self.dropout(y_ND.view_as(normalized_BTD)), stats
+        return self.dropout(unpack(y_ND, real).view_as(normalized_BTD)), stats
 
     def gate_columns(self) -> list[Tensor]:
         """The columns of the score, [E, D]: there is one level of experts."""

@@ -1,7 +1,5 @@
 """Losses and statistics of routing: pure functions of scores and selected experts.
 
-Each is over tokens; `real_N` is False for padding, which counts nowhere, and None without padding.
-
 Shapes: N tokens, E experts, K experts of a token.
 """
 
@@ -11,83 +9,64 @@ import torch
 from torch import Tensor
 
 from model.entropy import entropy
-from model.padding import token_mean
 
 
-def load(
-    expert_ids_NK: Tensor,
-    num_experts: int,
-    dtype: torch.dtype = torch.float32,
-    real_N: Tensor | None = None,
-) -> Tensor:
+def load(expert_ids_NK: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The share of the assignments that each expert receives.
 
     Args:
         expert_ids_NK: The experts of each token.
         num_experts: E.
         dtype: Of the result.
-        real_N: See above.
 
     Returns:
         f [E], which sums to 1.
     """
     ids = expert_ids_NK.reshape(-1)
     counts_E = torch.zeros(num_experts, dtype=dtype, device=ids.device)
-    if real_N is None:
-        return counts_E.scatter_add(0, ids, torch.ones_like(ids, dtype=dtype)) / ids.numel()
-    counted = real_N.to(dtype).unsqueeze(1).expand_as(expert_ids_NK).reshape(-1)
-    return counts_E.scatter_add(0, ids, counted) / counted.sum().clamp_min(1)
+    return counts_E.scatter_add(0, ids, torch.ones_like(ids, dtype=dtype)) / ids.numel()
 
 
-def load_balance_loss(scores_NE: Tensor, load_E: Tensor, real_N: Tensor | None = None) -> Tensor:
+def load_balance_loss(scores_NE: Tensor, load_E: Tensor) -> Tensor:
     """E * sum_e f_e P_e: 1 at uniform load, for any K (Fedus et al. 2022, equation 4).
 
     Args:
         scores_NE: The scores that top-K sees; P is their mean over tokens.
         load_E: f; no gradient flows to it.
-        real_N: See above.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
     """
-    return scores_NE.shape[1] * (load_E.detach() * token_mean(scores_NE, real_N)).sum()
+    return scores_NE.shape[1] * (load_E.detach() * scores_NE.mean(0)).sum()
 
 
-def router_z_loss(logits_NE: Tensor, real_N: Tensor | None = None) -> Tensor:
+def router_z_loss(logits_NE: Tensor) -> Tensor:
     """The mean of logsumexp(logits)^2 (Zoph et al. 2022, equation 5): it keeps logits small.
 
     Args:
         logits_NE: Of the base score.
-        real_N: See above.
 
     Returns:
         No dimensions.
     """
-    return token_mean(logits_NE.logsumexp(-1).square(), real_N)
+    return logits_NE.logsumexp(-1).square().mean()
 
 
-def importance_loss(scores_NE: Tensor, real_N: Tensor | None = None) -> Tensor:
+def importance_loss(scores_NE: Tensor) -> Tensor:
     """The squared coefficient of variation, over experts, of the scores' sum over tokens.
 
     0 where all experts have the same. Source: Riquelme et al. 2021, appendix A.2.
 
     Args:
         scores_NE: Of the base score, without noise; each row sums to 1.
-        real_N: See above.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
     """
-    return _squared_variation(token_mean(scores_NE, real_N))
+    return _squared_variation(scores_NE.mean(0))
 
 
-def load_loss(
-    logits_NE: Tensor,
-    noisy_NE: Tensor,
-    noise_std: float,
-    top_k: int,
-    real_N: Tensor | None = None,
-) -> Tensor:
+def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int) -> Tensor:
     """The squared coefficient of variation, over experts, of the load to be expected under noise.
 
     The load of an expert is the mean over tokens of the probability that its logit, with noise
@@ -99,7 +78,6 @@ def load_loss(
         noisy_NE: The same with noise.
         noise_std: Standard deviation of the noise, above 0.
         top_k: K.
-        real_N: See above.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
@@ -107,7 +85,7 @@ def load_loss(
     last_N1 = noisy_NE.topk(top_k, dim=-1).values[:, -1:]
     deviations_NE = (last_N1 - logits_NE) / noise_std
     chance_NE = 0.5 * torch.special.erfc(deviations_NE / math.sqrt(2))
-    return _squared_variation(token_mean(chance_NE, real_N))
+    return _squared_variation(chance_NE.mean(0))
 
 
 def _squared_variation(values_E: Tensor) -> Tensor:
@@ -115,14 +93,13 @@ def _squared_variation(values_E: Tensor) -> Tensor:
     return values_E.var(correction=0) / values_E.mean().square()
 
 
-def mean_entropy(scores_NE: Tensor, real_N: Tensor | None = None) -> Tensor:
+def mean_entropy(scores_NE: Tensor) -> Tensor:
     """The mean over tokens of the entropy of their scores.
 
     Args:
         scores_NE: Non-negative, each row summing to 1.
-        real_N: See above.
 
     Returns:
         Nats, no dimensions.
     """
-    return token_mean(entropy(scores_NE), real_N)
+    return entropy(scores_NE).mean()

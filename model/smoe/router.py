@@ -1,6 +1,7 @@
 """The router: a base score, mixed over a graph of tokens, of which the K highest are selected.
 
-Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K experts of a token.
+Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without padding), D width, E
+experts, K experts of a token.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.interface import FeedForwardContext
 from model.output import RoutingStats
+from model.padding import RealTokens, counted, pack, unpack
 from model.smoe.config import SparseMoEConfig
 from model.smoe.graph import GRAPHS
 from model.smoe.losses import (
@@ -54,7 +56,7 @@ class Router(nn.Module):
         u_BTD: Tensor,
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
-        mask_BT: Tensor | None = None,
+        real: RealTokens | None = None,
     ) -> Routing:
         """Chooses the experts of every token.
 
@@ -62,13 +64,12 @@ class Router(nn.Module):
             u_BTD: The input of the experts.
             attention: The trace of the block's attention, if the graph needs it.
             cache: In generation: the graph's features and scores of earlier tokens.
-            mask_BT: False for padding, which counts in no statistic and gets no expert.
+            real: The tokens that are not padding; None: all.
 
         Returns:
-            Experts and weights of the N = B T tokens, and the statistics.
+            Experts and weights of the N tokens that are real, and their statistics.
         """
-        real_N = None if mask_BT is None else mask_BT.flatten()
-        logits_NE = self.score(u_BTD.flatten(0, 1))
+        logits_NE = self.score(pack(u_BTD.flatten(0, 1), real))
         clean_NE = scores_NE = logits_NE.softmax(-1)
         load_term = None
         if self.training and self.noise_std:
@@ -76,23 +77,24 @@ class Router(nn.Module):
             # recomputation draws it again.
             noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
             scores_NE = noisy_NE.softmax(-1)
-            load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k, real_N)
-        scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
-        mixed = self.graph(scores_BTE, u_BTD, attention, cache, mask_BT)
-        mixed_NE = mixed.scores_BTE.flatten(0, 1)
-        selected = self.selection(mixed_NE)._replace(real_N=real_N)
-        load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype, real_N)
+            load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k)
+        scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
+        mixed = self.graph(scores_BTE, u_BTD, attention, cache, real)
+        mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
+        selected = self.selection(mixed_NE)
+        load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)
         stats = RoutingStats(
             name="",
             load_E=load_E,
-            entropy=mean_entropy(mixed_NE.detach(), real_N),
-            balance_loss=load_balance_loss(mixed_NE, load_E, real_N),
-            z_loss=router_z_loss(logits_NE, real_N),
-            importance_loss=importance_loss(clean_NE, real_N),
+            entropy=mean_entropy(mixed_NE.detach()),
+            balance_loss=load_balance_loss(mixed_NE, load_E),
+            z_loss=router_z_loss(logits_NE),
+            importance_loss=importance_loss(clean_NE),
             load_loss=load_term,
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
+            tokens=None if real is None else counted(real, mixed_NE.dtype),
         )
         return Routing(selected, stats)
 

@@ -21,8 +21,6 @@ class Selected(NamedTuple):
     """Indices of the experts, int64."""
     priority_N: Tensor | None = None
     """Where a capacity asks for it: which tokens go first, the highest number before all others."""
-    real_N: Tensor | None = None
-    """False for padding, which no expert computes; None: there is none."""
 
 
 class TopK(nn.Module):

@@ -15,9 +15,10 @@ from torch import nn
 
 from model.build import build_model, read_model_config
 from model.config_yaml import ConfigYamlError, load
+from model.lora import of_base
 from model.settings import ModelSettings
 from parallel import comm
-from parallel.checkpoint.commit import complete_checkpoints
+from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from parallel.checkpoint.contents import Contents, chunk_differs, read_contents
 from parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
 from parallel.checkpoint.manifest import (
@@ -65,8 +66,14 @@ class Checkpoint:
         """Whether every byte was compared with the manifest: it is not digested again."""
         self._verified: set[Chunk] = set()
         self._chosen = MASTER
-        self.has_average = all(EMA in self.tensors[name] for name in self.shapes())
-        """Whether a moving average of every weight is there."""
+        self.has_average = self._has_average()
+        """Whether a moving average of every weight is there; a frozen one is its own."""
+
+    def _has_average(self) -> bool:
+        weights = [fields for fields in self.tensors.values() if MASTER in fields]
+        averaged = [fields for fields in weights if EMA in fields]
+        rest = [fields for fields in weights if EMA not in fields]
+        return bool(averaged) and all(fields.keys() == {MASTER} for fields in rest)
 
     def model_config(self) -> ModelSettings:
         """The configuration of its model, complete.
@@ -119,13 +126,13 @@ class Checkpoint:
     ) -> torch.Tensor:
         """A box of a tensor; only the chunks that it touches are read, each verified once.
 
-        In a checkpoint without averages these are the weights.
+        Where there is no average of a weight it is the weight.
 
         Raises:
             CheckpointError: the checkpoint lacks the tensor, has it in another shape, or a chunk
                 is damaged.
         """
-        if field == EMA and not self.has_average:
+        if field == EMA and EMA not in self.tensors.get(name, {}):
             field = MASTER
         about = self.tensors.get(name, {}).get(field)
         if about is None:
@@ -156,7 +163,7 @@ class Checkpoint:
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
         """A whole tensor in its global shape; without a field the weight, or what stands for it."""
-        field = field or self._chosen
+        field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
         shape = self.tensors[name][field].shape
         return self.read(name, field, shape, (0,) * len(shape), shape)
 
@@ -173,16 +180,26 @@ class Checkpoint:
             )
         self._chosen = EMA
 
-    def check_model(self, module: nn.Module) -> None:
+    def check_model(self, module: nn.Module, without: tuple[str, ...] = ()) -> None:
         """Compares names and shapes of weights and buffers with a model's.
+
+        Frozen weights of a model with adapters are not in a checkpoint.
+
+        Args:
+            module: the model.
+            without: beginnings of names that are left out, here and there.
 
         Raises:
             CheckpointError: they differ; the first few differences are named.
         """
-        ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        if differing := differing_shapes(self.shapes(), ours):
+        base = of_base(module)
+        named = [(name, p) for name, p in module.named_parameters() if name not in base]
+        ours = {name: tuple(p.shape) for name, p in named}
+        if differing := differing_shapes(self.shapes(), ours, without):
             raise CheckpointError(f"{self.folder}: is of another model: {differing}")
         for name, buffer in persistent_buffers(module):
+            if name.startswith(without):
+                continue
             stored = self.tensors.get(name, {}).get(BUFFER)
             if stored is None or stored.shape != tuple(buffer.shape):
                 there = "missing" if stored is None else list(stored.shape)
@@ -210,11 +227,14 @@ class Checkpoint:
             raise damaged(path, f"section `model`: {error}") from None
         self.check_model(model)
 
-    def check_resume(self, state_fields: Collection[str]) -> None:
+    def check_resume(
+        self, state_fields: Collection[str], frozen: Collection[str] = frozenset()
+    ) -> None:
         """Checks that a run can go on from it, which needs more than weights.
 
         Args:
             state_fields: what the run's optimizer keeps of every weight.
+            frozen: names of weights that it does not have.
 
         Raises:
             DamagedCheckpoint: something is not there.
@@ -227,6 +247,8 @@ class Checkpoint:
                     self.folder / "index.json",
                     f"{name} has seen {self.step(name)} steps of {self.training_step:,}",
                 )
+            if name in frozen:
+                continue
             for field in state_fields:
                 if field not in self.tensors[name]:
                     raise damaged(self.folder / "index.json", f"it has no {field} of {name}")
@@ -303,6 +325,27 @@ class WeightsOnly:
     def buffer(self, name: str) -> torch.Tensor:
         """A whole buffer: buffers count as weights."""
         return self._checkpoint.buffer(name)
+
+
+def best_checkpoint(path: Path) -> Path:
+    """The checkpoint of a run's best validation.
+
+    Args:
+        path: the run's folder.
+
+    Raises:
+        CheckpointError: none is marked, or it is not there.
+    """
+    marked = path / "checkpoints" / BEST_FILE
+    if not marked.is_file():
+        raise CheckpointError(
+            f"{path}: no checkpoint is marked as the best; a run with checkpoint.keep_best: true "
+            f"and a validation split marks one"
+        )
+    name = marked.read_text(errors="replace").strip()
+    if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
+        raise CheckpointError(f"{marked}: names {name!r:.60}, which is no checkpoint beside it")
+    return marked.parent / name
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -31,7 +31,7 @@ from parallel.checkpoint.storage import (
 from parallel.checkpoint.tensor_bytes import RawTensor, write_tensors
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
-LATEST_FILE = "latest"
+LATEST_FILE, BEST_FILE = "latest", "best"
 LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted")
 
 
@@ -66,6 +66,8 @@ class Retention:
     """How many of the newest good checkpoints are kept; None keeps all."""
     every: int = 0
     """Checkpoints whose step is a multiple of this are always kept; 0: none."""
+    best: int | None = None
+    """The step of the best one, which is always kept, and named in `best`; None: there is none."""
 
 
 def step_folder(step: int) -> str:
@@ -148,6 +150,8 @@ def commit(
     if replaced is not None:
         remove_tree(replaced)
     replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
+    if keep.best is not None and (folder / step_folder(keep.best) / MANIFEST_FILE).is_file():
+        replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
     prune(folder, step, keep)
     return final
 
@@ -167,7 +171,7 @@ def prune(folder: Path, step: int, keep: Retention) -> None:
         if len(newest) < keep.last - 1 and _opens(path):
             newest.append(path)
     for path in before:
-        for_ever = keep.every and _step(path) % keep.every == 0
+        for_ever = (keep.every and _step(path) % keep.every == 0) or _step(path) == keep.best
         if path not in newest and not for_ever:
             discard(path)
 

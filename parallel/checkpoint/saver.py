@@ -3,7 +3,7 @@
 import base64
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,12 @@ class Saver:
             self._writer = self._new_writer(memory_needed(list(chunks_of(engine))))
 
     def save(
-        self, step: int, state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
+        self,
+        step: int,
+        state: dict[str, Any],
+        config_yaml: str,
+        files: Mapping[str, bytes],
+        best: int | None = None,
     ) -> None:
         """Begins to save, after the save before is done; without a writer it returns when done.
 
@@ -74,6 +79,8 @@ class Saver:
             state: JSON values for `state.json`, the same on every process.
             config_yaml: the resolved configuration.
             files: what else lies in it by name, as a tokenizer.
+            best: the step of the best checkpoint so far, perhaps of this one, which stays; None:
+                none is marked.
 
         Raises:
             SaveError: this save or the one before failed, on any process.
@@ -81,10 +88,11 @@ class Saver:
         if self._writer is None:
             save(
                 self._engine, self._folder, step, state=state, config_yaml=config_yaml,
-                files=files, keep=self._keep,
+                files=files, keep=replace(self._keep, best=best),
             )  # fmt: skip
             return
         self.finish()
+        self._keep = replace(self._keep, best=best)
         chunks = list(chunks_of(self._engine))
         if (needed := memory_needed(chunks)) > self._writer.nbytes:
             self._writer.close()
@@ -181,5 +189,5 @@ class Saver:
         others = {name: base64.b64encode(data).decode() for name, data in pending.others.items()}
         return {
             "do": "commit", "staging": str(pending.staging), "step": pending.step,
-            "shards": shards, "others": others, "keep": [self._keep.last, self._keep.every],
+            "shards": shards, "others": others, "keep": astuple(self._keep),
         }  # fmt: skip

@@ -70,11 +70,15 @@ class State(Record):
     spikes_in_a_row: Count = 0
     left_out: tuple[Count, ...] = ()
     unfinished: StepRecord | None = None
+    best_score: float | None = None
+    best_step: Count = 0
+    validations_since_best: Count = 0
     first_loss: Measured | None = None
     seconds: Seconds = 0.0
     data_fingerprint: str = ""
     tokenizer_fingerprint: str | None = None
     end_of_text: str | None = None
+    base_digest: str | None = None
     vocab_size: Count = 0
     world_size: Annotated[Count, Field(ge=1)] = 1
     versions: dict[str, str] = Field(default_factory=dict)

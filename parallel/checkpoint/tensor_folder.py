@@ -221,19 +221,22 @@ def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
 
 
 def differing_shapes(
-    theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]
+    theirs: dict[str, tuple[int, ...]],
+    ours: dict[str, tuple[int, ...]],
+    without: tuple[str, ...] = (),
 ) -> str | None:
     """The first few names whose shapes differ, with both; None if all are the same.
 
     Args:
         theirs: of stored weights.
         ours: of the model.
+        without: beginnings of names that are left out.
     """
     differing = [
         f"{name} {list(theirs.get(name, ())) or 'missing'} there, "
         f"{list(ours.get(name, ())) or 'missing'} here"
         for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        if ours.get(name) != theirs.get(name) and not name.startswith(without)
     ]
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return f"{'; '.join(differing[:3])}{more}" if differing else None

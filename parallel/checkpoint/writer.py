@@ -28,6 +28,7 @@ from parallel.checkpoint.parts import parts_of
 from parallel.checkpoint.storage import make_folder, reason_of, remove_tree
 from parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
 from parallel.fragments import MASTER, persistent_buffers
+from parallel.tensor import placement_of
 from parallel.zero import Engine
 
 T = TypeVar("T")
@@ -213,6 +214,7 @@ def chunks_of(engine: Engine) -> Iterator[Chunk]:
                 yield Chunk(
                     part.name, field, shape, offset, size, part.step, values, by_optimizer=True
                 )
+    yield from _frozen_chunks(engine)
     if comm.rank() == 0:
         for name, buffer in persistent_buffers(engine.module):
             yield _buffer_chunk(name, buffer)
@@ -220,6 +222,18 @@ def chunks_of(engine: Engine) -> Iterator[Chunk]:
         whole = (random_state.numel(),)
         full_name = f"rank-{comm.rank():05d}.{name}"
         yield Chunk(full_name, "random", whole, (0,), whole, 0.0, random_state)
+
+
+def _frozen_chunks(engine: Engine) -> Iterator[Chunk]:
+    """Frozen weights, which have no moments and never change."""
+    for name, parameter in engine.module.named_parameters():
+        if (flat := engine.frozen.get(name)) is None:
+            continue
+        placement = placement_of(parameter)
+        for first, (offset, size) in placement.boxes(0, flat.numel()):
+            values = placement.values(flat, first, size)
+            shape = placement.global_shape
+            yield Chunk(name, MASTER, shape, offset, size, 0.0, values, by_optimizer=True)
 
 
 def _buffer_chunk(name: str, buffer: torch.Tensor) -> Chunk:

@@ -131,7 +131,7 @@ class Traffic:
         if name not in KINDS:
             return
         kind = KINDS[name]
-        group = _group_of(operation)
+        group = group_of(operation)
         axis, size = self._named(group, kind)
         tensors = _payload(name, operation.args)
         payload = sum(each.nbytes for each in tensors)
@@ -155,7 +155,8 @@ class Traffic:
         return self._groups[name]
 
 
-def _group_of(operation: Operation) -> Any:
+def group_of(operation: Operation) -> Any:
+    """The process group of a collective."""
     for value in (*operation.args, *operation.kwargs.values()):
         if isinstance(value, str) and value in _named_groups():
             return _named_groups()[value]

@@ -8,6 +8,7 @@ import torch
 
 from data.errors import DataError
 from data.sampler import micro_batches
+from data.text.dataset import TokenStream
 from data.text.samples import TrainingSamples
 
 T, SEED, B = 64, 1234, 8
@@ -130,6 +131,13 @@ def test_split_shorter_than_a_sample_is_refused(prepared):
     ) as caught:
         TrainingSamples(stream, stream.num_tokens, 0)
     assert f"needs {stream.num_tokens + 1:,}" in str(caught.value)
+
+
+def test_more_documents_than_an_order_has_room_for_are_refused(tmp_path):
+    (tmp_path / "train.idx").touch()
+    TrainingSamples(TokenStream(tmp_path / "train", 2**40, 2**31 - 1), 1024, 0)
+    with pytest.raises(DataError, match=r"train\.idx: 2,147,483,648 documents, .*data\.mixture"):
+        TrainingSamples(TokenStream(tmp_path / "train", 2**40, 2**31), 1024, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from model.build import build_model
 from parallel import comm
 from parallel.parallelize import InitialWeights
 from parallel.plan.traffic import Amount, Exchange, Traffic
 from parallel.plan.weightless import Watched
 from parallel.zero import Engine
+from train.config.adaptation import model_of
 from train.config.rules import validate
 from train.config.run import RunConfig
 from train.forecast.step import OWN_NUMBERS
@@ -26,7 +26,7 @@ def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, in
         expert_parallel_size=degrees.expert_parallel_size,
     )
     dims = validate(config, world.size)
-    start = InitialWeights(build_model(config.model), config.seed)
+    start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, world, config.optimizer, start)
     for step in range(2):
         traffic = Traffic(dims, world.rank)
@@ -74,7 +74,7 @@ def held(engine: Engine) -> dict[str, int]:
 def measured_rise(config: RunConfig) -> int:
     """How many bytes more than before a step its peak takes, as torch's allocator has them."""
     world = comm.initialize()
-    start = InitialWeights(build_model(config.model), config.seed)
+    start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, world, config.optimizer, start)
 
     batches = list(micro_batches(config, world, 0))

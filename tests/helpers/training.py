@@ -11,23 +11,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from data.images.samples import ImageBatch
 from model.bert import BertConfig
 from model.build import build_model
 from model.gpt2 import GPT2Config
+from model.lora import LoRAConfig, add_lora, of_base
 from model.output import RoutingStats
 from model.vision import ImageModelSettings
 from parallel import comm
+from parallel.adapted import OnBase
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.writer import save
 from parallel.config import ParallelConfig
 from parallel.dims import Dims
+from parallel.fragments import Source, fill
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
 from train.loop.device import Prefetch
 from train.loop.losses import LossConfig
-from train.loop.optimizer import OptimizerConfig, build_optimizer
+from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
 from train.loop.routing import routing_record
 from train.loop.step import train_step
 from train.tasks.cross_entropy import cross_entropy
@@ -89,6 +93,9 @@ class Case:
     """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
     bucket_size: int = 50_000_000
+    lora: LoRAConfig | None = None
+    groups: tuple[GroupConfig, ...] = ()
+    layer_decay: float | None = None
 
     def but(self, **changes: Any) -> "Case":
         """The case with some values changed."""
@@ -141,15 +148,38 @@ def losses_of(case: Case) -> Any:
     return image_losses
 
 
+def whole_model(case: Case) -> nn.Module:
+    """The model of a case on the meta device, with its adapters and what is frozen."""
+    model = build_model(case.model.model_copy(update={"dropout": case.dropout}))
+    if case.lora is not None:
+        add_lora(model, case.lora)
+    freeze(model, optimizer_of(case))
+    return model
+
+
+def resumed(case: Case, checkpoint: Checkpoint) -> Source:
+    """A checkpoint as a source; frozen weights that it leaves out are the initial ones."""
+    model = whole_model(case)
+    return OnBase(InitialWeights(model, 7), checkpoint, of_base(model), buffers=checkpoint)
+
+
+def optimizer_of(case: Case) -> OptimizerConfig:
+    """The section `optimizer` of a case."""
+    return OptimizerConfig(
+        kind=case.optimizer,
+        learning_rate=case.learning_rate,
+        momentum=case.momentum,
+        groups=case.groups,
+        layer_decay=case.layer_decay,
+    )
+
+
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     """An engine for a case, filled from initial weights or from a source."""
     world = comm.initialize(tensor_parallel_size=case.tensor, expert_parallel_size=case.expert)
-    config = case.model.model_copy(update={"dropout": case.dropout})
-    optimizer = OptimizerConfig(
-        kind=case.optimizer, learning_rate=case.learning_rate, momentum=case.momentum
-    )
+    optimizer = optimizer_of(case)
     engine = parallelize(
-        build_model(config),
+        whole_model(case),
         Dims(
             world_size=world.size,
             tensor_parallel_size=case.tensor,
@@ -168,9 +198,9 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=case.micro_batch,
         clip_grad_norm=case.clip,
-        source=source or InitialWeights(build_model(config), 7),
+        source=source or InitialWeights(whole_model(case), 7),
         cross_entropy=cross_entropy,
-        compiled=config.compile,
+        compiled=case.model.compile,
         average_decay=case.average,
     )
     engine.train()
@@ -191,7 +221,7 @@ def text_batches(step: int, world: comm.World, config: GPT2Config) -> Iterator[T
 def train(case: Case) -> dict[str, Any]:
     """Trains a case; returns losses, gradient norms and which steps were applied."""
     checkpoint = Checkpoint(Path(case.resume)) if case.resume else None
-    engine, world = build_engine(case, checkpoint)
+    engine, world = build_engine(case, None if checkpoint is None else resumed(case, checkpoint))
     comm.seed_random(5, case.first_step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world.device)
@@ -218,6 +248,22 @@ def train(case: Case) -> dict[str, Any]:
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
     return {"losses": losses, "norms": norms, "applied": applied, "routing": routing}
+
+
+def go_back(case: Case) -> tuple[float, float]:
+    """The loss of a batch after training has gone back to a checkpoint, and of one that has it."""
+    assert case.resume
+    checkpoint = Checkpoint(Path(case.resume))
+    engines = build_engine(case)[0], build_engine(case, resumed(case, checkpoint))[0]
+    fill(engines[0], checkpoint, frozen=False)
+    losses = []
+    for engine in engines:
+        engine.train(False)
+        batch = local_batches(0, engine.world, case.model)[0]
+        with torch.no_grad():
+            logits = engine(batch[:, :-1]).logits
+            losses.append(engine.cross_entropy(logits, batch[:, 1:].contiguous()).mean().item())
+    return losses[0], losses[1]
 
 
 @contextmanager
@@ -252,7 +298,7 @@ def resave(case: Case) -> None:
     """Loads a checkpoint into a layout and writes it again, untouched."""
     assert case.resume
     assert case.save_to
-    engine, _ = build_engine(case, Checkpoint(Path(case.resume)))
+    engine, _ = build_engine(case, resumed(case, Checkpoint(Path(case.resume))))
     save(engine, Path(case.save_to), case.first_step, state={}, config_yaml=model_yaml(case))
 
 

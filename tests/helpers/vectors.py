@@ -99,6 +99,7 @@ class VectorTask(Task[VectorBatch]):
     unit = Unit("vector", "vec")
     scores = (Score("accuracy", "accuracy", 4), Score("loss", "loss", 4, "nats a vector"))
     validation_score: ClassVar[str] = "validation_accuracy"
+    higher_is_better: ClassVar[bool] = True
 
     def __init__(self, sections: Sections) -> None:
         assert isinstance(sections.data, VectorData)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from data.sequences.schemas import BENCHMARKS
 from launch.cli import run
 from launch.commands import COMMANDS
 from launch.parser import Parser
@@ -30,8 +31,8 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
 PAGES = (
-    *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "experts", "images"),
-    "studies",
+    *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "lora", "experts"),
+    *("images", "finetune", "studies"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})
@@ -218,6 +219,8 @@ class World:
             self._train(options.config, options.overrides, is_started=False)
         if name == "study":
             self._study(options.study, is_started=not options.dry_run)
+        if name == "prepare" and (options.dry_run or options.begin or options.part is not None):
+            return  # a step before the one that makes it
         for path in _paths(parser, options, made=True):
             assert not self._is_there(path) or name not in ("prepare", "convert"), (
                 f"{path} is there"
@@ -242,7 +245,7 @@ class World:
         config = load_config(self._root / path, overrides)
         mixed = getattr(config.data, "mixture", None) or ()
         for source in [config.data.path, *(one.path for one in mixed)]:
-            if source is not None:
+            if source is not None and source not in BENCHMARKS:  # those are on the hub
                 self._read(source)
         if config.checkpoint.init_from is not None:
             self._read(str(config.checkpoint.init_from))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.machine import cores_of
+from launch.machine import cores_here, cores_of, threads_of_each
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
@@ -125,3 +125,13 @@ def test_a_second_start_of_a_compiled_run_compiles_nothing(config: Path, tmp_pat
         programs.append({path: path.stat().st_mtime_ns for path in made})
     assert programs[0]
     assert programs[1] == programs[0]
+
+
+def test_processes_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = cores_here()
+    assert 1 <= cores <= len(os.sched_getaffinity(0))
+    assert threads_of_each(1) == cores
+    assert threads_of_each(2 * cores) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of_each(2 * cores) == 3

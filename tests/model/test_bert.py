@@ -137,8 +137,8 @@ def run(model: Bert, ids: Tensor, mask: Tensor, segments: Tensor):
     numbers = [
         value.detach()
         for stats in output.routing
-        for value in stats
-        if isinstance(value, torch.Tensor)
+        for name, value in stats._asdict().items()
+        if isinstance(value, torch.Tensor) and name != "tokens"
     ]
     return output.logits, numbers
 

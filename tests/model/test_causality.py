@@ -6,8 +6,7 @@ import torch
 from model.build import build_model, materialize
 from model.mumoe.config import FACTORIZATIONS
 from model.mumoe.gating import ACTIVATIONS
-from model.smoe.features import head_entropies
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from model.smoe.scores import SCORES
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 
@@ -133,9 +132,9 @@ class UnmaskedAttention(AttentionGraph):
 class OwnEntropies(AttentionGraph):
     """Leaks, a little: takes the head of least entropy in the batch at hand."""
 
-    def forward(self, scores_BTE, u_BTD, attention=None, cache=None, mask_BT=None):
+    def forward(self, scores_BTE, u_BTD, attention=None, cache=None, real=None):
         self.head_entropy.copy_(head_entropies(attention, self.causal))
-        return super().forward(scores_BTE, u_BTD, attention, cache, mask_BT)
+        return super().forward(scores_BTE, u_BTD, attention, cache, real)
 
 
 def assert_causal_everywhere(model, ids):

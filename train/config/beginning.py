@@ -5,18 +5,22 @@ import sys
 from pathlib import Path
 
 from parallel.checkpoint.checkpoint import Checkpoint
+from train.config.adaptation import counts, in_words, model_of
 from train.config.plan import Plan
+from train.loop.best import is_over, why_it_is_over
 from train.state import TrainState
 
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:
-    """Whether the run is finished: all steps done, and the validation after the last one.
+    """Whether the run is finished: all steps done, or it ended early, and the last validation.
 
     Args:
         plan: the run's.
         state: where it stands.
     """
-    return state.step == plan.config.train.steps and state.unfinished is None
+    if state.unfinished is not None:
+        return False
+    return state.step == plan.config.train.steps or is_over(state, plan.config.evaluation.patience)
 
 
 def first_line(plan: Plan, state: TrainState) -> str:
@@ -30,7 +34,10 @@ def first_line(plan: Plan, state: TrainState) -> str:
     if plan.resume is None:
         return f"begins anew: {steps:,} steps to do, in {folder}{_weights(plan)}"
     place, left = plan.resume.folder, steps - state.step
-    if nothing_is_left(plan, state):
+    if nothing_is_left(plan, state) and left:
+        reason = why_it_is_over(state, plan.config.evaluation.patience)
+        line = f"nothing is left to do: {reason}; the last checkpoint is {place}"
+    elif nothing_is_left(plan, state):
         line = (
             f"nothing is left to do: all {steps:,} steps are done; the last checkpoint is {place}"
         )
@@ -39,13 +46,20 @@ def first_line(plan: Plan, state: TrainState) -> str:
     else:
         line = f"goes on after step {state.step:,}, the last, with its validation, from {place}"
     start = plan.config.checkpoint.init_from
-    unused = f"; checkpoint.init_from: {start} is for a new run, and not used" if start else ""
+    unused = ""
+    if start and plan.config.adapt.lora is None:
+        unused = f"; checkpoint.init_from: {start} is for a new run, and not used"
     return line + _average(plan) + unused
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line, and what is odd about it; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
+    count = counts(model_of(plan.config))
+    if count["frozen"] and not nothing_is_left(plan, state):
+        print(in_words(count), file=sys.stderr, flush=True)
+    for note in plan.task.notes:
+        print(f"polyad: {note}", file=sys.stderr, flush=True)
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
@@ -58,10 +72,13 @@ def _average(plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> str:
+    if plan.init is None:
+        return ""
+    note = getattr(plan.init, "note", None)
+    new = f"; {note}" if note else ""
+    if anew := plan.task.begins_anew(plan.init):
+        new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew)}"
     if isinstance(plan.init, Checkpoint):
-        return f", with the weights of step {plan.init.training_step:,}, {plan.init.folder}"
-    if plan.init is not None:
-        note = getattr(plan.init, "note", None)
-        new = f"; {note}" if note else ""
-        return f", with the weights of {plan.config.checkpoint.init_from}{new}"
-    return ""
+        step = plan.init.training_step
+        return f", with the weights of step {step:,}, {plan.init.folder}{new}"
+    return f", with the weights of {plan.config.checkpoint.init_from}{new}"

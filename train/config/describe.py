@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from model.build import build_model, count_parameters
+from model.build import count_parameters
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from parallel.dims import Dims
+from train.config.adaptation import counts, in_words, model_of
 from train.config.comparison import comparison_rows, experts_compared
 from train.config.environment import check_compiler
-from train.config.plan import plan_run
+from train.config.plan import checkpoint_bytes, plan_run
 from train.config.rules import validate
 from train.config.run import RunConfig, load_config
 from train.errors import ConfigError
@@ -78,8 +79,9 @@ def describe(
     Returns:
         JSON values; `description_table` shows them to a person.
     """
-    model = build_model(config.model)
+    model = model_of(config)
     parameters = count_parameters(model)
+    adapted = counts(model)
     train = config.train
     unit = task_class(config.data.kind).unit.name
     units_per_step = train.global_batch_size * config.model.units_per_sample()
@@ -96,6 +98,7 @@ def describe(
             "active_parameters": parameters - experts + active,
             "experts": _experts(config),
             "factorized_experts": experts_compared(config.model),
+            "adapted": adapted if adapted["frozen"] else None,
             "embedding_parameters": _count(model, *config.model.embeddings),
             "block_parameters": [count_parameters(block) for block in _blocks(model)],
             f"flops_per_{unit}": flops,
@@ -121,16 +124,27 @@ def describe(
                 train.global_batch_size, train.micro_batch_size
             ),
         },
-        "memory_bytes_per_process": memory_per_process(config, dims, parameters, experts),
-        "checkpoint_bytes": 4 * parameters * (1 + config.tensors_per_weight()),
+        "memory_bytes_per_process": memory_per_process(
+            config,
+            dims,
+            parameters,
+            experts,
+            trained=(adapted["trained"], expert_parameters(model, trained=True)),
+        ),
+        "checkpoint_bytes": checkpoint_bytes(config, model),
     }
 
 
-def expert_parameters(model: nn.Module) -> int:
-    """Counts the parameters that expert parallelism spreads."""
-    return sum(
-        count_parameters(module) for module in model.modules() if isinstance(module, Experts)
-    )
+def expert_parameters(model: nn.Module, *, trained: bool = False) -> int:
+    """Counts the parameters that expert parallelism spreads.
+
+    Args:
+        model: a whole one.
+        trained: whether to count those that are trained alone.
+    """
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    parameters = [p for module in experts for p in module.parameters()]
+    return sum(p.numel() for p in parameters if p.requires_grad or not trained)
 
 
 def active_expert_parameters(model: nn.Module) -> int:
@@ -159,7 +173,11 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
 
 
 def memory_per_process(
-    config: RunConfig, dims: Dims, parameters: int, experts: int = 0
+    config: RunConfig,
+    dims: Dims,
+    parameters: int,
+    experts: int = 0,
+    trained: tuple[int, int] | None = None,
 ) -> dict[str, int]:
     """An estimate of what a process holds at the peak of a step, in bytes.
 
@@ -176,7 +194,8 @@ def memory_per_process(
         snapshot      4 (1 + n) P  / all processes     (asynchronous checkpoints; always in the
                                                         host's memory)
 
-    Of experts, each of E expert-parallel processes holds 1 / E, and D / E processes hold the same.
+    Of frozen parameters there are weights alone. Of experts, each of E expert-parallel processes
+    holds 1 / E, and D / E processes hold the same.
 
     Python and its libraries, some 0.4 GB, and what allocators waste are not in it; of activations,
     what tensor parallelism saves is not taken off.
@@ -186,32 +205,40 @@ def memory_per_process(
         dims: the layout.
         parameters: P, experts included.
         experts: those of them that expert parallelism spreads.
+        trained: of both, those that are trained; None: all.
 
     Returns:
         Bytes by name, and their `total`.
     """
     stage, size = config.parallel.zero_stage, PRECISION_BYTES[config.train.precision]
-    shared = (parameters - experts) // dims.tensor_parallel_size  # and at most 5% more
-    own_experts = experts // (dims.tensor_parallel_size * dims.expert_parallel_size)
+
+    def parts_of(parameters: int, experts: int) -> tuple[int, int]:
+        """What a process has of all but experts (and at most 5% more), and of experts."""
+        whole = dims.tensor_parallel_size
+        return (parameters - experts) // whole, experts // (whole * dims.expert_parallel_size)
+
+    everything = parts_of(parameters, experts)
+    changing = everything if trained is None else parts_of(*trained)
     ranks = dims.data_parallel_size
     expert_ranks = ranks // dims.expert_parallel_size
     masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
     moments = config.tensors_per_weight()
-    bucket = min(config.parallel.bucket_size, shared + own_experts)
+    bucket = min(config.parallel.bucket_size, sum(changing))
 
-    def held(is_sharded: bool) -> int:
+    def held(some: tuple[int, int], is_sharded: bool) -> int:
         """Elements that a process holds of something that ZeRO shards or not."""
-        return shared // ranks + own_experts // expert_ranks if is_sharded else shared + own_experts
+        return some[0] // ranks + some[1] // expert_ranks if is_sharded else sum(some)
 
     parts = {
-        "weights": size * held(stage >= 3),
-        "gradients": 4 * held(stage >= 2),
-        "optimizer": 4 * (masters + moments) * held(stage >= 1),
+        "weights": size * held(everything, stage >= 3),
+        "gradients": 4 * held(changing, stage >= 2),
+        "optimizer": 4 * (masters + moments) * held(changing, stage >= 1),
         "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
         "activations": config.model.activation_bytes(config.train.micro_batch_size, size),
     }
     if config.checkpoint.asynchronous:
-        parts["snapshot"] = 4 * (1 + moments) * parameters // dims.world_size
+        changed = parameters if trained is None else trained[0]
+        parts["snapshot"] = 4 * (1 + moments) * changed // dims.world_size
     return parts | {"total": sum(parts.values())}
 
 
@@ -268,6 +295,7 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
             "parameters",
             f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}{block})",
         ),
+        *([("adapted", in_words(model["adapted"]))] if model["adapted"] else []),
         *_expert_rows(model, unit),
         *(comparison_rows(factorized) if factorized else []),
         (f"FLOPs/{unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),

@@ -71,6 +71,8 @@ _NAMES = {
     "checkpoint.every": "save_steps save_every save_interval save_freq checkpoint_every "
     "checkpoint_interval ckpt_interval",
     "checkpoint.asynchronous": "async async_save",
+    "checkpoint.keep_best": "save_best load_best_model_at_end save_best_only",
+    "evaluation.patience": "early_stopping early_stopping_patience",
     "checkpoint.keep_last": "save_total_limit save_top_k max_checkpoints keep_checkpoints",
     "checkpoint.init_from": "pretrained load load_from from_pretrained pretrained_model "
     "model_name_or_path resume_from resume_from_checkpoint",

@@ -7,16 +7,14 @@ from typing import Any
 
 from data.files import write_whole
 from data.sampler import micro_batches
-from model.build import build_model
 from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
 from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.saver import Saver
 from parallel.checkpoint.verification import newest_verified
-from parallel.fragments import Source
-from parallel.parallelize import InitialWeights, parallelize
+from parallel.parallelize import parallelize
 from parallel.zero import Engine
+from train.config.adaptation import model_of, source_of
 from train.config.environment import write_environment
 from train.config.plan import Plan, check_resume
 from train.config.run import RunConfig
@@ -64,17 +62,9 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
 def build_engine(plan: Plan, world: comm.World) -> Engine:
     """The model in training over all processes, with the weights that the run starts from."""
     config = plan.config
-    source: Source
-    if plan.resume is not None:
-        source = plan.resume
-    elif isinstance(plan.init, Checkpoint):
-        source = WeightsOnly(plan.init)
-    elif plan.init is not None:
-        source = plan.init
-    else:
-        source = InitialWeights(build_model(config.model), config.seed)
+    anew = plan.task.begins_anew(plan.init) if plan.init is not None else ()
     return parallelize(
-        build_model(config.model),
+        model_of(config),
         plan.dims,
         config.parallel,
         world=world,
@@ -83,7 +73,7 @@ def build_engine(plan: Plan, world: comm.World) -> Engine:
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         clip_grad_norm=config.optimizer.clip_grad_norm,
-        source=source,
+        source=source_of(config, plan.resume, plan.init, anew),
         cross_entropy=cross_entropy,
         compiled=config.model.compile,
         average_decay=config.train.ema,
@@ -136,5 +126,7 @@ def loop_config(config: RunConfig) -> LoopConfig:
         monitor=config.monitor,
         log=config.log,
         validate_every=config.evaluation.every,
+        patience=config.evaluation.patience,
+        keep_best=config.checkpoint.keep_best,
         save_every=config.checkpoint.every,
     )

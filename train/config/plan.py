@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 
 from data.files import partial_of
-from model.build import build_model, count_parameters
+from model.lora import of_base
 from parallel import comm
+from parallel.adapted import AdaptedCheckpoint, check_base, digest_of
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
-from parallel.huggingface import HuggingFaceWeights
-from parallel.huggingface_bert import BertWeights
-from parallel.huggingface_vision import VisionWeights
-from parallel.weights import Weights, open_weights
+from parallel.weights import Weights, check_fits, open_weights
+from train.config.adaptation import model_of
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
@@ -45,7 +44,9 @@ class Plan:
     resume: Checkpoint | None
     """The checkpoint that the run goes on from."""
     init: Weights | None
-    """The weights that a new run starts from."""
+    """The weights that a new run starts from; with adapters also those that a run goes on with."""
+    base_digest: str | None = None
+    """Of the frozen weights that adapters are beside."""
 
     @property
     def folder(self) -> Path:
@@ -68,6 +69,7 @@ class Plan:
         for name, value in kept.state.items():
             setattr(state, name, value)
         state.world_size = self.dims.world_size
+        state.base_digest = self.base_digest
         return state
 
 
@@ -104,6 +106,14 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
                 f"split to compare routing on"
             )
         task.probe(config.log.fluctuation_tokens)
+    for key, wants in (
+        (f"evaluation.patience: {config.evaluation.patience}", config.evaluation.patience),
+        ("checkpoint.keep_best: true", config.checkpoint.keep_best),
+    ):
+        if wants and not task.has_validation:
+            raise ConfigError(
+                f"{key} is not allowed with {task.place}, which has no validation split"
+            )
     config = config.model_copy(update={"model": task.model})
     return Inputs(config=config, dims=dims, task=task)
 
@@ -125,13 +135,18 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
 def plan_of(inputs: Inputs) -> Plan:
     """Makes the plan from what `open_inputs` returned; see `plan_run`."""
     config, task = inputs.config, inputs.task
-    model = build_model(config.model)
+    model = model_of(config)
     resume = find_resume(config, task)
-    init = None
+    init, base_digest = None, None
     if resume is not None:
         check_resume(config, resume)
-    elif config.checkpoint.init_from is not None:
+    if config.checkpoint.init_from is not None and (resume is None or config.adapt.lora):
         init = _open_init(config, task)
+    if config.adapt.lora is not None:
+        assert init is not None
+        base_digest = digest_of(init, of_base(model))
+        if resume is not None:
+            check_base(resume.folder, resume.state.base_digest, init, base_digest)
     check_room(
         Path(config.run.folder),
         config.checkpoint,
@@ -139,7 +154,10 @@ def plan_of(inputs: Inputs) -> Plan:
         steps=config.train.steps,
         size=resume.manifest.total_bytes if resume else checkpoint_bytes(config, model),
     )
-    return Plan(config=config, dims=inputs.dims, task=task, resume=resume, init=init)
+    return Plan(
+        config=config, dims=inputs.dims, task=task, resume=resume, init=init,
+        base_digest=base_digest,
+    )  # fmt: skip
 
 
 def plan_together(inputs: Inputs, world: comm.World) -> Plan:
@@ -166,17 +184,29 @@ def plan_together(inputs: Inputs, world: comm.World) -> Plan:
     config, task = inputs.config, inputs.task
     resume = shared(plan.resume if plan else None)
     init = plan.init if plan else None
-    start = shared(init if isinstance(init, Checkpoint) else None)
+    # One with a base of its own is opened by each process.
+    alone = isinstance(init, Checkpoint) and not isinstance(init, AdaptedCheckpoint)
+    start = shared(init if alone and isinstance(init, Checkpoint) else None)
     if start is not None:
         init = start
     elif comm.from_main(init is not None) and not world.is_main:
         init = _open_init(config, task)
-    return Plan(config=config, dims=inputs.dims, task=task, resume=resume, init=init)
+    base_digest = comm.from_main(plan.base_digest if plan else None)
+    return Plan(
+        config=config, dims=inputs.dims, task=task, resume=resume, init=init,
+        base_digest=base_digest,
+    )  # fmt: skip
 
 
 def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
-    """The size of a checkpoint: weights and what training keeps of them, in fp32."""
-    return 4 * count_parameters(model) * (1 + config.tensors_per_weight())
+    """The size of a checkpoint: weights and what training keeps of them, in fp32.
+
+    Of frozen weights nothing is kept, and those that adapters are beside are left out.
+    """
+    base = of_base(model)
+    kept = [p for name, p in model.named_parameters() if name not in base]
+    trained = sum(p.numel() for p in kept if p.requires_grad)
+    return 4 * (sum(p.numel() for p in kept) + trained * config.tensors_per_weight())
 
 
 def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -185,17 +215,21 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: the checkpoint is of another model, or lacks something.
     """
-    checkpoint.check_model(build_model(config.model))
-    checkpoint.check_resume(state_tensors(config.optimizer))
+    model = model_of(config)
+    checkpoint.check_model(model)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    checkpoint.check_resume(state_tensors(config.optimizer), frozen)
 
 
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
-    if isinstance(weights, HuggingFaceWeights | BertWeights | VisionWeights):
-        weights.check_config(config.model)
-    else:
-        weights.check_model(build_model(config.model))
+    anew = task.begins_anew(weights)
+    check_fits(weights, config.model, anew)
+    if anew and (lost := [name for name in of_base(model_of(config)) if name.startswith(anew)]):
+        raise ConfigError(
+            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add {anew[0]}*"
+        )
     task.check_weights(weights, "checkpoint.init_from")
     return weights
 

@@ -13,7 +13,8 @@ from train.errors import ConfigError
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
-    "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "train.steps",
+    "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
+    "data.padding", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "train.ema",
     "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
     "model.recompute", "model.compile",
@@ -56,6 +57,11 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
     check_load_loss(config)
+    if config.adapt.lora is not None and config.checkpoint.init_from is None:
+        raise ConfigError(
+            "adapt.lora: needs the weights that it is added to: checkpoint.init_from, a "
+            "checkpoint, a run or a folder of weights, not null"
+        )
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     decay = schedule.decay_steps or train.steps
@@ -65,6 +71,11 @@ def validate(config: RunConfig, world_size: int) -> Dims:
             f"the schedule has"
         )
     check_windows(config)
+    if config.evaluation.patience is not None and config.evaluation.every == 0:
+        raise ConfigError(
+            f"evaluation.patience: {config.evaluation.patience} is not allowed with "
+            f"evaluation.every: 0, which validates at the end only; take 1 or more"
+        )
     if config.model.compile and config.parallel.zero_stage == 3:
         raise ConfigError(
             "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "

@@ -20,6 +20,7 @@ from data.config import DataSettings
 from model.build import MODELS
 from model.config import Config
 from model.config_yaml import dump
+from model.lora import AdaptConfig
 from model.settings import ModelSettings
 from parallel.config import CheckpointConfig, ParallelConfig
 from train.config.faults import describe
@@ -65,6 +66,7 @@ class RunConfig(Config):
     model: ModelSection
     data: DataSection
     train: TrainConfig
+    adapt: AdaptConfig = AdaptConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()
@@ -82,6 +84,7 @@ class RunConfig(Config):
             evaluation=self.evaluation,
             seed=self.seed,
             micro_batch_size=self.train.micro_batch_size,
+            init_from=self.checkpoint.init_from,
         )
 
     def tensors_per_weight(self) -> int:

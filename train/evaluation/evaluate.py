@@ -12,6 +12,7 @@ from data.config import DataConfig
 from data.errors import DataError
 from data.images.config import ImageDataConfig
 from data.images.noise import GaussianNoise
+from data.sequences.config import SequenceDataConfig
 from data.text.attack import WordSwap, write_attacked
 from data.text.manifest import SplitName
 from parallel import comm
@@ -222,7 +223,7 @@ def _attacked(
 
 def _data_overrides(config: RunConfig, data: str) -> list[str]:
     """What puts the folder of `--data` in the place of the run's."""
-    if not isinstance(config.data, DataConfig | ImageDataConfig):
+    if not isinstance(config.data, DataConfig | ImageDataConfig | SequenceDataConfig):
         raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")
     instead = ["data.mixture=null"] if isinstance(config.data, DataConfig) else []
     return [f"data.path={json.dumps(data)}", *instead]

@@ -33,17 +33,19 @@ from model.huggingface import (
 from model.huggingface_vision import Parts, config_to_files, parts_of
 from model.settings import ModelSettings
 from model.vision import ImageModelSettings
+from parallel.adapted import AdaptedCheckpoint
 from parallel.checkpoint.checkpoint import find_checkpoint
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
 from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, differing_shapes
 from parallel.checkpoint.writer import save_weights
 from parallel.fragments import persistent_buffers
-from parallel.huggingface import is_huggingface_folder
+from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from parallel.plain_weights import is_plain_folder
 from parallel.weights import Choice, Weights, open_weights
 from train.config.run import RunConfig
 from train.errors import ConfigError
+from train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
 from train.exchange.upcycle import Upcycled, Upcycling
 from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
@@ -52,11 +54,12 @@ from train.tasks.images import CLASSES_FILE, class_names_of
 from train.tasks.language import language_model
 from train.tasks.tokenizers import tokenizer_of
 
-Format = Literal["huggingface", "polyad", "safetensors"]
+Format = Literal["huggingface", "polyad", "safetensors", "peft"]
 FORMATS: dict[Format, str] = {
     "huggingface": "a Hugging Face folder",
     "polyad": "of Polyad",
     "safetensors": "a folder of safetensors under our names",
+    "peft": "a folder of adapters of the library peft",
 }
 BATCH_SIZE = 8
 """The batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
@@ -68,6 +71,7 @@ def convert(
     to: Format,
     upcycling: Upcycling | None = None,
     choice: Choice = "trained",
+    merge: bool = False,
 ) -> dict[str, Any]:
     """Writes the weights of a model in another format. All ways are bitwise in fp32.
 
@@ -77,9 +81,11 @@ def convert(
         destination: the folder to make; it may exist if it is empty.
         to: `huggingface` for config.json, model.safetensors and the tokenizer, of a dense model;
             `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
-            a checkpoint at step 0 without optimizer state.
+            a checkpoint at step 0 without optimizer state; `peft` for the adapters alone of a dense
+            GPT-2 that was trained with LoRA.
         upcycling: makes a dense model a sparse mixture on the way; the format may stay.
         choice: which weights of a checkpoint; the format may stay for the average.
+        merge: whether adapters become part of the weights; the format may stay.
 
     Returns:
         What was written: JSON values.
@@ -102,10 +108,12 @@ def convert(
             "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
             "--to safetensors are"
         )
-    if is_of == to and not upcycling and choice == "trained":
-        others = " and ".join(f"--to {name}" for name in FORMATS if name != to)
+    if is_of == to and not upcycling and choice == "trained" and not merge:
+        others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
         raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
-    weights = _Checked(open_weights(source, choice), upcycling)
+    opened = open_weights(source, choice)
+    _check_adapters(source, opened, to, merge)
+    weights = _Checked(opened, upcycling)
     if choice == "ema":
         weights.notes.append("the weights are the moving average of the trained ones (train.ema)")
     if upcycling:
@@ -120,12 +128,31 @@ def convert(
         "source": str(weights.folder),
         "destination": str(destination),
         "format": to,
-        "parameters": num_parameters(config),
+        "parameters": _count_adapters(weights) if to == "peft" else num_parameters(config),
         "vocab_size": getattr(config, "vocab_size", None),
         "tokenizer": tokenizer is not None,
         "files": {path.name: path.stat().st_size for path in files},
         "notes": weights.notes,
     }
+
+
+def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool) -> None:
+    """Checks that adapters are merged where there are some, and only there.
+
+    Raises:
+        ConfigError: they are not, or there are none.
+    """
+    adapted = isinstance(weights, AdaptedCheckpoint)
+    if not adapted and (merge or to == "peft"):
+        option = "--merge" if merge else "--to peft"
+        raise ConfigError(f"{option}: {source} holds no adapters; a run with adapt.lora does")
+    if merge and to == "peft":
+        raise ConfigError("--merge: is not allowed with --to peft, which writes adapters alone")
+    if isinstance(weights, AdaptedCheckpoint) and not merge and to != "peft":
+        raise ConfigError(
+            f"{source}: holds adapters of {weights.base.folder}: --merge makes them part of the "
+            f"weights, --to peft writes them alone"
+        )
 
 
 class _Checked:
@@ -140,6 +167,7 @@ class _Checked:
         self.tokenizer: Tokenizer | None = tokenizer_of(weights)
         self.notes: list[str] = []
         self.upcycling = upcycling
+        self.adapted = weights if isinstance(weights, AdaptedCheckpoint) else None
         self._weights: Weights | Upcycled = weights
         if upcycling:
             self._weights = Upcycled(weights, upcycling)
@@ -391,11 +419,33 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
     )
 
 
+def _to_peft(weights: _Checked, staging: Path, destination: Path) -> None:
+    assert weights.adapted is not None
+    tree, tensors = peft_files(weights.adapted)
+    entries = [
+        Entry(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
+    ]
+    if not isinstance(weights.adapted.base, HuggingFaceWeights):
+        weights.notes.append(
+            f"peft wants the base in transformers' form: `polyad convert "
+            f"{weights.adapted.base.folder} DESTINATION --to huggingface`"
+        )
+    _write_json(staging / ADAPTER_CONFIG_FILE, tree)
+    write_safetensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
+
+
 _WRITERS: dict[Format, Callable[[_Checked, Path, Path], None]] = {
     "huggingface": _to_huggingface,
     "polyad": _to_polyad,
     "safetensors": _to_safetensors,
+    "peft": _to_peft,
 }
+
+
+def _count_adapters(weights: _Checked) -> int:
+    assert weights.adapted is not None
+    beside = [adapter for _, adapter in weights.adapted.adapters.values()]
+    return sum(p.numel() for adapter in beside for p in adapter.parameters())
 
 
 @contextmanager

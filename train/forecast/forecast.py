@@ -8,6 +8,8 @@ from parallel.plan.devices import Device
 from parallel.plan.failures import HOURS_OF_ONE, best_saving, saving
 from parallel.plan.times import Place, StepTime, seconds_by_axis, step_time
 from parallel.plan.traffic import Exchanges
+from train.config.adaptation import model_of
+from train.config.plan import checkpoint_bytes
 from train.config.run import RunConfig
 from train.forecast.step import Footprint, footprint
 from train.tasks.registry import task_class
@@ -193,7 +195,7 @@ def describe_forecast(
             "seconds": train.steps * spent.total,
             "device_hours": train.steps * spent.total * world / 3600,
         },
-        "checkpoint": _checkpoint(config, machines, found, spent.total),
+        "checkpoint": _checkpoint(config, machines, spent.total),
     }
 
 
@@ -214,10 +216,8 @@ def _exchanges(exchanges: Exchanges, place: Place) -> list[dict[str, Any]]:
     return rows
 
 
-def _checkpoint(
-    config: RunConfig, machines: Machines, found: Footprint, seconds: float
-) -> dict[str, Any]:
-    size = 4 * found.parameters * (1 + config.tensors_per_weight())
+def _checkpoint(config: RunConfig, machines: Machines, seconds: float) -> dict[str, Any]:
+    size = checkpoint_bytes(config, model_of(config))
     if config.checkpoint.asynchronous:
         stall = size / machines.processes / HOST_COPY
     else:

@@ -4,12 +4,12 @@ import os
 import time
 from typing import Any
 
-from model.build import build_model
 from parallel import comm
 from parallel.parallelize import InitialWeights
 from parallel.plan.devices import Device
 from parallel.plan.replay import exchanged_here, host_seconds, replayed
 from parallel.plan.times import StepTime
+from train.config.adaptation import model_of
 from train.config.rules import validate
 from train.config.run import RunConfig
 from train.console import Progress
@@ -84,7 +84,7 @@ def _this_machine(processes: int) -> Device:
 
 def _measured(config: RunConfig, world: comm.World, steps: int) -> float:
     """The median of real steps, after one that warms up."""
-    start = InitialWeights(build_model(config.model), config.seed)
+    start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, world, config.optimizer, start)
     times = []
     for step in range(1 + steps):

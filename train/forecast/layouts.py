@@ -13,6 +13,8 @@ from train.forecast.step import Footprint, footprint
 
 LARGEST_MICRO_BATCH = 128
 SHOWN = 5
+COMPUTED = ("products", "attention")
+"""What a step is for."""
 
 
 class Layout(NamedTuple):
@@ -24,10 +26,20 @@ class Layout(NamedTuple):
     dims: Dims
     memory: int
     """Bytes of a process."""
-    seconds: float
-    """Of a step."""
-    why: str
-    """What most of the time goes to beside products."""
+    parts: dict[str, float]
+    """Seconds of a step by what they go to."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def why(self) -> str:
+        """What most of the time goes to beside products and attention."""
+        others = {name: spent for name, spent in self.parts.items() if name not in COMPUTED}
+        name, most = max(others.items(), key=lambda each: each[1])
+        return f"{most / self.seconds:.0%} {name}"
 
 
 def changed(config: RunConfig, changes: Sequence[str]) -> RunConfig:
@@ -177,10 +189,20 @@ def tried(
         for n in (few, 2 * few)
     )
     blocks = (layers - few) / few
-    return second._replace(
-        config=config,
-        memory=round(first.memory + blocks * (second.memory - first.memory)),
-        seconds=first.seconds + blocks * (second.seconds - first.seconds),
+
+    def whole(of_few: float, of_twice: float) -> float:
+        of_all: float = of_few + blocks * (of_twice - of_few)
+        return max(0.0, of_all)
+
+    return Layout(
+        changes,
+        config,
+        dims,
+        round(whole(first.memory, second.memory)),
+        {
+            name: whole(first.parts.get(name, 0.0), second.parts.get(name, 0.0))
+            for name in first.parts | second.parts
+        },
     )
 
 
@@ -200,15 +222,15 @@ def _measured(
 ) -> Layout:
     found: Footprint = footprint(config, dims, imbalance=imbalance, on_gpu=True)
     spent = predicted_time(config, dims, machines, found)
-    others: dict[str, float] = {
+    parts: dict[str, float] = {
+        "products": spent.products,
+        "attention": spent.attention,
         "operations that wait for memory": spent.memory,
         "a GPU that waits for its host": spent.idle,
         **{f"exchanges among {axis} processes": s for axis, s in spent.exposed.items()},
     }
-    name, seconds = max(others.items(), key=lambda each: each[1])
     memory = sum(with_libraries(found.memory, machines.device).values())
-    why = f"{seconds / spent.total:.0%} {name}"
-    return Layout(changes, config, dims, memory, spent.total, why)
+    return Layout(changes, config, dims, memory, parts)
 
 
 def layout_rows(found: Sequence[Layout], config: RunConfig) -> list[dict[str, Any]]:

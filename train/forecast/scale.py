@@ -69,23 +69,37 @@ def scaling(
 def _asked(
     config: RunConfig, machines: Machines, most: int
 ) -> Iterator[tuple[str, int, tuple[str, ...]]]:
-    train, degrees = config.train, config.parallel
-    tensor = degrees.tensor_parallel_size
-    processes = tensor * degrees.expert_parallel_size
+    tensor = config.parallel.tensor_parallel_size
+    processes = tensor * config.parallel.expert_parallel_size
     while processes <= most:
-        ranks = processes // tensor
-        weak = train.global_batch_size * processes // machines.processes
-        if weak:
-            micro = min(train.micro_batch_size, max(1, weak // ranks))
-            yield (
-                "weak",
-                processes,
-                (
-                    f"train.global_batch_size={weak}",
-                    f"train.micro_batch_size={micro}",
-                ),
-            )
-        micro = min(train.micro_batch_size, train.global_batch_size // ranks)
-        if micro:
-            yield "strong", processes, (f"train.micro_batch_size={micro}",)
+        for kind, changes in batches_of(config, processes, machines.processes).items():
+            yield kind, processes, changes
         processes *= 2
+
+
+def batches_of(config: RunConfig, processes: int, base: int) -> dict[str, tuple[str, ...]]:
+    """What changes in a configuration's batches when other numbers of processes run it.
+
+    Args:
+        config: Of a run of `base` processes.
+        processes: That run it instead.
+        base: See above.
+
+    Returns:
+        For `weak`, where a process keeps its samples of a step, and `strong`, where all of them
+        together do, values of keys; without a kind that leaves some process no sample.
+    """
+    train = config.train
+    ranks = processes // config.parallel.tensor_parallel_size
+    found: dict[str, tuple[str, ...]] = {}
+    weak = train.global_batch_size * processes // base
+    if weak:
+        micro = min(train.micro_batch_size, max(1, weak // ranks))
+        found["weak"] = (
+            f"train.global_batch_size={weak}",
+            f"train.micro_batch_size={micro}",
+        )
+    micro = min(train.micro_batch_size, train.global_batch_size // ranks)
+    if micro:
+        found["strong"] = (f"train.micro_batch_size={micro}",)
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from model.build import build_model, initial_value
+from model.build import initial_value
 from model.kernels import switch
 from parallel.dims import Dims
 from parallel.parallelize import parallelize
@@ -18,6 +18,7 @@ from parallel.plan.weightless import Weightless
 from parallel.plan.work import Computed, Phase, Work
 from parallel.plan.world import pretended_world
 from parallel.zero import Engine
+from train.config.adaptation import model_of
 from train.config.run import RunConfig
 from train.loop.optimizer import build_optimizer
 from train.loop.step import issue_step
@@ -98,7 +99,7 @@ def footprint(
         pretended_world(dims) as world,
         Weightless([memory, traffic, computed]) as weightless,
     ):
-        model = build_model(config.model)
+        model = model_of(config)
         parameters = sum(p.numel() for p in model.parameters())
         engine = parallelize(
             model,
@@ -110,7 +111,7 @@ def footprint(
             global_batch_size=run * train.micro_batch_size * dims.data_parallel_size,
             micro_batch_size=train.micro_batch_size,
             clip_grad_norm=config.optimizer.clip_grad_norm,
-            source=_Nothing(build_model(config.model)),
+            source=_Nothing(model_of(config)),
             cross_entropy=cross_entropy,
             compiled=False,
             average_decay=train.ema,
@@ -211,4 +212,6 @@ def _name_state(engine: Engine, memory: Memory, weightless: Weightless) -> None:
         if tensor.numel() > 1:  # a step's number is known
             weightless.forget(tensor)
     for parameter in engine.module.parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.register_hook(lambda g: memory.name([g], "gradients"))  # type: ignore[no-untyped-call]

@@ -78,7 +78,7 @@ class Rewind:
         if checkpoint is None:
             return None
         left_out = sorted({*state.left_out, batch})
-        fill(self._engine, checkpoint)
+        fill(self._engine, checkpoint, frozen=False)
         earlier = self._start(checkpoint)
         for each in fields(TrainState):
             setattr(state, each.name, getattr(earlier, each.name))

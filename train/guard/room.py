@@ -35,8 +35,9 @@ def check_room(
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     keep, present = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
+    best = int(checkpoint.keep_best)  # perhaps none of the newest
     # One more than stay: a new checkpoint is written before an old one is removed.
-    needed = 1 if keep is None else min(coming, max(keep + 1 - present, 1))
+    needed = 1 if keep is None else min(coming + best, max(keep + best + 1 - present, 1))
     if needed * size > free:
         some = "the next checkpoint" if needed == 1 else f"{needed} more checkpoints"
         advice = "" if keep in (None, 1) else "lower checkpoint.keep_last, "

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from model.build import build_model, has_experts
+from model.build import has_experts
 from parallel.checkpoint.checkpoint import Checkpoint
+from train.config.adaptation import model_of
 from train.config.run import RunConfig
 from train.layout.trial import GRADIENT, Trial
 
@@ -72,10 +73,10 @@ def _allowed(sensitivity: float) -> float:
 def _gradients(
     config: RunConfig, ours: Checkpoint, theirs: Checkpoint, nudged: Checkpoint
 ) -> Iterator[Difference]:
-    names = list(theirs.shapes())
+    names = [name for name, fields in theirs.tensors.items() if GRADIENT in fields]
     whole = {name: theirs.whole(name, GRADIENT) for name in names}
     least = SMALL * max(gradient.abs().max().item() for gradient in whole.values())
-    model = build_model(config.model)
+    model = model_of(config)
     for name in names:
         mine, wanted = ours.whole(name, GRADIENT), whole[name]
         scale = max(wanted.abs().max().item(), least)

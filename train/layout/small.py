@@ -50,6 +50,8 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     accumulation = dims.accumulation_steps(train["global_batch_size"], train["micro_batch_size"])
     train |= {"precision": "fp32", "tf32": False, "ema": None, "micro_batch_size": micro}
     train["global_batch_size"] = micro * dims.data_parallel_size * min(accumulation, 2)
+    if tree["adapt"]["lora"] is not None:
+        tree["adapt"]["lora"]["rank"] = min(tree["adapt"]["lora"]["rank"], HEAD_WIDTH)
     tree["loss"]["load"] = 0.0  # of the router's noise
     tree["evaluation"]["stride"] = None  # it may be longer than a sample now
     parallel["bucket_size"] = min(parallel["bucket_size"], 1000)  # several buckets, as in a run

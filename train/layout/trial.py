@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from model.build import build_model
 from model.config_yaml import dump
+from model.lora import of_base
 from parallel import comm
+from parallel.adapted import OnBase
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.writer import save
 from parallel.fragments import Source
 from parallel.parallelize import InitialWeights, parallelize
 from parallel.zero import Engine
+from train.config.adaptation import model_of
 from train.config.rules import validate
 from train.config.run import RunConfig
 from train.loop.device import Prefetch
@@ -68,7 +70,7 @@ def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: boo
         folder: for the checkpoints; all processes see it.
         nudged: whether weights begin as `Nudged` has them, to see what rounding alone makes.
     """
-    start = (Nudged if nudged else InitialWeights)(build_model(config.model), config.seed)
+    start = (Nudged if nudged else InitialWeights)(model_of(config), config.seed)
     engine = engine_of(config, world, GRADIENTS, start)
     _step(engine, config, 0, learning_rate=0.0)
     gradients = _save(engine, config, folder / "gradients", 1)
@@ -96,7 +98,11 @@ def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: P
     Returns:
         The new one.
     """
-    engine = engine_of(config, world, config.optimizer, Checkpoint(checkpoint))
+    saved = Checkpoint(checkpoint)
+    model = model_of(config)
+    start = InitialWeights(model, config.seed)
+    source = OnBase(start, saved, of_base(model), buffers=saved)
+    engine = engine_of(config, world, config.optimizer, source)
     return _save(engine, config, folder / "again", 1)
 
 
@@ -112,7 +118,7 @@ def engine_of(
         source: of weights and moments.
     """
     engine = parallelize(
-        build_model(config.model),
+        model_of(config),
         validate(config, world.size),
         config.parallel,
         world=world,
@@ -124,6 +130,7 @@ def engine_of(
         source=source,
         cross_entropy=cross_entropy,
         compiled=False,
+        average_decay=config.train.ema,
     )
     engine.train()
     return engine

@@ -67,6 +67,7 @@ class Checkpoints:
         files: of the task, by name.
         task: says what is counted.
         memory: explains where it runs out.
+        keep_best: whether that of the best validation stays.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Checkpoints:
         files: Mapping[str, bytes],
         task: Task[Any],
         memory: RunMemory,
+        keep_best: bool = False,
     ) -> None:
         self._saver, self._config_yaml, self._files = saver, config_yaml, files
-        self._task, self._memory = task, memory
+        self._task, self._memory, self._keep_best = task, memory, keep_best
         self.poll, self.finish = saver.poll, saver.finish
 
     def save(self, state: TrainState) -> None:
@@ -86,7 +88,8 @@ class Checkpoints:
         with self._memory.building(f"saving step {state.step}"):
             counted = self._task.counted(state.samples)
             values = state.to_json() | counted
-            self._saver.save(state.step, values, self._config_yaml, self._files)
+            best = state.best_step if self._keep_best and state.best_score is not None else None
+            self._saver.save(state.step, values, self._config_yaml, self._files, best=best)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from train.guard.limits import NO_LIMITS, Limits, StepOutcome
 from train.guard.monitor import MonitorConfig
 from train.guard.spikes import SpikeGuard, remember
 from train.guard.stopping import StopAsked
+from train.loop.best import is_over, judge, why_it_is_over
 from train.loop.config import TrainConfig
 from train.loop.device import memory_of_process
 from train.loop.hooks import Hooks
@@ -46,6 +47,10 @@ class LoopConfig:
     """Steps between validations; 0: only at the end."""
     save_every: int
     """Steps between checkpoints; 0: only at the end."""
+    patience: int | None = None
+    """Validations without a better score after which the run ends; None: it goes on."""
+    keep_best: bool = False
+    """Whether a checkpoint is written after each validation that is the best so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ class TrainLoop:
         self._state, self._config = state, config
         self._accumulation_steps, self._world = accumulation_steps, engine.world
         self._hooks, self._metrics = hooks, metrics
-        self._flops_per_unit = task.model.flops_per_unit()
+        self._flops_per_unit = task.flops_per_unit()
         self._units_per_sample = task.model.units_per_sample()
         self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
         self._guard = SpikeGuard(config.monitor, config.folder, hooks.sources, metrics)
@@ -131,7 +136,7 @@ class TrainLoop:
             self._finish(unfinished | memory, saves=False)
         self._timer = StepTimer()  # the first step starts here, not in the constructor
         with profiler(self._config.log.profile, self._config.folder, self._world) as tick:
-            while state.step < self._config.train.steps:
+            while state.step < self._config.train.steps and not self._is_over():
                 signal = self._signal()
                 if signal or state.unfinished is not None:
                     self._settle()
@@ -148,6 +153,9 @@ class TrainLoop:
             self._save()
             return hooks.stop.agreed()
         return 0
+
+    def _is_over(self) -> bool:
+        return is_over(self._state, self._config.patience)
 
     def _signal(self) -> int:
         """The signal that some process got, as `StopSignals.agreed`; of several processes as they
@@ -286,19 +294,25 @@ class TrainLoop:
             return
         state, config, hooks = self._state, self._config, self._hooks
         reason = _why_to_end(state, config)
-        done = state.step == config.train.steps
+        done, better = state.step == config.train.steps, False
         due = reason is None and _due(state.step, config.validate_every, done)
         if due and hooks.validate is not None:
             hooks.at(f"validation after step {state.step}")
             try:
                 with self._timer.aside():
                     record = record | hooks.validate()
+                score = record[self._task.validation_score]
+                better = judge(state, score, higher_is_better=self._task.higher_is_better)
             except StopAsked:  # the next start of the run validates, with the same weights
                 state.unfinished = {k: v for k, v in record.items() if k not in MEMORY}
                 return
             finally:
                 self._engine.train()
+            if self._is_over() and self._metrics is not None:
+                self._metrics.say(f"polyad: {why_it_is_over(state, config.patience)}")
         saves = saves and reason is None and _due(state.step, config.save_every, done)
+        if reason is None and ((better and config.keep_best) or self._is_over()):
+            saves, self._saved_at = True, -1  # also where this step was saved before it was judged
         if saves and hooks.fluctuation is not None:
             with self._timer.aside():
                 record |= hooks.fluctuation()

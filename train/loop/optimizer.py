@@ -1,5 +1,7 @@
-"""Optimizers, and which weights decay."""
+"""Optimizers: which weights decay, and groups of parameters with settings of their own."""
 
+import re
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import torch
@@ -8,11 +10,29 @@ from torch import nn
 
 from model.config import Config
 from model.kernels.switch import on_cpu
+from model.patterns import matched, matches
+from parallel.zero import RATE_FACTOR
+from train.errors import ConfigError
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 NO_KERNELS = ("token_embedding", "position_embedding", "class_token")
 """Parameters that are added or looked up, and multiply nothing, by a part of their names."""
+FIRST_LAYERS = (*NO_KERNELS, "patch_embedding")
+"""Parameters before the first block, by a part of their names."""
+
+
+class GroupConfig(Config):
+    """Settings of some parameters; one that several groups match belongs to the first."""
+
+    match: str
+    """Their names, or ends of names, with * for anything, as `blocks.*.attention.*`."""
+    learning_rate: NonNegative = 1.0
+    """A factor of the learning rate."""
+    weight_decay: NonNegative | None = None
+    """In place of optimizer.weight_decay, for those of them that decay; null: that."""
+    freeze: bool = False
+    """Whether they stay as they are: no gradients, no moments."""
 
 
 class OptimizerConfig(Config):
@@ -36,6 +56,11 @@ class OptimizerConfig(Config):
     """Of sgd."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest L2 norm of the whole gradient; 0 does not clip."""
+    groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = ()
+    """Parameters with settings of their own."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Layer-wise decay d of the learning rate: of L blocks block i, from 0, has it times d^(L - i),
+    embeddings times d^(L + 1), and what is behind the blocks times 1 (as BEiT); null: none."""
 
 
 def build_optimizer(
@@ -45,25 +70,112 @@ def build_optimizer(
 
     Args:
         config: kind and hyperparameters.
-        parameters: (name, parameter, number of dimensions in the model).
+        parameters: (name, parameter, number of dimensions in the model); those that require no
+            gradient are left out.
 
     Returns:
-        An optimizer with two groups: what decays, and the rest; one if there is no rest.
+        An optimizer with a group for each weight decay and factor of the learning rate: what
+        decays first. The key `RATE_FACTOR` of a group has its factor.
     """
+    blocks = num_blocks(name for name, _, _ in parameters)
+    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter, dimensions in parameters:
+        if not parameter.requires_grad:
+            continue
+        group = group_of(config, name)
+        decay = config.weight_decay
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        decay = decay if _decays(config, name, dimensions) else 0.0
+        factor = 1.0 if group is None else group.learning_rate
+        if config.layer_decay is not None:
+            factor *= config.layer_decay ** depth_from_end(name, blocks)
+        found.setdefault((decay, factor), []).append(parameter)
     groups = [
         {
-            "params": [p for name, p, n in parameters if _decays(config, name, n) is decays],
-            "weight_decay": config.weight_decay if decays else 0.0,
+            "params": some,
+            "weight_decay": decay,
+            "lr": config.learning_rate * factor,
+            RATE_FACTOR: factor,
         }
-        for decays in (True, False)
+        for (decay, factor), some in sorted(found.items(), key=lambda each: each[0], reverse=True)
     ]
-    groups = [group for group in groups if group["params"]]
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     on_gpu = not on_cpu(parameters[0][1])
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
+
+
+def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:
+    """The group of a parameter; None: it has no settings of its own."""
+    return next((group for group in config.groups if matches(group.match, name)), None)
+
+
+def check_groups(config: OptimizerConfig, names: Iterable[str]) -> None:
+    """Checks that every group has parameters.
+
+    Args:
+        config: with the groups.
+        names: of the model's parameters.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or only what groups before it have.
+    """
+    left = list(names)
+    everything = list(left)
+    for number, group in enumerate(config.groups):
+        key = f"optimizer.groups.{number}.match"
+        some = matched(key, [group.match], everything)
+        if not set(some) & set(left):
+            raise ConfigError(
+                f"{key}: {group.match!r} matches only parameters that a group before it has; the "
+                f"first group that matches counts, so put the narrower one first"
+            )
+        left = [name for name in left if name not in some]
+
+
+def freeze(model: nn.Module, config: OptimizerConfig) -> None:
+    """Freezes the parameters of groups that say so, in place.
+
+    Args:
+        model: a whole one.
+        config: with the groups.
+
+    Raises:
+        ConfigError: a group has no parameters, or nothing is left to train.
+    """
+    check_groups(config, [name for name, _ in model.named_parameters()])
+    for name, parameter in model.named_parameters():
+        group = group_of(config, name)
+        if group is not None and group.freeze:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "optimizer.groups: freeze: true of all of them leaves nothing to train; at least one "
+            "parameter is needed"
+        )
+
+
+def depth_from_end(name: str, blocks: int) -> int:
+    """How many layers lie from a parameter's to the end; what is behind the blocks has none.
+
+    Source: Bao et al. 2021, "BEiT", as in its released code.
+
+    Args:
+        name: of a parameter.
+        blocks: L.
+    """
+    if block := re.search(r"(?:^|\.)blocks\.(\d+)\.", name):
+        return blocks - int(block[1])
+    return blocks + 1 if any(part in name for part in FIRST_LAYERS) else 0
+
+
+def num_blocks(names: Iterable[str]) -> int:
+    """The number of blocks that parameters with these names are of."""
+    found = [re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in names]
+    return max((int(each[1]) + 1 for each in found if each), default=0)
 
 
 def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:

@@ -88,6 +88,8 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         load_R = load_E.view(ranks, -1).sum(1)
         values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
     for name, value in tensors_of(stats).items():
+        if name == "tokens":
+            continue
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
     return values

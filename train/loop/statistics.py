@@ -7,7 +7,7 @@ Routers are updated from the vector on the device. The host's copy is made meanw
 the next step is under way, so that a GPU never waits for the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,7 +77,8 @@ class Exchanged:
 class StepStatistics:
     """Sums over the micro-batches of a step.
 
-    All micro-batches have equally many tokens, so means of means are means over tokens.
+    Where all micro-batches have equally many tokens, means of means are means over tokens. Where
+    they do not, for padding, each counts by its tokens.
 
     Args:
         device: Of the losses.
@@ -95,7 +96,7 @@ class StepStatistics:
             loss: The mean over its targets.
             routing: As the model returned it.
         """
-        parts = [loss, *(value for stats in routing for value in tensors_of(stats).values())]
+        parts = [loss, *(value for stats in routing for value in _weighted(stats))]
         flat = torch.cat([part.detach().reshape(-1).float() for part in parts])
         self._sum = flat if self._count == 0 else self._sum + flat
         self._last, self._count = routing, self._count + 1
@@ -116,6 +117,12 @@ class StepStatistics:
         return Exchanged(comm.sum_over_ranks(vector), self._last, len(own))
 
 
+def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
+    """Its tensors, times the tokens that they are means over where that is not always the same."""
+    for name, value in tensors_of(stats).items():
+        yield value if stats.tokens is None or name == "tokens" else value * stats.tokens
+
+
 def _cut(vector: Tensor, like: Routing) -> Routing:
     """The statistics in a vector, after its first number."""
     first, routing = 1, []
@@ -124,6 +131,9 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
         for name, value in tensors_of(stats).items():
             values[name] = vector[first : first + value.numel()].view(value.shape)
             first += value.numel()
+        if stats.tokens is not None:
+            tokens = values["tokens"]
+            values = {n: v if n == "tokens" else v / tokens for n, v in values.items()}
         routing.append(RoutingStats(**(stats._asdict() | values)))
     return tuple(routing)
 

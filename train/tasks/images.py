@@ -110,6 +110,7 @@ class ImageClassification(Task[ImageBatch]):
     )
     loss_unit = "nats an image"
     validation_score: ClassVar[str] = "validation_top1"
+    higher_is_better: ClassVar[bool] = True
     model: ImageModelSettings
     validated: ClassVar[tuple[str, ...]] = ("top1", "top5", "loss")
     """Scores of the validation split that training tells."""

@@ -109,6 +109,11 @@ class LanguageModelling(TextTask[TextBatch]):
                 f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
                 f"predict the next token; {self.reads} does"
             )
+        if model.head is not None:
+            raise ConfigError(
+                f"model.head.kind: {model.head.kind} is not allowed with data.kind: text, of which "
+                f"the next token is learned; null is"
+            )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
 
@@ -256,5 +261,10 @@ def language_model(weights: Described) -> GPT2Config:
         raise ConfigError(
             f"{weights.folder}: model.kind: {config.kind} is not a language model; "
             f"{LanguageModelling.reads} is"
+        )
+    if config.head is not None:
+        raise ConfigError(
+            f"{weights.folder}: model.head.kind: {config.head.kind}: scores whole sequences, and "
+            f"does not predict text"
         )
     return config

@@ -44,6 +44,8 @@ def random_batch(model: ModelSettings, seeds: Sequence[int]) -> RandomBatch:
 def _sample(model: ModelSettings, seed: int) -> RandomBatch:
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, GPT2Config):
+        if model.head is not None:
+            return _sequence_sample(model, model.head, generator)
         length = model.sequence_length + 1
         return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
     if isinstance(model, BertConfig):
@@ -59,25 +61,32 @@ def _sample(model: ModelSettings, seed: int) -> RandomBatch:
 
 
 def _bert_sample(model: BertConfig, generator: torch.Generator) -> MaskedBatch | SequenceBatch:
-    length, vocabulary = model.sequence_length, model.known_vocab_size()
-    ids_T = torch.randint(vocabulary, (length,), generator=generator)
+    if isinstance(model.head, ClassificationHeadConfig):
+        return _sequence_sample(model, model.head, generator)
     if isinstance(model.head, MaskedLanguageHeadConfig):
+        length = model.sequence_length
+        ids_T = torch.randint(model.known_vocab_size(), (length,), generator=generator)
         hidden = model.head.num_masked(length)
         positions_P = torch.randperm(length, generator=generator)[:hidden].sort().values
         return MaskedBatch(ids_T, positions_P, ids_T[positions_P].roll(1))
-    if not isinstance(model.head, ClassificationHeadConfig):
-        raise ConfigError(
-            f"model.head.kind: {model.head.kind} has no loss to train by; language and "
-            f"classification have one"
-        )
-    classes = model.head.num_classes or 1
-    return SequenceBatch(ids_T, torch.randint(classes, (), generator=generator))
+    raise ConfigError(
+        f"model.head.kind: {model.head.kind} has no loss to train by; language and classification "
+        f"have one"
+    )
+
+
+def _sequence_sample(
+    model: GPT2Config | BertConfig, head: ClassificationHeadConfig, generator: torch.Generator
+) -> SequenceBatch:
+    length, vocabulary = model.sequence_length, model.known_vocab_size()
+    ids_T = torch.randint(vocabulary, (length,), generator=generator)
+    return SequenceBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
 
 
 def losses_for(model: ModelSettings) -> Any:
     """The loss on such a micro-batch, of tokens or of the class; see `Task.losses`."""
     if isinstance(model, GPT2Config):
-        return text_losses
+        return text_losses if model.head is None else _sequence_losses
     if isinstance(model, BertConfig):
         return masked_losses if model.head.kind == "language" else _sequence_losses
     return _image_losses
@@ -86,7 +95,10 @@ def losses_for(model: ModelSettings) -> Any:
 def _sequence_losses(
     model: Predictor, batch: SequenceBatch
 ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """The loss of the class; of a single output its square."""
     logits_BK, routing = model(batch.input_ids_BT)
+    if logits_BK.shape[-1] == 1:
+        return logits_BK[:, 0].float().square(), routing
     return cross_entropy(logits_BK, batch.labels_B), routing
 
 

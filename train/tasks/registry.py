@@ -6,6 +6,7 @@ from train.tasks.attributes import AttributeClassification
 from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling
 from train.tasks.masked_language import MaskedLanguageModelling
+from train.tasks.sequences import SequenceTask
 from train.tasks.task import Sections, Task
 
 TASKS: dict[str, type[Task[Any]]] = {
@@ -13,6 +14,7 @@ TASKS: dict[str, type[Task[Any]]] = {
     "masked_text": MaskedLanguageModelling,
     "images": ImageClassification,
     "attributes": AttributeClassification,
+    "sequences": SequenceTask,
 }
 
 

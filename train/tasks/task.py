@@ -36,6 +36,8 @@ class EvaluationConfig(Config):
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between validations; 0 validates at the end of the run only."""
+    patience: Annotated[int, Field(ge=1)] | None = None
+    """Validations in a row without a better score after which the run ends; null: it goes on."""
     max_windows: Annotated[int, Field(ge=1)] | None = None
     """Windows of text, or images, of the split that are scored in training; null: all of them."""
     stride: Annotated[int, Field(ge=1)] | None = None
@@ -115,6 +117,8 @@ class Sections:
     """The seed of the order of samples."""
     micro_batch_size: int = 1
     """Samples in a forward pass of one process."""
+    init_from: str | None = None
+    """The weights that a new run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +147,8 @@ class Task(ABC, Generic[Batch]):
     """The unit of the training loss, as nats a token; empty: it has none that says more."""
     validation_score: ClassVar[str] = "validation_loss"
     """The most important key of what `validate` returns."""
+    higher_is_better: ClassVar[bool] = False
+    """Whether that is better the higher it is; a loss is better the lower."""
     attack: ClassVar[str | None] = None
     """What `polyad evaluate --attack` does to data of this kind; None: there is nothing."""
     model: ModelSettings
@@ -184,7 +190,8 @@ class Task(ABC, Generic[Batch]):
     @abstractmethod
     def samples(self) -> Dataset[Any]:
         """Samples by their global number, without end: NamedTuples of tensors, which a loader
-        stacks to a batch. Which sample has a number depends on the seed alone."""
+        stacks to a batch. Which sample has a number depends on the seed alone. Those of a
+        micro-batch may depend on each other in how they are padded, by `__getitems__`."""
 
     @property
     @abstractmethod
@@ -288,6 +295,23 @@ class Task(ABC, Generic[Batch]):
     def kept(self) -> Kept:
         """What a checkpoint stores for this task."""
         return Kept(state={"data_fingerprint": self.fingerprint})
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should know of the data before a run, a line each."""
+        return ()
+
+    def flops_per_unit(self) -> int:
+        """Floating-point operations of training on a unit as it comes, for utilization."""
+        return self.model.flops_per_unit()
+
+    def begins_anew(self, weights: Weights) -> tuple[str, ...]:
+        """How the names of parameters begin that start from the seed, not from these weights.
+
+        Args:
+            weights: Of another run, or of another kind of model, as a language model's.
+        """
+        return ()
 
     @property
     def other_data(self) -> str:

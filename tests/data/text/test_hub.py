@@ -311,3 +311,45 @@ def test_short_name_reads_the_data_set_of_the_hub(wikitext, monkeypatch, streami
         name: "".join(lines) for name, lines in LINES.items()
     }
     assert bool(splits["train"].total_bytes) != streaming
+
+
+def documents_in_parts(source, parts):
+    cut = [source.part(number, parts) for number in range(parts)]
+    return [text for part in cut for text in texts(part)]
+
+
+@pytest.mark.parametrize("first", ["", " \n", "Before any heading \n"])
+def test_saved_articles_are_cut_between_articles(tmp_path, first):
+    from datasets import Dataset, DatasetInfo
+
+    rows = [first, *("" if line == " \n" else line for line in LINES["train"])]
+    info = DatasetInfo(config_name=RAW)
+    Dataset.from_dict({"text": rows}, info=info).save_to_disk(str(tmp_path / "saved"))
+    source = open_source(f"arrow:{tmp_path / 'saved'}")
+    whole = texts(source)
+    assert len(whole) == 7
+    for parts in (1, 2, 3, 5, len(rows), 100):
+        assert documents_in_parts(source, parts) == whole
+    assert 0 < len(texts(source.part(0, 2))) < 7
+
+
+def test_articles_without_a_heading_are_one_document(tmp_path):
+    from datasets import Dataset, DatasetInfo
+
+    info = DatasetInfo(config_name=RAW)
+    Dataset.from_dict({"text": ["a", "", "b"]}, info=info).save_to_disk(str(tmp_path / "saved"))
+    source = open_source(f"arrow:{tmp_path / 'saved'}")
+    assert documents_in_parts(source, 3) == texts(source) == ["a\n \nb\n"]
+
+
+def test_streamed_rows_are_cut_between_files(tmp_path, wikitext):
+    (folder := tmp_path / "rows").mkdir()
+    for number in range(3):
+        table = pyarrow.table({"text": [f"{number} {row}" for row in range(4)]})
+        pyarrow.parquet.write_table(table, folder / f"train-{number:05}-of-00003.parquet")
+    source = open_source(f"hub:{folder}")
+    for parts in (1, 2, 3, 7):
+        assert documents_in_parts(source, parts) == texts(source)
+    assert texts(source.part(1, 3)) == [f"1 {row}" for row in range(4)]
+    articles = open_source(f"hub:{wikitext}:{RAW}")  # which go on from file to file
+    assert documents_in_parts(articles, 2) == texts(articles)

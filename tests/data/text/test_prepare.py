@@ -14,10 +14,10 @@ from data.text.dataset import PreparedData
 from data.text.documents import open_source
 from data.text.manifest import MANIFEST_FILE, SPLITS, index_bytes
 from data.text.prepare import prepare
+from data.text.split_writer import token_dtype, write_index
 from data.text.splits import split_of_documents
 from data.text.tokenizers.tokenizer import END_OF_TEXT
 from data.text.tokenizers.training import train_tokenizer
-from data.text.writer import token_dtype, write_index
 
 PREPARE = """
 import sys

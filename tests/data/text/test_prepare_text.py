@@ -6,7 +6,7 @@ from itertools import count, islice
 import pytest
 
 import data.text.prepare
-import data.text.writer
+import data.text.split_writer
 from data.errors import DataError
 from data.text.dataset import PreparedData
 from data.text.manifest import SPLITS, Manifest
@@ -151,7 +151,7 @@ def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):
     whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
-    monkeypatch.setattr(data.text.writer, "MOST_TOKENS", whole.tokens // 2)
+    monkeypatch.setattr(data.text.split_writer, "MOST_TOKENS", whole.tokens // 2)
     lines = []
     manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
     assert any("documents go on in another one" in line for line in lines)

@@ -15,8 +15,9 @@ from data.errors import DataError
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
 from data.text.resume import RESUME_FILE
+from data.text.split_writer import SplitState, SplitWriter
 from data.text.tokenizers.files import load_tokenizer
-from data.text.writer import DatasetWriter, SplitState, SplitWriter
+from data.text.writer import DatasetWriter
 
 PREPARE_SLOWLY = """
 import sys, time, data.text.prepare, data.text.writer

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from data.text.prepare import prepare
 from parallel.checkpoint.commit import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
@@ -100,3 +101,22 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
     newest = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert int(newest.name.removeprefix("step-")) > step
     assert os.listdir(newest)
+
+
+def test_a_text_is_prepared_by_a_job_array(cluster: Slurm, text: Path, tmp_path: Path) -> None:
+    words = ["--source", str(text), "--tokenizer", "words", "--test-fraction", "0"]
+    prepare(str(text), "words", tmp_path / "whole", test_fraction=0.0, report=lambda line: None)
+    options = ["--output", str(tmp_path / "out"), "--parts", "3", "--cpus-per-node", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "prepare", *words, *options, "--via", "slurm"],
+        **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["begin", "parts", "join"]
+    job = re.search(r"^join: job (\d+)", done.stdout, re.M)[1]  # type: ignore[index]
+    found = cluster.wait(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), 240)
+    said = [path.read_text() for path in (tmp_path / ".out.parts" / "launch").glob("*.out")]
+    assert found["JobState"] == "COMPLETED", said
+    assert len(said) == 5  # of two jobs, and of an array of three
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

@@ -8,8 +8,7 @@ import torch
 
 from model.attention import AttentionTrace, SelfAttention
 from model.build import materialize
-from model.smoe.features import head_entropies
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph
+from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     Watch,
     asked_for,

@@ -37,6 +37,8 @@ def make(folder, steps, damaged):
         # It was damaged, the run went on from 3 and has come to 6: the later one is not newer.
         pytest.param([3, 6, 9], [9], 6, (1, 0), [6, 9], id="a later one is of a run gone back"),
         pytest.param([3], [], 3, (1, 0), [3], id="the only one"),
+        pytest.param([3, 6, 9, 12], [], 12, (1, 0, 6), [6, 12], id="and the best"),
+        pytest.param([3, 6, 9], [], 9, (2, 0, 9), [6, 9], id="the newest is the best"),
     ],
 )
 def test_retention(tmp_path, steps, damaged, step, keep, stay):

@@ -77,7 +77,10 @@ def test_a_resolved_config_reads_back_as_itself():
             "model.feed_forward.kind=mlp",
             "feed_forward.kind: 'mlp' is not allowed: dense, mumoe or smoe",
         ),
-        ("foo=1", "unknown key foo; there are checkpoint, data, evaluation, log, loss, model"),
+        (
+            "foo=1",
+            "unknown key foo; there are adapt, checkpoint, data, evaluation, log, loss",
+        ),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
         ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),
         ("parallel.zero_stage=true", "parallel.zero_stage: True is not allowed"),

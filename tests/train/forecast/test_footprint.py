@@ -11,7 +11,7 @@ from train.config.run import load_config
 from train.forecast.step import footprint
 from train.layout.small import small_config
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
 
 
 def vocabulary_of(file: str) -> tuple[str, ...]:
@@ -49,6 +49,16 @@ LAYOUTS = [
     ("mixer/s16.yaml", 4, ("parallel.tensor_parallel_size=2",)),
     ("vit/vmoe-s32.yaml", 2, ("parallel.expert_parallel_size=2",)),
     ("vit/b16.yaml", 2, ("parallel.zero_stage=2",)),
+    pytest.param(
+        "gpt2/124m-smoe-16.yaml",
+        2,
+        (
+            "adapt.lora={rank: 8, experts: true}",
+            "checkpoint.init_from=base",
+            "parallel.expert_parallel_size=2",
+        ),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -1,12 +1,16 @@
 """Which weights decay, and what a step does, by hand."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from model.build import build_model
 from model.gpt2 import GPT2Config
-from train.loop.optimizer import OptimizerConfig, build_optimizer
+from model.vit import ViTConfig
+from parallel.zero import RATE_FACTOR
+from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -76,3 +80,78 @@ def test_sgd_step_is_the_gradient_times_the_rate():
     weight.grad = torch.full((2,), 3.0)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((2,), 1.7))
+
+
+def a_model():
+    config = GPT2Config(num_layers=2, hidden_size=8, num_heads=2, sequence_length=4, vocab_size=5)
+    return build_model(config)
+
+
+def settings_of(model, config):
+    """Weight decay and factor of the learning rate, of every parameter that is trained."""
+    named = [(name, p, p.dim()) for name, p in model.named_parameters()]
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = build_optimizer(config, named).param_groups
+    assert all(group["lr"] == config.learning_rate * group[RATE_FACTOR] for group in groups)
+    return {
+        names[id(p)]: (group["weight_decay"], group[RATE_FACTOR])
+        for group in groups for p in group["params"]
+    }  # fmt: skip
+
+
+def test_layers_further_from_the_end_learn_less():
+    factors = settings_of(a_model(), OptimizerConfig(layer_decay=0.5))
+    # BEiT's: decay^(L + 1 - id), embeddings 0, block i has i + 1, and what follows L + 1; L = 2.
+    expected = {"token_embedding": 0.125, "position_embedding": 0.125, "final_norm": 1.0}
+    for name, (_, factor) in factors.items():
+        of_block = {"0": 0.25, "1": 0.5}.get(name.split(".")[1])
+        assert factor == (of_block or expected[name.split(".")[0]]), name
+
+
+def test_layers_of_a_vision_model_are_counted_alike():
+    config = ViTConfig(
+        image_size=8, patch_size=4, num_layers=1, hidden_size=8, num_heads=2, num_classes=3
+    )
+    factors = settings_of(build_model(config), OptimizerConfig(layer_decay=0.5))
+    early = {name for name, (_, factor) in factors.items() if factor == 0.25}
+    assert early == {
+        "patch_embedding.weight", "patch_embedding.bias", "position_embedding", "class_token",
+    }  # fmt: skip
+    assert factors["head.weight"][1] == 1.0
+
+
+def test_the_first_group_that_matches_counts():
+    groups = (
+        GroupConfig(match="blocks.0.attention.*", learning_rate=0.1, weight_decay=0.0),
+        GroupConfig(match="attention.*.weight", learning_rate=3.0, weight_decay=0.7),
+        GroupConfig(match="feed_forward.up.*", freeze=True),
+    )
+    model, config = a_model(), OptimizerConfig(groups=groups, weight_decay=0.2)
+    freeze(model, config)
+    found = settings_of(model, config)
+    assert found["blocks.0.attention.qkv.weight"] == (0.0, 0.1)
+    assert found["blocks.0.attention.qkv.bias"] == (0.0, 0.1)
+    assert found["blocks.1.attention.qkv.weight"] == (0.7, 3.0)
+    assert found["blocks.1.attention.qkv.bias"] == (0.0, 1.0)  # a bias, which does not decay
+    assert found["blocks.1.feed_forward.down.weight"] == (0.2, 1.0)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        f"blocks.{block}.feed_forward.up.{kind}" for block in (0, 1) for kind in ("weight", "bias")
+    }
+    assert not frozen & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (["blocks.*.atention.*"], "groups.0.match: 'blocks.*.atention.*' matches nothing;"),
+        (["blocks.*.atention.*"], "the nearest are attention"),
+        (["blocks.*", "attention.*"], "optimizer.groups.1.match: 'attention.*' matches only"),
+    ],
+)  # fmt: skip
+def test_a_group_without_parameters_is_an_error(groups, message):
+    config = OptimizerConfig(groups=tuple(GroupConfig(match=pattern) for pattern in groups))
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        freeze(a_model(), config)
+    assert raised.value.exit_status == 2
+    assert "\n" not in str(raised.value)

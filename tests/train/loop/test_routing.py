@@ -20,12 +20,15 @@ def statistics(rows):
     return gate_statistics(gated)._replace(name="blocks.0.feed_forward")
 
 
-def averaged(*ranks):
-    """The statistics of a step, from the micro-batches of each rank."""
+def averaged(*ranks, counted=False):
+    """The statistics of a step, from the micro-batches of each rank; `counted`: with tokens."""
     comm.initialize()
     step = StepStatistics(torch.device("cpu"))
     for rows in ranks[comm.rank()]:
-        step.add(torch.tensor(float(len(rows))), (statistics(rows),))
+        stats = statistics(rows)
+        if counted:
+            stats = stats._replace(tokens=torch.tensor(float(len(rows))))
+        step.add(torch.tensor(float(len(rows))), (stats,))
     numbers = step.exchange([comm.rank(), 3 << 36]).read()
     assert numbers.of_each == [[rank, 3 << 36] for rank in range(comm.size())]
     rows = [len(micro_batch) for batches in ranks for micro_batch in batches]
@@ -54,6 +57,17 @@ def test_a_step_of_micro_batches_is_one_batch(workers):
     assert whole["effective_experts"] == pytest.approx((math.exp(entropy) + 1 + 2 + 4) / 4)
     assert whole["dominant"] == [0.5, 0, 0.25, 0.25]
     assert whole["dominated"] == 0.75
+
+
+def test_micro_batches_that_are_padded_weigh_by_their_tokens(workers):
+    first, second = [[0.6, 0.4, 0, 0], [1, 0, 0, 0], [0.25] * 4], [[0, 0, 0.5, 0.5]]
+    whole = measures(statistics(first + second))
+    for stats in (*workers(1).run(averaged, [first, second], counted=True),
+                  *workers(2).run(averaged, [first], [second], counted=True)):  # fmt: skip
+        ours = measures(stats)
+        assert ours.keys() == whole.keys()
+        for name, value in whole.items():
+            assert ours[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_the_console_says_how_many_experts_a_token_has():

@@ -1,0 +1,1 @@
+"""Labelled sequences: rows of files or of the hub, to padded batches of token ids."""

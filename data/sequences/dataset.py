@@ -1,0 +1,215 @@
+"""Opens labelled sequences: tables, classes and token ids of each split."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.errors import DataError, listed
+from data.sequences.config import SequenceDataConfig
+from data.sequences.encoding import Form, encode_rows, form_of
+from data.sequences.labels import (
+    Labels,
+    class_labels,
+    class_names,
+    is_hidden,
+    right_choices,
+    values,
+)
+from data.sequences.samples import Encoded, PaddedRows, TrainingRows
+from data.sequences.schemas import ALLOWED_METRICS, Schema
+from data.sequences.tables import Table, held_out, read_tables
+from data.text.tokenizers.tokenizer import Tokenizer
+
+
+class SequenceData:
+    """The splits of a source, each encoded when it is first asked for.
+
+    Args:
+        settings: Of the data.
+        tables: Of its splits.
+        tokenizer: Of the model.
+        model_kind: `model.kind`.
+        max_length: The longest sequence, in tokens.
+        known_classes: Those that a checkpoint was trained with; None: the training rows decide.
+
+    Attributes:
+        schema: Of the columns.
+        class_names: In their order; without classes nothing.
+        has_segments: Whether the model is told which of two texts a token is of.
+
+    Raises:
+        DataError: A split that is trained on or validated with has no labels, labels differ between
+            splits, or there is one class only.
+    """
+
+    def __init__(
+        self,
+        settings: SequenceDataConfig,
+        tables: dict[str, Table],
+        tokenizer: Tokenizer,
+        *,
+        model_kind: str,
+        max_length: int,
+        known_classes: Sequence[str] | None = None,
+    ) -> None:
+        self.settings, self.tokenizer, self.max_length = settings, tokenizer, max_length
+        self.schema: Schema = settings.schema_of
+        self._tables = tables
+        self._form: Form = form_of(model_kind, tokenizer)
+        least = len(self._form.before + self._form.between + self._form.after) + 2
+        if max_length < least:
+            raise DataError(
+                f"data.max_length: {max_length} is less than the {least} tokens of the shortest "
+                f"sequence"
+            )
+        self.has_segments = self._form.segments
+        self.class_names: list[str] = []
+        if self.schema.task == "classification":
+            self.class_names = list(known_classes or self._classes())
+        self._labels = {
+            name: self._labels_of(table)
+            for name, table in tables.items()
+            if name != "test" or not is_hidden(table, self.schema.label)
+        }
+
+    @classmethod
+    def open(
+        cls,
+        settings: SequenceDataConfig,
+        tokenizer: Tokenizer,
+        *,
+        model_kind: str,
+        max_length: int,
+        known_classes: Sequence[str] | None = None,
+    ) -> "SequenceData":
+        """Reads the tables, and holds rows out if that is asked for; see the class."""
+        schema = settings.schema_of
+        for metric in schema.metrics:
+            if metric not in (allowed := ALLOWED_METRICS[schema.task]):
+                raise DataError(
+                    f"data.metrics: {metric!r} is not allowed with data.task: {schema.task}; "
+                    f"{', '.join(allowed)} are"
+                )
+        if bool(schema.choices) != (schema.task == "multiple_choice"):
+            raise DataError(
+                f"data.columns.choices: {list(schema.choices) or 'null'} is not allowed with "
+                f"data.task: {schema.task}; multiple_choice has choices, and no other"
+            )
+        tables = read_tables(settings.path, schema)
+        for table in tables.values():
+            if not len(table):
+                raise DataError(f"{table.place}: has no rows")
+        if settings.held_out and "train" in tables and "validation" not in tables:
+            tables["train"], tables["validation"] = held_out(tables["train"], settings.held_out)
+        return cls(
+            settings,
+            tables,
+            tokenizer,
+            model_kind=model_kind,
+            max_length=max_length,
+            known_classes=known_classes,
+        )
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits there are."""
+        return list(self._tables)
+
+    @property
+    def choices(self) -> int:
+        """Sequences of a sample: its choices, or 1."""
+        if len(self.schema.choices) != 1:
+            return max(1, len(self.schema.choices))
+        table = next(iter(self._tables.values()))
+        first = table.column(self.schema.choices[0])[0]
+        return len(first) if isinstance(first, list) else 1
+
+    def check_split(self, name: str) -> None:
+        """Checks that a split is there and has labels.
+
+        Raises:
+            DataError: It is not, or its labels are hidden.
+        """
+        if name not in self._tables:
+            raise DataError(
+                f"{self.settings.path}: has no split {name!r}; there are {listed(self._tables)}"
+            )
+        if name not in self._labels:
+            raise DataError(
+                f"{self._tables[name].place}: its labels are hidden: nothing can be scored there"
+            )
+
+    def size(self, name: str) -> int:
+        """The number of rows of a split."""
+        self.check_split(name)
+        return len(self._tables[name])
+
+    @functools.cache  # noqa: B019  # a run has one
+    def encoded(self, name: str) -> Encoded:
+        """The rows of a split as token ids, with their labels."""
+        self.check_split(name)
+        pieces = encode_rows(
+            self._tables[name], self.schema, self.tokenizer, self._form, self.max_length
+        )
+        return Encoded(pieces, self._labels[name], self.choices)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of the token ids and labels of the training rows, and of the classes."""
+        rows, digest = self.encoded("train"), hashlib.sha256()
+        assert rows.labels_N is not None
+        digest.update(json.dumps([self.schema.task, self.class_names, rows.choices]).encode())
+        for array in (rows.pieces.ids_S, rows.pieces.starts_R1, rows.labels_N):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def training(self, seed: int) -> TrainingRows:
+        """The training rows by their global number.
+
+        Args:
+            seed: Of their order.
+        """
+        return TrainingRows(
+            self.encoded("train"),
+            seed=seed,
+            group=self.settings.group_by_length,
+            identity=self.fingerprint,
+            padding=self._form.padding,
+            length=self.max_length,
+            to_longest=self.settings.padding == "longest",
+        )
+
+    def held_out(self, name: str, most: int | None = None) -> PaddedRows:
+        """The rows of a split from the shortest to the longest.
+
+        Args:
+            name: Of the split.
+            most: Rows that are taken, evenly by their length; None: all.
+        """
+        rows = self.encoded(name)
+        order_N = rows.lengths_N.argsort(kind="stable")
+        if most is not None and most < len(rows):
+            order_N = order_N[np.arange(most) * len(rows) // most]
+        return PaddedRows(
+            rows,
+            order_N,
+            padding=self._form.padding,
+            length=self.max_length,
+            to_longest=self.settings.padding == "longest",
+        )
+
+    def _classes(self) -> list[str]:
+        if "train" not in self._tables:
+            raise DataError(f"{self.settings.path}: has no split 'train'")
+        return class_names(self._tables["train"], self.schema.label)
+
+    def _labels_of(self, table: Table) -> Labels:
+        column = self.schema.label
+        if self.schema.task == "classification":
+            return class_labels(table, column, self.class_names)
+        if self.schema.task == "regression":
+            return values(table, column)
+        return right_choices(table, column, self.choices)

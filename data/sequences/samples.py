@@ -1,0 +1,196 @@
+"""Training samples of sequences by their global number, and held-out ones, padded alike.
+
+The order of an epoch follows from the seed and the epoch alone: a random permutation, in which
+sequences of similar length then stand together in groups, and the groups in random order. A
+micro-batch is a stretch of it whatever the layout, and is padded as a whole.
+
+Shapes: B samples, C choices of a sample (1 without choices), T tokens of the longest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.order import Arrays, EpochOrders
+from data.sequences.encoding import Pieces
+from data.sequences.labels import Labels
+
+STEP = 8
+"""Padded lengths are multiples of this, as GPUs like them."""
+POOL = 50
+"""Groups whose sequences are sorted by length together."""
+
+
+class SequenceBatch(NamedTuple):
+    """A micro-batch of sequences. A single sample has the same fields without B."""
+
+    ids_BCT: Tensor
+    """Token ids, int64."""
+    mask_BCT: Tensor
+    """True for real tokens, which stand before the padding."""
+    second_BCT: Tensor
+    """True for tokens of a second text, and for what ends it."""
+    labels_B: Tensor
+    """Classes, right choices (int64), or values (fp32)."""
+    numbers_B: Tensor
+    """The numbers that they were asked for by."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The rows of a split."""
+
+    pieces: Pieces
+    labels_N: Labels | None
+    """None: they are hidden."""
+    choices: int
+    """C."""
+
+    def __len__(self) -> int:
+        return (len(self.pieces.starts_R1) - 1) // self.choices
+
+    @property
+    def lengths_N(self) -> npt.NDArray[np.int64]:
+        """Tokens of the longest choice of each row."""
+        lengths: npt.NDArray[np.int64] = self.pieces.lengths_R.reshape(-1, self.choices).max(1)
+        return lengths
+
+
+class PaddedRows(Dataset[SequenceBatch]):
+    """Rows in a given order; those of a micro-batch are padded to one length.
+
+    Args:
+        rows: Of a split.
+        order_N: Which row each number is; None: that row.
+        padding: The token that fills up.
+        length: What single rows, and batches that are not padded to their longest, are padded to.
+        to_longest: Whether a batch is padded to its longest row.
+    """
+
+    def __init__(
+        self,
+        rows: Encoded,
+        order_N: npt.NDArray[np.integer] | None = None,
+        *,
+        padding: int,
+        length: int,
+        to_longest: bool,
+    ) -> None:
+        self._rows, self._order_N = rows, order_N
+        self._padding, self._length, self._to_longest = padding, length, to_longest
+        self._lengths_N = rows.lengths_N
+
+    def row_of(self, number: int) -> int:
+        """The row of the split that a number stands for."""
+        return number if self._order_N is None else int(self._order_N[number])
+
+    def __getitem__(self, number: int) -> SequenceBatch:
+        """A single sample, padded as far as any can be."""
+        return self._padded(number, self.row_of(number), self._length)
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[SequenceBatch]:
+        """The samples of a batch, all of one length: a loader asks for them together."""
+        rows = [self.row_of(number) for number in numbers]
+        length = self._length
+        if self._to_longest:
+            longest = max(int(self._lengths_N[row]) for row in rows)
+            length = min(length, -(-longest // STEP) * STEP)
+        return [
+            self._padded(number, row, length) for number, row in zip(numbers, rows, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._rows if self._order_N is None else self._order_N)
+
+    def _padded(self, number: int, row: int, length: int) -> SequenceBatch:
+        pieces, choices = self._rows.pieces, self._rows.choices
+        ids_CT = np.full((choices, length), self._padding, dtype=np.int64)
+        place_T, lengths, seconds = np.arange(length), [], []
+        for choice in range(choices):
+            sequence = row * choices + choice
+            start, end = pieces.starts_R1[sequence : sequence + 2]
+            ids_CT[choice, : end - start] = pieces.ids_S[start:end]
+            lengths.append(end - start)
+            seconds.append(pieces.second_R[sequence])
+        mask_CT = place_T < np.array(lengths)[:, None]
+        second_CT = mask_CT & (place_T >= np.array(seconds)[:, None])
+        labels_N = self._rows.labels_N
+        label = torch.zeros((), dtype=torch.int64)
+        if labels_N is not None:
+            label = torch.tensor(labels_N[row].item())  # int64 or fp32
+        ids, mask, second = map(torch.from_numpy, (ids_CT, mask_CT, second_CT))
+        return SequenceBatch(ids, mask, second, label, torch.tensor(number))
+
+
+class TrainingRows(PaddedRows):
+    """Training rows in the order of their epochs, without end.
+
+    Args:
+        rows: Of the training split.
+        seed: The run's.
+        group: Rows of similar length that follow each other; 1: in any order.
+        identity: What the order depends on beside them.
+        padding: See `PaddedRows`.
+        length: See `PaddedRows`.
+        to_longest: See `PaddedRows`.
+    """
+
+    def __init__(
+        self,
+        rows: Encoded,
+        *,
+        seed: int,
+        group: int,
+        identity: object,
+        padding: int,
+        length: int,
+        to_longest: bool,
+    ) -> None:
+        super().__init__(rows, padding=padding, length=length, to_longest=to_longest)
+        self._seed, self._group = seed, group
+        self._orders = EpochOrders(
+            self._build_order, len(rows), ("sequences", identity, len(rows), seed, group)
+        )
+
+    def row_of(self, number: int) -> int:
+        """The row of a sample, by its global number."""
+        epoch, place = self._orders(number)
+        return int(epoch["rows"][place])
+
+    def _build_order(self, epoch: int) -> Arrays:
+        generator = np.random.Generator(np.random.PCG64((self._seed, epoch)))
+        return {"rows": grouped_order(self._lengths_N, self._group, generator)}
+
+
+def grouped_order(
+    lengths_N: npt.NDArray[np.integer], group: int, generator: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """A random order in which rows of similar length stand together.
+
+    A random permutation is cut into pools, each sorted by length and cut into groups; the groups
+    are shuffled. An incomplete last group stays last, so that groups begin at their multiples.
+
+    Args:
+        lengths_N: Tokens of each row.
+        group: Rows of a group.
+        generator: Of random numbers.
+
+    Returns:
+        [N], each row once.
+    """
+    order_N = generator.permutation(len(lengths_N))
+    if group == 1:
+        return order_N
+    pool = POOL * group
+    pools = [order_N[begin : begin + pool] for begin in range(0, len(order_N), pool)]
+    # Stable, so that rows of one length stay in their random order.
+    sorted_N = np.concatenate([p[np.argsort(lengths_N[p], kind="stable")] for p in pools])
+    whole = len(sorted_N) // group * group
+    groups = sorted_N[:whole].reshape(-1, group)[generator.permutation(whole // group)]
+    return np.concatenate([groups.reshape(-1), sorted_N[whole:]])

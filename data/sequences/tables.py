@@ -1,0 +1,225 @@
+"""Tables of rows by split: .csv, .tsv, .jsonl and .parquet files, and Hugging Face data sets.
+
+A table is held whole, by column: what is fine-tuned on is small beside what is trained on.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError, listed, nearest, user_path
+from data.images.sources.found import SPLIT_NAMES
+from data.sequences.schemas import BENCHMARKS, SPLITS, Schema
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a split."""
+
+    place: str
+    """The file or data set with the split, for errors."""
+    columns: Mapping[str, Sequence[Any]]
+    """All of the same length; those that were asked for, and that are there."""
+    present: Sequence[str]
+    """Names of all columns."""
+    class_names: Sequence[str] | None = None
+    """Names of the numbers in the column of labels, where the data set has them."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def column(self, name: str) -> Sequence[Any]:
+        """A column by its name.
+
+        Raises:
+            DataError: There is none.
+        """
+        if name not in self.columns:
+            raise DataError(
+                f"{self.place}: no column {name!r}; columns present: {listed(self.present)}"
+                f"{nearest(name, self.present)}; data.columns names them"
+            )
+        return self.columns[name]
+
+    def rows(self, numbers: Sequence[int]) -> "Table":
+        """Some of the rows."""
+        picked = {key: [values[n] for n in numbers] for key, values in self.columns.items()}
+        return replace(self, columns=picked)
+
+
+def read_tables(path: str, schema: Schema) -> dict[str, Table]:
+    """Reads the splits that a source has.
+
+    Args:
+        path: As `data.path`.
+        schema: Its columns, and what its splits are called.
+
+    Raises:
+        DataError: There is no such source, or it cannot be read.
+    """
+    wanted = [schema.text, schema.label, *schema.choices]
+    wanted += [schema.pair] if schema.pair else []
+    folder = user_path(path)
+    if folder.is_file():
+        return {_split_of(folder, schema) or "train": _read_files([folder], wanted)}
+    if folder.is_dir() and (files := _files_by_split(folder, schema)):
+        return {split: _read_files(found, wanted) for split, found in files.items()}
+    return _read_dataset(path, schema, wanted)
+
+
+def _split_of(file: Path, schema: Schema) -> str | None:
+    """The split that a file's name says, as train.csv or validation-00000-of-00001.parquet."""
+    name = file.stem.split("-")[0].lower()
+    theirs = {other: split for split, other in schema.splits.items()}
+    return theirs.get(name) or SPLIT_NAMES.get(name)
+
+
+def _files_by_split(folder: Path, schema: Schema) -> dict[str, list[Path]]:
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in SUFFIXES and (split := _split_of(path, schema)):
+            files.setdefault(split, []).append(path)
+    return {split: files[split] for split in SPLITS if split in files}
+
+
+def _read_files(files: Sequence[Path], wanted: Sequence[str]) -> Table:
+    tables = [_READERS[_suffix(file)](file, wanted) for file in files]
+    first = tables[0]
+    for file, table in zip(files, tables, strict=True):
+        if table.columns.keys() != first.columns.keys():
+            raise DataError(
+                f"{file}: its columns are {listed(table.present)}, those of {files[0]} "
+                f"{listed(first.present)}"
+            )
+    joined = {name: [v for table in tables for v in table.columns[name]] for name in first.columns}
+    return replace(first, columns=joined)
+
+
+def _suffix(file: Path) -> str:
+    if file.suffix not in _READERS:
+        raise DataError(f"{file}: is no table; files of {', '.join(SUFFIXES)} are read")
+    return file.suffix
+
+
+def _read_csv(file: Path, wanted: Sequence[str]) -> Table:
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if file.suffix == ".tsv" else ","
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            present = list(reader.fieldnames or ())
+            columns: dict[str, list[Any]] = {n: [] for n in dict.fromkeys(wanted) if n in present}
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{file}, line {reader.line_num}: has not as many values as the "
+                        f"{len(present)} columns of the first line"
+                    )
+                for name, values in columns.items():
+                    values.append(row[name])
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from None
+    return Table(str(file), columns, present)
+
+
+def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
+    rows: list[dict[str, Any]] = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.isspace():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise DataError(f"{file}, line {number}: is not a JSON object")
+                rows.append(row)
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{file}, line {len(rows) + 1}: cannot be read: {error}") from None
+    present = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in wanted if name in present}
+    return Table(str(file), columns, present)
+
+
+def _read_parquet(file: Path, wanted: Sequence[str]) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        present = pyarrow.parquet.read_schema(file).names
+        names = [name for name in dict.fromkeys(wanted) if name in present]
+        columns = pyarrow.parquet.read_table(file, columns=names).to_pydict()
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{file}: cannot be read as Parquet: {reason}") from None
+    return Table(str(file), columns, present)
+
+
+_READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
+    from data.text.hub import find_dataset, open_rows, read_columns
+
+    spec = path
+    if path in BENCHMARKS:
+        spec = BENCHMARKS[path].source or path
+    dataset = find_dataset(spec)
+    if dataset is None:
+        raise DataError(
+            f"{path}: no such file or folder with tables of splits ({', '.join(SUFFIXES)}), and "
+            f"no benchmark{nearest(path, BENCHMARKS)}; benchmarks: {', '.join(BENCHMARKS)}; a data "
+            f"set of the hub is hub:OWNER/NAME[:CONFIG]"
+        )
+    splits = open_rows(dataset)
+    found: dict[str, Table] = {}
+    for split in SPLITS:
+        theirs = schema.splits.get(split, split)
+        if theirs not in splits:
+            continue
+        rows = splits[theirs]
+        columns = read_columns(dataset, rows, wanted)
+        feature = (rows.features or {}).get(schema.label)
+        found[split] = Table(
+            place=f"{spec} ({theirs})",
+            columns=columns,
+            present=list(rows.column_names or columns),
+            class_names=getattr(feature, "names", None),
+        )
+    if not found:
+        raise DataError(
+            f"{spec}: has none of the splits {', '.join(SPLITS)}, only {listed(splits)}"
+        )
+    return found
+
+
+def held_out(table: Table, share: float) -> tuple[Table, Table]:
+    """Takes rows out evenly, always the same ones.
+
+    Args:
+        table: Of all rows.
+        share: Of those that are held out.
+
+    Returns:
+        The rows that stay, and the others.
+    """
+    from data.text.splits import split_of_documents
+
+    splits: Iterator[str] = split_of_documents("train", {"validation": share})
+    numbers: dict[str, list[int]] = {"train": [], "validation": []}
+    for number in range(len(table)):
+        numbers[next(splits)].append(number)
+    stay, out = (table.rows(numbers[name]) for name in ("train", "validation"))
+    return stay, replace(out, place=f"{table.place} (held out)")

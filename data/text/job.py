@@ -1,0 +1,209 @@
+"""What `polyad prepare` is asked for: checked, its text opened, its tokenizer loaded or trained."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypedDict
+
+from data.errors import DataError
+from data.progress import Progress
+from data.text.documents import DocumentKind, FileFormat, FileSource, open_source, open_splits
+from data.text.manifest import SPLITS, Request, SplitName
+from data.text.source import Skipped, Source
+from data.text.splits import Sources, documents_needed
+from data.text.tokenizers.pieces import PieceCutter
+from data.text.tokenizers.tokenizer import Tokenizer
+from data.text.tokenizers.training import resolve_tokenizer, training_wanted
+
+
+class _How(TypedDict):
+    """Options for reading every source."""
+
+    text_key: str
+    streaming: bool
+    documents: DocumentKind
+    file_format: FileFormat | None
+
+
+class Job(NamedTuple):
+    """A request whose text is open.
+
+    Attributes:
+        request: What was asked for.
+        by_split: The sources.
+        fractions: The shares held out of the first.
+        tokenizer: The one that was given; None where one is to be trained.
+        notes: What to tell the user.
+    """
+
+    request: Request
+    by_split: dict[SplitName, Source]
+    fractions: dict[SplitName, float]
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+
+    def sources(self, progress: Progress) -> Sources:
+        """Decides how shares are held out, for which lines of few documents are read.
+
+        Args:
+            progress: Is told where they are held out by position.
+        """
+        train = self.by_split["train"]
+        needed = documents_needed(self.fractions)
+        if not (isinstance(train, FileSource) and train.is_text_of_fewer_documents(needed)):
+            return Sources(self.by_split, self.fractions, "documents")
+        progress.say(
+            f"{self.request.source}: too few documents to deal out; split by position: the last "
+            "parts are held out"
+        )
+        # Where in all the text a line ends is known to who has read the lines before it.
+        cut = not train.can_be_cut_in_files
+        return Sources(self.by_split, self.fractions, "position", can_be_cut=cut)
+
+    def train(self, sources: Sources, progress: Progress) -> Tokenizer:
+        """Trains the tokenizer on the train split: held-out text must not shape the vocabulary.
+
+        Args:
+            sources: All of the text.
+            progress: Of the training.
+
+        Returns:
+            The tokenizer, which depends on the request alone.
+        """
+        done = 0
+
+        def texts() -> Iterator[str]:
+            nonlocal done
+            train_only = sources._replace(by_split={"train": sources.by_split["train"]})
+            cutter = PieceCutter()
+            progress.start("training the tokenizer", train_only.total_bytes)
+            for split, document in train_only.assigned(Skipped()):
+                done = document.bytes_read
+                progress.update(done)
+                if split == "train":
+                    yield from cutter.add(document.text, is_last=document.is_last)
+                    if document.is_last:
+                        yield cutter.take_rest()
+
+        request = self.request
+        trained = resolve_tokenizer(
+            request.tokenizer, end_of_text=request.end_of_text, training_texts=texts
+        )
+        progress.finish(done)
+        return trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What to prepare; see `data.text.prepare.prepare`, whose arguments these are."""
+
+    source: str
+    tokenizer: str
+    validation_fraction: float = 0.05
+    test_fraction: float = 0.05
+    validation_source: str | None = None
+    test_source: str | None = None
+    text_key: str = "text"
+    end_of_text: str | None = None
+    streaming: bool = False
+    documents: DocumentKind = "files"
+    file_format: FileFormat | None = None
+
+    def open(self) -> Job:
+        """Opens the text and loads the tokenizer, if one is given.
+
+        Returns:
+            What there is to do.
+
+        Raises:
+            DataError: An option, the text or the tokenizer will not do.
+        """
+        _check_words(
+            source=self.source,
+            tokenizer=self.tokenizer,
+            validation_source=self.validation_source,
+            test_source=self.test_source,
+            text_key=self.text_key,
+            end_of_text=self.end_of_text,
+        )
+        fractions = _checked_fractions(
+            {"validation": self.validation_fraction, "test": self.test_fraction}
+        )
+        by_split = self._opened()
+        fractions |= {name: 0.0 for name in by_split if name in fractions}
+        to_train = training_wanted(self.tokenizer) is not None
+        loaded = (
+            None if to_train else resolve_tokenizer(self.tokenizer, end_of_text=self.end_of_text)
+        )
+        notes: tuple[str, ...] = ()
+        if loaded is not None and (chance := loaded.chance()) is not None:
+            loaded = loaded.without_chance()
+            note = f"{chance} is switched off: it would encode the same text differently"
+            notes = (f"{self.tokenizer}: {note}",)
+        request = Request(
+            source=self.source,
+            validation_source=self.validation_source,
+            test_source=self.test_source,
+            tokenizer=loaded.fingerprint if loaded else self.tokenizer,
+            end_of_text=self.end_of_text,
+            validation_fraction=fractions["validation"],
+            test_fraction=fractions["test"],
+            text_key=self.text_key,
+            listings={name: text.listing_digest() for name, text in by_split.items()},
+            documents=self._kind_of_documents(by_split),
+            file_format=self.file_format,
+        )
+        return Job(request, by_split, fractions, loaded, notes)
+
+    def _opened(self) -> dict[SplitName, Source]:
+        how: _How = {
+            "text_key": self.text_key,
+            "streaming": self.streaming,
+            "documents": self.documents,
+            "file_format": self.file_format,
+        }
+        by_split = open_splits(self.source, **how)
+        held_out: dict[SplitName, str | None] = {
+            "validation": self.validation_source,
+            "test": self.test_source,
+        }
+        for name, spec in held_out.items():
+            if spec is not None:
+                by_split[name] = open_source(spec, split=name, **how)
+        return {name: by_split[name] for name in SPLITS if name in by_split}
+
+    def _kind_of_documents(
+        self, by_split: dict[SplitName, Source]
+    ) -> Literal["files", "lines"] | None:
+        """What a document of a text file is; None if there are no such and no option says it."""
+        if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
+            return self.documents
+        if self.documents != "files":
+            raise DataError(
+                f"--documents: {self.documents} is of text files, and {self.source} has none"
+            )
+        if self.file_format is not None:
+            raise DataError(f"--format: {self.file_format} is of files, and {self.source} is none")
+        return None
+
+
+def _check_words(**given: str | None) -> None:
+    """Refuses empty texts, as of an unset shell variable, and what a manifest cannot hold."""
+    for name, text in given.items():
+        if text == "" and name != "text_key":
+            raise DataError(f"--{name.replace('_', '-')}: is empty")
+        if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"--{name.replace('_', '-')}: {text!r} is not text in UTF-8")
+
+
+def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, float]:
+    for name, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise DataError(
+                f"--{name}-fraction: {fraction} is not allowed; a share of at least 0 and below 1"
+            )
+    if sum(fractions.values()) >= 1:
+        both = " + ".join(str(fraction) for fraction in fractions.values())
+        raise DataError(
+            f"--validation-fraction and --test-fraction: {both} leaves nothing to train on"
+        )
+    return fractions

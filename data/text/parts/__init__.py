@@ -1,0 +1,1 @@
+"""A text prepared in parts: encoded independently of each other, then joined."""

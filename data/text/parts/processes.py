@@ -1,0 +1,164 @@
+"""Parts that are encoded at one time on this machine, each by a process of its own.
+
+`python -m data.text.parts.processes` is such a process. It reads what to do from its standard
+input, and writes a line of JSON for what it has done; it ends when nobody reads these.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from data.errors import DataError
+from data.progress import Progress
+from data.text.job import Asked
+
+SEND_SECONDS = 0.2
+THREADS = "RAYON_NUM_THREADS"
+"""How many threads the tokenizers library has."""
+
+
+class PartError(RuntimeError):
+    """A process that encoded a part ended without it."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each process is told."""
+
+    asked: Asked
+    output: str
+    parts: int
+
+
+def encode_in_processes(
+    work: Work, numbers: list[int], processes: int, update: Callable[[int, int], None]
+) -> list[int]:
+    """Encodes parts, several at one time.
+
+    Args:
+        work: What is prepared.
+        numbers: Of the parts.
+        processes: How many at one time; the cores are shared among them.
+        update: Called with the bytes read and the tokens written, of all.
+
+    Returns:
+        The bytes and the tokens in the end.
+
+    Raises:
+        DataError: A part cannot be encoded; the others were stopped, and are gone on from by the
+            same command.
+        PartError: A process was killed.
+    """
+    said: Queue[tuple[int, dict[str, Any] | None]] = Queue()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, (cores or 1) // processes)
+    running: dict[int, subprocess.Popen[str]] = {}
+    left = list(numbers)
+    done = {number: (0, 0) for number in numbers}
+    try:
+        while left or running:
+            while left and len(running) < processes:
+                number = left.pop(0)
+                running[number] = _start(work, number, threads)
+                listen = threading.Thread(target=_listen, args=(running[number], number, said))
+                listen.daemon = True
+                listen.start()
+            number, message = said.get()
+            if message is None:
+                _check_ended(number, running.pop(number).wait())
+            elif "error" in message:
+                raise DataError(message["error"])
+            else:
+                done[number] = message["read"], message["tokens"]
+                update(*_total(done))
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    return _total(done)
+
+
+def _total(done: dict[int, tuple[int, int]]) -> list[int]:
+    return [sum(counts) for counts in zip(*done.values(), strict=True)]
+
+
+def _start(work: Work, number: int, threads: int) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data.text.parts.processes"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={THREADS: f"{threads}", **os.environ},
+        start_new_session=True,  # Ctrl-C is for the command, which ends this process
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as told:
+        json.dump({**asdict(work), "number": number}, told)
+    return process
+
+
+def _listen(
+    process: "subprocess.Popen[str]",
+    number: int,
+    said: "Queue[tuple[int, dict[str, Any] | None]]",
+) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            said.put((number, json.loads(line)))
+    said.put((number, None))
+
+
+def _check_ended(number: int, status: int) -> None:
+    if status:
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        raise PartError(f"the process that encoded part {number} {how}; the same command goes on")
+
+
+def main() -> int:
+    """Encodes a part as the process that started this one says.
+
+    Returns:
+        The exit status.
+    """
+    from data.text.parts.part import encode_part
+    from data.text.parts.plan import Cut
+
+    told = json.load(sys.stdin)
+    sent = time.monotonic()
+
+    def send(**message: Any) -> None:
+        print(json.dumps(message), flush=True)
+
+    def update(read: int, tokens: int) -> None:
+        nonlocal sent
+        if time.monotonic() - sent >= SEND_SECONDS:
+            send(read=read, tokens=tokens)
+            sent = time.monotonic()
+
+    try:
+        silent = Progress(lambda line: None)
+        job = Asked(**told["asked"]).open()
+        cut = Cut(job, job.sources(silent), Path(told["output"]), told["parts"])
+        work = cut.open(silent, train=False, overwrite=False)
+        done = encode_part(work, told["number"], update)
+    except DataError as error:
+        send(error=str(error))
+        return 0
+    send(read=done.bytes_read, tokens=sum(split.tokens for split in done.splits.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""A step of `polyad bench scaling`: timed, and once more with each of its collectives noted."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from launch.bench.device import synchronize
+from model.build import build_model
+from parallel import comm
+from parallel.parallelize import InitialWeights
+from parallel.plan.traffic import Exchanges
+from parallel.waiting import Step, Waiting
+from train.config.rules import validate
+from train.config.run import RunConfig
+from train.errors import RunError
+from train.forecast.step import OWN_NUMBERS
+from train.layout.trial import engine_of, micro_batches
+from train.loop.device import Prefetch, allow_tf32
+from train.loop.step import IssuedStep, issue_step
+from train.tasks.random_input import losses_for
+
+LEARNING_RATE = 1e-4
+"""The samples say nothing: no higher one is needed, and this one is safe without warm-up."""
+
+
+class Measured(NamedTuple):
+    """What a process tells of the steps that it was asked for."""
+
+    began: float
+    """On the clock that all processes share, and so the next one."""
+    ended: float
+    watched: Step
+    """One more step, in which its collectives were noted."""
+    exchanges: Exchanges
+    """Of that step."""
+
+
+class Training:
+    """A configuration in training, on samples that say nothing.
+
+    Args:
+        config: Resolved.
+        world: This process.
+
+    Attributes:
+        engine: The model and its optimizer.
+    """
+
+    def __init__(self, config: RunConfig, world: comm.World) -> None:
+        self._config, self._world = config, world
+        self._dims = validate(config, world.size)
+        allow_tf32(config.train.tf32, world.device)
+        start = InitialWeights(build_model(config.model), config.seed)
+        self.engine = engine_of(config, world, config.optimizer, start)
+        on_gpu = world.device.type == "cuda"
+        self._batches = [
+            type(batch)(*(part.pin_memory() for part in batch)) if on_gpu else batch
+            for batch in micro_batches(config, world, 0)
+        ]
+
+    def measured(self, steps: int) -> Measured:
+        """Does so many steps, and one more; all processes call it together."""
+        began = self._start()
+        for outcome in self._steps(steps):
+            if not outcome.result.applied:
+                raise RunError("a step was skipped: its gradient is not finite")
+        ended = self._now()
+        watch = Waiting(self._dims, self._world.rank, self._world.device)
+        watched_from = self._start()
+        with watch:
+            list(self._steps(1))
+        step = Step(watched_from, self._now(), watch.calls())
+        return Measured(began, ended, step, watch.traffic.exchanges)
+
+    def _start(self) -> float:
+        comm.barrier()
+        return self._now()
+
+    def _now(self) -> float:
+        synchronize(self._world.device)
+        return time.monotonic()  # all processes of a machine have one
+
+    def _steps(self, number: int) -> Iterator[IssuedStep]:
+        """Steps whose numbers are read when the next one is under way, as in the training loop."""
+        pending = None
+        for _ in range(number):
+            issued = self._issue()
+            if pending is not None:
+                pending.outcome()
+                yield pending
+            pending = issued
+        assert pending is not None
+        pending.outcome()
+        yield pending
+
+    def _issue(self) -> IssuedStep:
+        return issue_step(
+            self.engine,
+            losses_for(self._config.model),
+            Prefetch(iter(self._batches), self._world.device),
+            len(self._batches),
+            LEARNING_RATE,
+            losses=self._config.loss,
+            progress=0.5,
+            own=lambda: (0,) * OWN_NUMBERS,
+        )

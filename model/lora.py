@@ -1,0 +1,378 @@
+"""LoRA: beside a frozen matrix a product of two narrow ones, which alone are trained.
+
+    y = W x + (alpha / r) B (A x)
+
+B begins as zeros, so that the model computes at first what it did without. Names of the model's own
+parameters stay; those of `blocks.0.attention.qkv` are `...qkv.lora.A` and `...qkv.lora.B`.
+
+Source: Hu et al. 2022, "LoRA: Low-rank adaptation of large language models", section 4.1. A starts
+as in the library peft: Kaiming uniform with a = sqrt(5), which is uniform(-1, 1) / sqrt(inputs).
+
+Shapes: M rows, r rank, E experts, I input width, O output width, D model width, F inner width.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Annotated, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
+
+from model.attention import SelfAttention
+from model.config import Config
+from model.dense import DenseFeedForward
+from model.initialization import ZEROS, Initializer, uniform
+from model.kernels.grouped import grouped_linear
+from model.mumoe.base import Factorized
+from model.mumoe.products import contract
+from model.patterns import PatternError, kinds, matched
+from model.smoe.experts import Experts, Lot
+
+Patterns = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class LoRAConfig(Config):
+    """Which layers get a low-rank matrix, and what else is trained; all other weights are frozen.
+
+    A pattern is a name, or its end after a dot, with * for anything.
+    """
+
+    rank: Annotated[int, Field(ge=1, le=2**20)] = 8
+    """r; less than both sides of every matrix that it is added to."""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
+    """What is added is multiplied by alpha / rank."""
+    targets: Patterns = ("attention.qkv", "attention.projection")
+    """Patterns of layers: attention.qkv, attention.projection, feed_forward.up, feed_forward.down;
+    of a muMoE feed_forward.up.input_factor, its output_factor, and those of down."""
+    experts: bool = False
+    """Whether both layers of every sparse expert get one, each expert its own."""
+    trained: Patterns = ()
+    """Patterns of parameters that are trained whole beside them, as a new head: head.*"""
+
+
+class AdaptConfig(Config):
+    """How a model is fitted to a task with few weights of its own."""
+
+    lora: LoRAConfig | None = None
+    """Low-rank matrices beside frozen weights, those of checkpoint.init_from; null: all weights are
+    trained."""
+
+
+class LoRAError(PatternError):
+    """Adapters that would do nothing, or do not fit: one line that says so."""
+
+
+class Adapter(nn.Module, ABC):
+    """The two narrow matrices beside one parameter of the module that holds it.
+
+    Args:
+        adapts: The name of that parameter.
+        scale: alpha / r.
+    """
+
+    A: nn.Parameter
+    B: nn.Parameter
+
+    def __init__(self, adapts: str, scale: float) -> None:
+        super().__init__()
+        self.adapts, self.scale = adapts, scale
+
+    @abstractmethod
+    def delta(self, A: Tensor, B: Tensor) -> Tensor:
+        """What is added to the parameter, in its shape.
+
+        Args:
+            A: A value of the first matrix.
+            B: Of the second.
+        """
+
+
+class LowRank(Adapter):
+    """Beside a linear layer: A [r, I] and B [O, r].
+
+    Args:
+        layer: The layer.
+        config: Rank and alpha.
+    """
+
+    def __init__(self, layer: nn.Linear, config: LoRAConfig) -> None:
+        super().__init__("weight", config.alpha / config.rank)
+        self.A = nn.Parameter(torch.empty(config.rank, layer.in_features))
+        self.B = nn.Parameter(torch.empty(layer.out_features, config.rank))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how both start; see `model/initialization.py`."""
+        return {"A": uniform(1 / math.sqrt(self.A.shape[1])), "B": ZEROS}
+
+    def delta(self, A: Tensor, B: Tensor) -> Tensor:
+        """See `Adapter.delta`."""
+        return self.scale * (B @ A)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the layer's output, [..., O].
+
+        Args:
+            x: The layer's input, [..., I].
+        """
+        return self.scale * linear(linear(x, self.A), self.B)
+
+
+class LoRALinear(nn.Linear):
+    """A linear layer and what is added to it.
+
+    Args:
+        layer: The layer, whose parameters these become.
+        config: Rank and alpha.
+    """
+
+    def __init__(self, layer: nn.Linear, config: LoRAConfig) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora = LowRank(layer, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies both."""
+        added: Tensor = self.lora(x)
+        return super().forward(x) + added
+
+    def merged_weight(self) -> Tensor:
+        """The matrix that does both, [O, I]."""
+        return self.weight + self.lora.delta(self.lora.A, self.lora.B)
+
+
+class ExpertsLowRank(Adapter):
+    """Beside a layer of stacked experts: A [E, I, r] and B [E, r, O], each expert its own.
+
+    Args:
+        adapts: The name of that layer's weights.
+        weight_EIO: They.
+        config: Rank and alpha.
+    """
+
+    def __init__(self, adapts: str, weight_EIO: Tensor, config: LoRAConfig) -> None:
+        super().__init__(adapts, config.alpha / config.rank)
+        experts, inputs, outputs = weight_EIO.shape
+        self.A = nn.Parameter(torch.empty(experts, inputs, config.rank))
+        self.B = nn.Parameter(torch.empty(experts, config.rank, outputs))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how both start, expert by expert; see `model/initialization.py`."""
+        bound = 1 / math.sqrt(self.A.shape[1])
+        return {"A": uniform(bound).each_expert(), "B": ZEROS.each_expert()}
+
+    def delta(self, A: Tensor, B: Tensor) -> Tensor:
+        """See `Adapter.delta`."""
+        return self.scale * (A @ B)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """A and scale B, as rows are multiplied by them."""
+        return self.A, self.scale * self.B
+
+
+class LoRAExperts(Experts):
+    """Experts, and what is added to both layers of each.
+
+    Args:
+        experts: The experts, whose parameters these become.
+        config: Rank and alpha.
+    """
+
+    def __init__(self, experts: Experts, config: LoRAConfig) -> None:
+        super().__init__(experts.config, experts.context)
+        self.up, self.up_bias, self.down = experts.up, experts.up_bias, experts.down
+        self.up_lora = ExpertsLowRank("up", experts.up, config)
+        self.down_lora = ExpertsLowRank("down", experts.down, config)
+
+    def lots(self, sizes: list[int]) -> list[Lot]:
+        """See `Experts.lots`."""
+        narrow = (*self.up_lora.matrices(), *self.down_lora.matrices())
+        of_each = zip(*(torch.split(x, sizes) for x in narrow), strict=True)
+        return [
+            lot._replace(low_rank=some)
+            for lot, some in zip(super().lots(sizes), of_each, strict=True)
+        ]
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
+        """See `Experts.forward`: what is added to the first layer comes before its activation."""
+        lot = lot or self.lots([len(self.up)])[0]
+        up_A, up_B, down_A, down_B = lot.low_rank
+        loop = self.config.experts == "loop"
+
+        def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return grouped_linear(rows, weight, counts_E, bias, loop=loop)
+
+        inner_MF = multiply(rows_MD, lot.up, lot.up_bias)
+        inner_MF = gelu(inner_MF + multiply(multiply(rows_MD, up_A), up_B), approximate="tanh")
+        if self.training and self.config.expert_dropout:
+            inner_MF = self.dropout(inner_MF)
+        return multiply(inner_MF, lot.down) + multiply(multiply(inner_MF, down_A), down_B)
+
+
+class FactorLowRank(Adapter):
+    """Beside a factor of a factorized layer, as the matrix that tokens are multiplied by.
+
+    Args:
+        layer: The layer.
+        adapts: Which factor.
+        config: Rank and alpha.
+    """
+
+    def __init__(self, layer: Factorized, adapts: str, config: LoRAConfig) -> None:
+        super().__init__(adapts, config.alpha / config.rank)
+        shape = layer.get_parameter(adapts).shape
+        self.modes = _modes(layer, adapts)
+        """How many of the factor's modes, from the first on, tokens are contracted with."""
+        self.A = nn.Parameter(torch.empty(*shape[: self.modes], config.rank))
+        self.B = nn.Parameter(torch.empty(config.rank, *shape[self.modes :]))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how both start; see `model/initialization.py`."""
+        return {"A": uniform(1 / math.sqrt(math.prod(self.A.shape[:-1]))), "B": ZEROS}
+
+    def delta(self, A: Tensor, B: Tensor) -> Tensor:
+        """See `Adapter.delta`."""
+        matrix = A.flatten(0, -2) @ B.flatten(1)
+        return self.scale * matrix.view(*A.shape[:-1], *B.shape[1:])
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """A and B."""
+        return self.A, self.B
+
+    def forward(self, x_MC: Tensor, bias: bool, activated: bool) -> Tensor:
+        """What is added to the product of tokens with the factor.
+
+        Args:
+            x_MC: Tokens.
+            bias: Whether the last row of A is added, as that of the factor is.
+            activated: Whether GELU is applied to the tokens first.
+
+        Returns:
+            [M, ...], the factor's other modes flattened.
+        """
+        A, B = self.matrices()
+        narrow_MR = contract(x_MC, A, modes=self.modes, bias=bias, activated=activated)
+        return self.scale * contract(narrow_MR, B)
+
+
+class _Place(NamedTuple):
+    """Where an adapter can be put."""
+
+    smaller_side: int
+    """Of the matrix; a rank has to be less."""
+    put: Callable[[LoRAConfig], None]
+
+
+def add_lora(model: nn.Module, config: LoRAConfig) -> None:
+    """Adds adapters to a model and freezes all other weights, in place.
+
+    Args:
+        model: A whole one, on the meta device.
+        config: Where they go, and what else is trained.
+
+    Raises:
+        PatternError: A pattern matches nothing, or a rank is not less than a side of a matrix.
+    """
+    places, experts = dict(_places(model)), dict(_expert_places(model))
+    own = [name for name, _ in model.named_parameters()]
+    chosen = matched("adapt.lora.targets", config.targets, places)
+    if config.experts and not experts:
+        raise LoRAError(
+            "adapt.lora.experts: true is not allowed with a model that has no sparse experts; "
+            "false is"
+        )
+    trained = set(matched("adapt.lora.trained", config.trained, own))
+    if not chosen and not config.experts:
+        raise LoRAError(
+            "adapt.lora: neither targets nor experts name a layer; there are "
+            f"{', '.join(kinds(places))}"
+        )
+    wanted = {name: places[name] for name in chosen} | (experts if config.experts else {})
+    for name, place in wanted.items():
+        if config.rank >= place.smaller_side:
+            raise LoRAError(
+                f"adapt.lora.rank: {config.rank} is not less than the smaller side of {name}, "
+                f"{place.smaller_side}: it would be no low rank there"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    with torch.device("meta"):
+        for place in wanted.values():
+            place.put(config)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+    """Layers and factors that targets can name."""
+    for path, module in model.named_modules():
+        before = f"{path}." if path else ""
+        if isinstance(module, SelfAttention | DenseFeedForward):
+            of_kind = ("qkv", "projection") if isinstance(module, SelfAttention) else ("up", "down")
+            for name in of_kind:
+                layer = module.get_submodule(name)
+                assert isinstance(layer, nn.Linear)
+                yield f"{before}{name}", _beside_linear(module, name, layer)
+        elif isinstance(module, Factorized):
+            for name in ("input_factor", "output_factor"):
+                yield f"{before}{name}", _beside_factor(module, name)
+
+
+def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
+    """Layers of sparse experts."""
+    for parent_path, parent in model.named_modules():
+        for name, module in parent.named_children():
+            if isinstance(module, Experts):
+                path = f"{parent_path}.{name}" if parent_path else name
+                yield path, _beside_experts(parent, name, module)
+
+
+def _beside_linear(parent: nn.Module, name: str, layer: nn.Linear) -> _Place:
+    def put(config: LoRAConfig) -> None:
+        setattr(parent, name, LoRALinear(layer, config))
+
+    return _Place(min(layer.in_features, layer.out_features), put)
+
+
+def _beside_experts(parent: nn.Module, name: str, experts: Experts) -> _Place:
+    def put(config: LoRAConfig) -> None:
+        setattr(parent, name, LoRAExperts(experts, config))
+
+    return _Place(min(experts.up.shape[1:]), put)
+
+
+def _beside_factor(layer: Factorized, name: str) -> _Place:
+    factor, modes = layer.get_parameter(name), _modes(layer, name)
+    sides = math.prod(factor.shape[:modes]), math.prod(factor.shape[modes:])
+
+    def put(config: LoRAConfig) -> None:
+        attribute = name.replace("_factor", "_lora")
+        setattr(layer, attribute, FactorLowRank(layer, name, config))
+
+    return _Place(min(sides), put)
+
+
+def _modes(layer: Factorized, factor: str) -> int:
+    """How many modes of a factor are contracted with tokens."""
+    return 1 if factor == "input_factor" else layer.get_parameter(factor).dim() - 1
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, str, Adapter]]:
+    """The adapters of a model.
+
+    Yields:
+        The name of the parameter that one is beside, the adapter's own, and the adapter.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, Adapter):
+            parent = path.rpartition(".")[0]
+            yield (f"{parent}.{module.adapts}" if parent else module.adapts), path, module
+
+
+def of_base(model: nn.Module) -> frozenset[str]:
+    """Names of the frozen weights that adapters are beside; empty in a model without adapters."""
+    own = {f"{path}.{name}" for _, path, _ in adapters(model) for name in ("A", "B")}
+    if not own:
+        return frozenset()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    return frozenset(frozen - own)

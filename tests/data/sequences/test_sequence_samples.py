@@ -1,0 +1,216 @@
+"""Encoding, the order of an epoch, and padding: against transformers, and by hand."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DataError
+from data.evaluation import evaluation_batches
+from data.sampler import micro_batches
+from data.sequences.config import SequenceDataConfig
+from data.sequences.dataset import SequenceData
+from data.sequences.encoding import shortened
+from data.sequences.samples import grouped_order
+from data.text.tokenizers.files import load_tokenizer
+from tests.helpers.sequences import byte_tokenizer, folder_of, rows, write
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("table"))
+
+
+def opened(path, tokenizer, length=64, **keys):
+    settings = SequenceDataConfig.model_validate({"path": str(path)} | keys)
+    return SequenceData.open(settings, tokenizer, model_kind="gpt2", max_length=length)
+
+
+def test_a_text_is_its_tokens_and_two_have_the_end_of_text_between(tmp_path, tokenizer):
+    table = [{"a": "ab", "b": "cde", "label": n % 2} for n in range(2)]
+    path = write(tmp_path / "rows.csv", table)
+    one = opened(path, tokenizer, columns={"text": "a"}).training(0)[0]
+    real = one.ids_BCT[one.mask_BCT]
+    assert real.tolist() == tokenizer.encode("ab")
+    two = opened(path, tokenizer, columns={"text": "a", "pair": "b"}).training(0)[0]
+    real = two.ids_BCT[two.mask_BCT]
+    end = tokenizer.end_of_text_id
+    assert real.tolist() == [*tokenizer.encode("ab"), end, *tokenizer.encode("cde")]
+    assert two.second_BCT[two.mask_BCT].tolist() == [False] * 3 + [True] * 3
+
+
+def test_an_empty_text_is_one_token(tmp_path, tokenizer):
+    table = [{"text": "", "label": "a"}, {"text": "x", "label": "b"}]
+    samples = opened(write(tmp_path / "rows.csv", table), tokenizer).training(0)
+    for number in range(2):
+        assert samples[number].mask_BCT.sum() == 1
+
+
+def test_choices_stand_side_by_side(tmp_path, tokenizer):
+    table = [
+        {"stem": "ab", "begin": "c", "one": "d", "two": "efg", "label": n % 2} for n in range(4)
+    ]
+    columns = {"text": "stem", "pair": "begin", "choices": ["one", "two"]}
+    data = opened(
+        write(tmp_path / "rows.csv", table), tokenizer, task="multiple_choice", columns=columns
+    )
+    sample = data.training(0)[0]
+    assert sample.ids_BCT.shape == (2, 64)
+    texts = [tokenizer.decode(i[m].tolist()) for i, m in zip(*sample[:2], strict=True)]
+    assert texts == ["ab<|endoftext|>c d", "ab<|endoftext|>c efg"]
+    lists = [{"text": "q", "label": 1, "ends": ["x", "yz", "u"]}] * 2
+    (tmp_path / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists))
+    keys = {"task": "multiple_choice", "columns": {"choices": ["ends"]}}
+    assert opened(tmp_path / "lists.jsonl", tokenizer, **keys).training(0)[0].ids_BCT.shape[0] == 3
+
+
+def test_truncation_is_that_of_transformers(tokenizer):
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(tokenizer.file_bytes().decode())
+    end = tokenizer.end_of_text_id
+    for first, second, room in itertools.product(range(0, 12), range(1, 12), range(2, 14)):
+        a, b = list(range(first)), list(range(second))
+        ours = shortened(a, b, room)
+        assert len(ours[0]) + len(ours[1]) == min(room, first + second)
+        assert (a[: len(ours[0])], b[: len(ours[1])]) == ours
+        if first + second > room and min(first, second) > room // 2:
+            assert abs(len(ours[0]) - len(ours[1])) <= 1
+    backend.enable_truncation(9, strategy="longest_first")
+    whole = backend.encode("abcdefghij", add_special_tokens=False).ids
+    assert shortened(tokenizer.encode("abcdefghij"), None, 9)[0] == whole
+    assert end not in whole
+
+
+def test_bert_gets_its_own_form(tmp_path):
+    from transformers import BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    theirs = BertTokenizerFast(vocab={word: n for n, word in enumerate(words)})
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path / "tokenizer.json")
+    table = [{"text": "a b", "other": "c d d", "label": n % 2} for n in range(2)]
+    path = write(tmp_path / "rows.csv", table)
+    settings = SequenceDataConfig.model_validate(
+        {"path": str(path), "columns": {"text": "text", "pair": "other"}}
+    )
+    data = SequenceData.open(settings, ours, model_kind="bert", max_length=16)
+    sample = data.training(0)[0]
+    expected = theirs("a b", "c d d", padding="max_length", max_length=16)
+    assert sample.ids_BCT[0].tolist() == expected["input_ids"]
+    assert sample.mask_BCT[0].long().tolist() == expected["attention_mask"]
+    assert sample.second_BCT[0].long().tolist() == expected["token_type_ids"]
+
+
+def test_an_epoch_has_each_row_once_in_groups_of_similar_length():
+    lengths = np.random.default_rng(0).integers(1, 100, 1000)
+    orders = [grouped_order(lengths, 8, np.random.default_rng(seed)) for seed in (1, 1, 2)]
+    assert (orders[0] == orders[1]).all()
+    assert (orders[0] != orders[2]).any()
+    assert sorted(orders[0]) == list(range(1000))
+    groups = lengths[orders[0]].reshape(-1, 8)
+    # 50 groups are sorted together: one spans about two hundredths of all lengths.
+    assert np.ptp(groups, axis=1).mean() < 5
+    assert np.ptp(lengths[orders[0]].reshape(-1, 8)[:, 0]) > 50  # not from short to long
+    alone = grouped_order(lengths, 1, np.random.default_rng(1))
+    assert np.ptp(lengths[alone].reshape(-1, 8), axis=1).mean() > 50
+
+
+def test_an_incomplete_group_stays_last():
+    order = grouped_order(np.arange(1, 22), 8, np.random.default_rng(0))
+    assert sorted(order) == list(range(21))
+    assert all(len(set(order[i : i + 8])) == 8 for i in (0, 8))
+
+
+def test_the_global_batch_is_the_same_on_any_layout(folder, tokenizer):
+    data = opened(folder, tokenizer)
+
+    def rows_of(rank, ranks, micro, start=0):
+        batches = micro_batches(
+            data.training(5), start_step=start, num_steps=12 - start, global_batch_size=8,
+            micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=ranks,
+        )  # fmt: skip
+        return list(batches)
+
+    one = rows_of(0, 1, 8)
+    two = [rows_of(rank, 2, 2) for rank in range(2)]
+    assert [len(b.labels_B) for b in one] == [8] * 12
+    for step, whole in enumerate(one):
+        parts = [two[rank][2 * step + turn] for turn in range(2) for rank in range(2)]
+        texts = [text for part in parts for text in texts_of(part)]
+        assert texts == texts_of(whole)
+        assert torch.cat([part.labels_B for part in parts]).tolist() == whole.labels_B.tolist()
+    later = rows_of(0, 1, 8, start=7)
+    assert [texts_of(b) for b in later] == [texts_of(b) for b in one[7:]]
+    # Each is padded to its longest, in steps of 8.
+    for batch in one:
+        longest = int(batch.mask_BCT.sum(-1).max())
+        assert batch.ids_BCT.shape[-1] == -(-longest // 8) * 8
+    always = opened(folder, tokenizer, padding="max_length").training(5)
+    assert always.__getitems__([3, 4])[0].ids_BCT.shape[-1] == 64
+
+
+def texts_of(batch):
+    pairs = zip(batch.ids_BCT[:, 0], batch.mask_BCT[:, 0], strict=True)
+    return [tuple(ids[mask].tolist()) for ids, mask in pairs]
+
+
+def test_held_out_rows_come_once_each_however_they_are_dealt_out(folder, tokenizer):
+    data = opened(folder, tokenizer)
+    for ranks, size in ((1, 4), (2, 4), (3, 64)):
+        seen = []
+        for rank in range(ranks):
+            held_out = data.held_out("validation")
+            for batch, counts in evaluation_batches(held_out, 21, size, rank=rank, ranks=ranks):
+                seen += batch.numbers_B[counts].tolist()
+        assert sorted(seen) == list(range(21))
+    assert len(data.held_out("validation", 5)) == 5
+
+
+def test_what_is_cut_off_is_counted(tmp_path, tokenizer):
+    table = [{"text": "x" * n, "label": n % 2} for n in (5, 20, 21, 30)]
+    data = opened(write(tmp_path / "rows.csv", table), tokenizer, length=20)
+    assert data.encoded("train").pieces.cut == 2
+    assert data.encoded("train").pieces.lengths_R.tolist() == [5, 20, 20, 20]
+
+
+def test_workers_read_the_same_samples(folder, tokenizer):
+    import pickle
+
+    samples = opened(folder, tokenizer).training(5)
+    again = pickle.loads(pickle.dumps(samples))
+    both = (each.__getitems__([3, 70]) for each in (samples, again))
+    for ours, theirs in zip(*both, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"metrics": ["pearson"]}, "data.metrics: 'pearson' is not allowed with data.task: class"),
+        ({"task": "multiple_choice"}, "data.columns.choices: null is not allowed with data.task"),
+        ({"columns": {"text": "txt"}}, r"no column 'txt'; .* \(did you mean 'text'\?\)"),
+    ],
+)
+def test_keys_that_do_not_fit_are_one_line(folder, tokenizer, keys, said):
+    with pytest.raises(DataError, match=said) as caught:
+        opened(folder, tokenizer, **keys).training(0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_whose_labels_are_hidden_cannot_be_scored(tmp_path, tokenizer):
+    write(tmp_path / "train.csv", rows(9, 0))
+    (tmp_path / "test.jsonl").write_text('{"text": "a", "label": -1}\n')
+    data = opened(tmp_path, tokenizer)
+    with pytest.raises(DataError, match="its labels are hidden"):
+        data.check_split("test")
+    with pytest.raises(DataError, match="has no split 'validation'; there are 'train', 'test'"):
+        data.check_split("validation")

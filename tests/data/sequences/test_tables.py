@@ -1,0 +1,174 @@
+"""Tables of every form: the same rows, their labels, and one line for what is wrong with them."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from data.errors import DataError
+from data.sequences.config import SequenceDataConfig
+from data.sequences.labels import class_labels, class_names, is_hidden, right_choices, values
+from data.sequences.schemas import ALLOWED_METRICS, BENCHMARKS, Schema
+from data.sequences.tables import held_out, read_tables
+from tests.helpers.sequences import folder_of, rows, write
+
+TABLE = [
+    {"text": 'with "quotes", a comma\nand a line', "label": "b"},
+    {"text": "漢字 🙂", "label": "a"},
+    {"text": "", "label": "b"},
+]
+
+
+def one_table(path):
+    (table,) = read_tables(str(path), Schema()).values()
+    each_row = zip(*table.columns.values(), strict=True)
+    return [dict(zip(table.columns, row, strict=True)) for row in each_row]
+
+
+def test_all_forms_of_a_table_have_the_same_rows(tmp_path):
+    for name in ("rows.csv", "rows.tsv"):
+        assert one_table(write(tmp_path / name, TABLE)) == TABLE
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TABLE))
+    assert one_table(tmp_path / "rows.jsonl") == TABLE
+    pa.parquet.write_table(pa.Table.from_pylist(TABLE), tmp_path / "rows.parquet")
+    assert one_table(tmp_path / "rows.parquet") == TABLE
+
+
+def test_a_data_set_of_the_hub_has_the_names_of_its_classes(tmp_path):
+    import datasets
+
+    features = datasets.Features(
+        {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    made = {
+        name: datasets.Dataset.from_dict({"sentence": ["x", "y"], "label": labels}, features)
+        for name, labels in (("train", [1, 0]), ("validation", [1, 1]), ("test", [-1, -1]))
+    }
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
+    tables = read_tables(f"arrow:{tmp_path / 'saved'}", BENCHMARKS["glue/sst2"])
+    names = class_names(tables["train"], "label")
+    assert names == ["no", "yes"]
+    assert class_labels(tables["validation"], "label", names).tolist() == [1, 1]
+    assert is_hidden(tables["test"], "label")
+    assert not is_hidden(tables["validation"], "label")
+
+
+def test_splits_of_a_folder_are_told_by_names_and_other_files_are_left_alone(tmp_path):
+    folder_of(tmp_path)
+    (tmp_path / "categories.json").write_text("[]")
+    write(tmp_path / "notes.csv", [{"what": "ever"}])
+    assert {name: len(t) for name, t in read_tables(str(tmp_path), Schema()).items()} == {
+        "train": 60, "validation": 21, "test": 17,
+    }  # fmt: skip
+    mnli = BENCHMARKS["glue/mnli-mm"]
+    row = [{"premise": "p", "hypothesis": "h", "label": 0}]
+    for name in ("train", "validation_matched", "validation_mismatched"):
+        write(tmp_path / "mnli" / f"{name}-00000-of-00001.csv", row)
+    found = read_tables(str(tmp_path / "mnli"), mnli)
+    assert found["validation"].place.endswith("validation_mismatched-00000-of-00001.csv")
+
+
+def test_a_share_is_held_out_evenly(tmp_path):
+    table = read_tables(str(write(tmp_path / "all.csv", rows(30, 0))), Schema())["train"]
+    stay, out = held_out(table, 0.1)
+    assert (len(stay), len(out)) == (27, 3)
+    both = sorted([*stay.column("text"), *out.column("text")])
+    assert both == sorted(table.column("text"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("text,label\na,b,c\n", "line 2: has not as many values as the 2 columns"),
+        ("text,label\na\n", "line 2: has not as many values"),
+        ('text,label\n"a,b\n', "cannot be read"),
+        (b"text,label\n\xff\xfe,b\n", "cannot be read"),
+    ],
+)
+def test_a_damaged_table_is_one_line(tmp_path, content, said):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=said) as caught:
+        read_tables(str(path), Schema())
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", '{"text": "a"}\n[1]\n', "line 2: is not a JSON object"),
+        ("rows.jsonl", "{\n", "line 1: cannot be read"),
+        ("rows.parquet", "no parquet", "cannot be read as Parquet"),
+        ("rows.txt", "text", "is no table; files of .csv, .tsv, .jsonl, .parquet are read"),
+    ],
+)
+def test_what_is_no_table_is_one_line(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=said):
+        read_tables(str(tmp_path / name), Schema())
+
+
+def table_of(tmp_path, labels, name="train.csv"):
+    rows_ = [{"text": "x", "label": label} for label in labels]
+    (table,) = read_tables(str(write(tmp_path / name, rows_)), Schema()).values()
+    return table
+
+
+def test_numbers_are_classes_in_their_order_and_words_by_the_alphabet(tmp_path):
+    assert class_names(table_of(tmp_path, ["10", "9", "-2", "9"]), "label") == ["-2", "9", "10"]
+    names = class_names(table_of(tmp_path, ["b", "10", "a"]), "label")
+    assert names == ["10", "a", "b"]
+    assert class_labels(table_of(tmp_path, ["a", "10"]), "label", names).tolist() == [1, 0]
+
+
+def test_values_and_choices_are_numbers(tmp_path):
+    assert values(table_of(tmp_path, ["1.5", "-2"]), "label").tolist() == [1.5, -2.0]
+    assert right_choices(table_of(tmp_path, ["1", "0"]), "label", 2).dtype == np.int64
+    for read, labels in (
+        (values, ["1", "nan"]),
+        (values, ["high", "1"]),
+        (lambda t, c: right_choices(t, c, 2), ["0", "2"]),
+        (lambda t, c: right_choices(t, c, 2), ["0.5", "1"]),
+    ):
+        with pytest.raises(DataError, match=r"train.csv, row \d: the label '.*' is not"):
+            read(table_of(tmp_path, labels), "label")
+
+
+def test_bad_labels_are_one_line(tmp_path):
+    with pytest.raises(DataError, match="all 2 rows have the label 'a': with one class there is"):
+        class_names(table_of(tmp_path, ["a", "a"]), "label")
+    with pytest.raises(DataError, match="row 2: has no label"):
+        class_names(table_of(tmp_path, ["a", ""]), "label")
+    with pytest.raises(DataError, match=r"row 1: the label 'goods' is not among the 2 .* 'good'\?"):
+        class_labels(table_of(tmp_path, ["goods"]), "label", ["bad", "good"])
+    with pytest.raises(DataError, match="no column 'lable'; columns present: 'text', 'label'"):
+        class_names(table_of(tmp_path, ["a", "b"]), "lable")
+
+
+def test_class_names_of_a_data_set_that_differ_between_splits_are_refused(tmp_path):
+    from dataclasses import replace
+
+    train = replace(table_of(tmp_path, ["x"]), class_names=["no", "yes"])
+    other = replace(train, class_names=["yes", "no"])
+    with pytest.raises(DataError, match="its classes are 'yes', 'no', those of the training rows"):
+        class_labels(other, "label", ["no", "yes"])
+
+
+def test_benchmarks_have_metrics_that_their_tasks_allow():
+    for name, schema in BENCHMARKS.items():
+        assert set(schema.metrics) <= set(ALLOWED_METRICS[schema.task]), name
+        assert bool(schema.choices) == (schema.task == "multiple_choice"), name
+
+
+def test_keys_stand_above_the_benchmark():
+    settings = SequenceDataConfig(path="glue/mrpc")
+    assert settings.schema_of == BENCHMARKS["glue/mrpc"]
+    own = SequenceDataConfig.model_validate(
+        {"path": "x.csv", "benchmark": "glue/mrpc", "columns": {"text": "q"}, "metrics": ["f1"]}
+    ).schema_of
+    assert (own.text, own.pair, own.metrics, own.task) == ("q", None, ("f1",), "classification")
+    numbers = SequenceDataConfig(path="x.csv", task="regression").schema_of
+    assert numbers.metrics == ("pearson", "spearman")

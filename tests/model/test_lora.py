@@ -1,0 +1,167 @@
+"""LoRA on one device: what is added, to which weights, and what becomes of it when it is merged."""
+
+import pytest
+import torch
+from torch import nn
+
+from model.build import build_model, materialize, matrix_dimensions
+from model.lora import (
+    LoRAConfig,
+    LoRALinear,
+    adapters,
+    add_lora,
+    of_base,
+)
+from model.patterns import PatternError
+from model.vit import ViTConfig
+from tests.helpers.training import MODEL, moe_model, mumoe_model
+
+LINEAR = ("attention.qkv", "attention.projection", "feed_forward.up", "feed_forward.down")
+FACTORS = ("feed_forward.up.*_factor", "feed_forward.down.*_factor", "attention.qkv")
+VIT = ViTConfig(
+    image_size=8, patch_size=4, num_layers=2, hidden_size=16, num_heads=2, num_classes=3
+)
+KINDS = {
+    "dense": (MODEL, LoRAConfig(rank=3, alpha=6.0, targets=LINEAR)),
+    "vit": (VIT, LoRAConfig(rank=3, alpha=6.0, targets=LINEAR, trained=("head.*",))),
+    "smoe": (moe_model(), LoRAConfig(rank=4, alpha=2.0, experts=True)),
+    "loop": (moe_model(experts="loop"), LoRAConfig(rank=3, alpha=2.0, experts=True)),
+    "graph": (moe_model(graph="attention"), LoRAConfig(rank=4, alpha=2.0, targets=LINEAR[:2])),
+    **{
+        kind: (mumoe_model(factorization=kind, expert_rank=3), LoRAConfig(rank=3, targets=FACTORS))
+        for kind in ("cp", "tr", "tt", "tucker")
+    },
+}
+
+
+def adapted_model(kind):
+    """A model with adapters and one without, with equal weights."""
+    config, lora = KINDS[kind]
+    plain, model = build_model(config), build_model(config)
+    add_lora(model, lora)
+    for each in (plain, model):
+        materialize(each, seed=3)
+        if kind == "vit":  # whose head starts as zeros
+            nn.init.eye_(each.get_parameter("head.weight"))
+    return plain.eval(), model.eval()
+
+
+def some_input(kind, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "vit":
+        return torch.randn(4, 3, 8, 8, generator=generator)
+    return torch.randint(61, (3, 17), generator=generator)
+
+
+def test_what_is_added_is_alpha_over_rank_times_b_a_x():
+    layer = nn.Linear(2, 2, bias=False)
+    config = LoRAConfig(rank=1, alpha=3.0)
+    adapted = LoRALinear(layer, config)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        adapted.lora.A.copy_(torch.tensor([[1.0, 2.0]]))
+        adapted.lora.B.copy_(torch.tensor([[10.0], [-1.0]]))
+    # By hand: x = (1, 1), A x = 3, B A x = (30, -3), times 3 / 1; W x = (1, 1).
+    torch.testing.assert_close(adapted(torch.ones(1, 2)), torch.tensor([[91.0, -8.0]]))
+    torch.testing.assert_close(adapted.merged_weight(), torch.tensor([[31.0, 60.0], [-3.0, -5.0]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_first_a_model_computes_what_it_did(kind):
+    plain, model = adapted_model(kind)
+    x = some_input(kind)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).logits, plain(x).logits, rtol=1e-6, atol=1e-6)
+    assert all(not adapter.B.any() for *_, adapter in adapters(model))
+    bounds = {path: adapter.A.abs().max() for _, path, adapter in adapters(model)}
+    assert all(bound > 0 for bound in bounds.values())
+    if kind == "dense":  # peft's Kaiming uniform with a = sqrt(5): at most 1 / sqrt(inputs)
+        assert all(
+            0.9 / 36**0.5 < bound <= 1 / 36**0.5 for p, bound in bounds.items() if "down" not in p
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_weights_compute_the_same_and_something_else_than_before(kind):
+    plain, model = adapted_model(kind)
+    x = some_input(kind)
+    generator = torch.Generator().manual_seed(1)
+    weights = dict(plain.named_parameters())
+    with torch.no_grad():
+        before = plain(x).logits
+        for weight, _, adapter in adapters(model):
+            adapter.B.normal_(0, 0.3, generator=generator)
+            weights[weight] += adapter.delta(adapter.A, adapter.B)
+        expected, logits = plain(x).logits, model(x).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (logits - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["dense", "smoe", "cp"])
+def test_a_later_token_changes_nothing_before_it(kind):
+    _, model = adapted_model(kind)
+    x = some_input(kind)
+    with torch.no_grad():
+        for *_, adapter in adapters(model):
+            adapter.B.normal_(0, 0.3)
+        changed = x.clone()
+        changed[:, 9] = (x[:, 9] + 1) % 61
+        first, second = model(x).logits, model(changed).logits
+    assert torch.equal(first[:, :9], second[:, :9])
+    assert not torch.equal(first[:, 9:], second[:, 9:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_alone_get_gradients(kind):
+    _, model = adapted_model(kind)
+    model(some_input(kind)).logits.square().sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, p in model.named_parameters() if p.grad is not None} <= trained
+    own = {f"{path}.{matrix}" for _, path, _ in adapters(model) for matrix in "AB"}
+    assert trained - own == ({"head.weight", "head.bias"} if kind == "vit" else set())
+    # B is zero, so that the gradient of A is, too, and that of B is not.
+    assert all(adapter.B.grad.any() for *_, adapter in adapters(model))
+    assert all(
+        adapter.A.grad is None or not adapter.A.grad.any() for *_, adapter in adapters(model)
+    )
+    plain = {name for name, _ in build_model(KINDS[kind][0]).named_parameters()}
+    assert of_base(model) == plain - trained
+
+
+def test_numbers_of_parameters_are_those_by_hand():
+    _, model = adapted_model("dense")
+    # qkv 36 -> 108, projection 36 -> 36, up 36 -> 144, down 144 -> 36, in each of two blocks.
+    by_hand = 2 * 3 * ((36 + 108) + (36 + 36) + (36 + 144) + (144 + 36))
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == by_hand
+    _, model = adapted_model("smoe")
+    # Up 36 -> 24 and down 24 -> 36 of 4 experts, rank 4; attention as above.
+    by_hand = 2 * 4 * ((36 + 108) + (36 + 36)) + 2 * 4 * 4 * 2 * (36 + 24)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == by_hand
+
+
+def test_matrices_of_experts_decay_as_matrices():
+    _, model = adapted_model("smoe")
+    dimensions = matrix_dimensions(model)
+    assert {dimensions[f"{path}.{m}"] for _, path, _ in adapters(model) for m in "AB"} == {2}
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (MODEL, {"targets": ["attn.qkv"]}, "'attn.qkv' matches nothing; the nearest are attention"),
+        (MODEL, {"targets": ["experts.up"]}, "adapt.lora.targets: 'experts.up' matches nothing"),
+        (MODEL, {"targets": []}, "neither targets nor experts name a layer"),
+        (MODEL, {"experts": True}, "adapt.lora.experts: true is not allowed with a model that has"),
+        (MODEL, {"trained": ["haed.*"]}, "adapt.lora.trained: 'haed.*' matches nothing"),
+        (MODEL, {"rank": 36}, "adapt.lora.rank: 36 is not less than the smaller side of blocks.0"),
+        (mumoe_model(), {"targets": ["up.input_factor"], "rank": 7}, "side of blocks.0.feed_f"),
+        (mumoe_model(), {"targets": ["feed_forward.up"]}, "nearest are feed_forward.up.input_fac"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_nothing_is_an_error(config, change, message):
+    with pytest.raises(PatternError) as raised:
+        add_lora(build_model(config), LoRAConfig.model_validate(change))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_status == 2

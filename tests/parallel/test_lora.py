@@ -1,0 +1,239 @@
+"""LoRA and frozen weights over processes: what one process computes, and what is saved."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.build import build_model, num_parameters
+from model.lora import LoRAConfig
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.parallelize import InitialWeights
+from tests.helpers.training import (
+    MODEL,
+    Case,
+    go_back,
+    moe_model,
+    mumoe_model,
+    relative,
+    resave,
+    tensors,
+    train,
+)
+from train.loop.optimizer import GroupConfig
+
+pytestmark = pytest.mark.distributed
+
+SGD = Case(optimizer="sgd", learning_rate=0.5, clip=0.5)
+LINEAR = LoRAConfig(
+    rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"), trained=("final_norm.*",)
+)
+FACTORS = LoRAConfig(rank=3, alpha=6.0, targets=("feed_forward.*_factor",))
+EXPERTS = LoRAConfig(rank=4, alpha=6.0, experts=True)
+ATTENTION = LoRAConfig(rank=3, alpha=6.0)
+CASES = {
+    "dense": SGD.but(lora=LINEAR),
+    "experts": SGD.but(lora=EXPERTS, model=moe_model()),
+    "graph": SGD.but(lora=ATTENTION, model=moe_model(graph="attention")),
+    "padded": SGD.but(lora=FACTORS, model=mumoe_model()),
+    **{
+        kind: SGD.but(lora=FACTORS, model=mumoe_model(factorization=kind, rank=8, expert_rank=ring))
+        for kind, ring in (("cp", 4), ("tr", 4), ("tt", 4), ("tucker", 3))
+    },
+}
+# Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, sequence parallelism.
+CHOSEN = [
+    ("dense", 2, 1, 1, 3, False),
+    ("dense", 4, 2, 1, 1, False),
+    ("dense", 2, 2, 1, 0, True),
+    ("experts", 4, 2, 2, 1, False),
+    ("graph", 2, 1, 2, 2, False),  # no expert is trained
+    ("graph", 2, 2, 1, 0, False),
+    ("cp", 2, 2, 1, 3, False),
+    ("padded", 2, 1, 1, 1, False),
+]
+LAYOUTS = [
+    *((2, 1, 1, stage) for stage in (0, 1, 2, 3)),
+    *((2, 2, 1, stage) for stage in (0, 1, 2, 3)),
+    *((2, 1, 2, stage) for stage in (0, 1, 2)),
+    *((4, 2, 1, stage) for stage in (0, 3)),
+    *((4, 2, 2, stage) for stage in (0, 1, 2)),
+]
+REST = [
+    row
+    for kind, case in CASES.items()
+    for layout in LAYOUTS
+    for sequence in ((False, True) if layout[1] > 1 else (False,))
+    if (row := (kind, *layout, sequence)) not in CHOSEN
+    and (layout[2] == 1 or kind in ("experts", "graph"))  # the others have no whole experts
+    and (layout[3] < 3 or kind not in ("experts", "graph"))
+    and (layout[1] == 1 or kind != "padded")  # tensor parallelism cuts ranks into equal parts
+]
+
+
+def close(a, b):
+    return torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=0)
+
+
+@pytest.fixture(scope="module")
+def references(workers, tmp_path_factory):
+    """One process at stage 0, for every kind: what it returned, and its checkpoint."""
+    made = {}
+
+    def reference(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            result = workers(1).run(train, CASES[kind].but(save_to=str(folder)))[0]
+            made[kind] = result, folder / "step-00000004"
+        return made[kind]
+
+    return reference
+
+
+@pytest.fixture(scope="module")
+def compare(workers, references, tmp_path_factory):
+    def run(kind, processes, tensor, expert, stage, sequence):
+        expected, checkpoint = references(kind)
+        folder = tmp_path_factory.mktemp("layout")
+        case = CASES[kind].but(
+            stage=stage, tensor=tensor, expert=expert, sequence=sequence, save_to=str(folder)
+        )
+        results = workers(processes).run(train, case)
+        assert all(result == results[0] for result in results)
+        assert close(results[0]["losses"], expected["losses"])
+        assert close(results[0]["norms"], expected["norms"])
+        ours, weights = tensors(folder / "step-00000004"), tensors(checkpoint)
+        assert ours.keys() == weights.keys()
+        assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
+
+    return run
+
+
+@pytest.mark.parametrize("row", CHOSEN, ids=str)
+def test_sgd_gives_equal_losses_norms_and_adapters(compare, row):
+    compare(*row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", REST, ids=str)
+def test_sgd_gives_equal_results_in_every_combination(compare, row):
+    compare(*row)
+
+
+def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(references):
+    result, checkpoint = references("dense")
+    assert result["losses"][-1] < result["losses"][0]
+    names = {name for name, field in tensors(checkpoint) if field == "master"}
+    layers = ("attention.qkv", "attention.projection", "feed_forward.up", "feed_forward.down")
+    assert names == {"final_norm.weight", "final_norm.bias"} | {
+        f"blocks.{block}.{layer}.lora.{matrix}"
+        for block in (0, 1) for layer in layers for matrix in "AB"
+    }  # fmt: skip
+    initial = InitialWeights(build_model(MODEL), 7)
+    shape = (36,)
+    moved = tensors(checkpoint)[("final_norm.weight", "master")]
+    assert not torch.equal(moved, initial.read("final_norm.weight", "master", shape, (0,), shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "experts", "cp"])
+def test_recomputation_and_compilation_change_nothing(workers, references, kind, change):
+    expected, _ = references(kind)
+    case = CASES[kind]
+    case = case.but(tensor=2, stage=1, model=case.model.model_copy(update=change))
+    result = workers(2).run(train, case)[0]
+    assert close(result["losses"], expected["losses"])
+    assert close(result["norms"], expected["norms"])
+
+
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tensor):
+    _, checkpoint = references("dense")
+    case = CASES["dense"].but(stage=stage, tensor=tensor, resume=str(checkpoint))
+    for after, expected in workers(2).run(go_back, case):
+        assert after == expected
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path, precision):
+    case = Case(lora=LINEAR, precision=precision, stage=1, average=0.9, save_to=str(tmp_path / "a"))
+    workers(2).run(train, case)
+    saved = tmp_path / "a" / "step-00000004"
+    assert {field for _, field in tensors(saved)} == {"master", "exp_avg", "exp_avg_sq", "ema"}
+    assert Checkpoint(saved).has_average
+    again = case.but(
+        resume=str(saved), first_step=4, stage=3, tensor=2, save_to=str(tmp_path / "b")
+    )
+    workers(4).run(resave, again)
+    before, after = tensors(saved), tensors(tmp_path / "b" / "step-00000004")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (3, "bf16"),
+        pytest.param(0, "bf16", marks=pytest.mark.slow),
+        pytest.param(1, "fp32", marks=pytest.mark.slow),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        pytest.param(3, "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
+    workers, tmp_path, stage, precision
+):
+    frozen = GroupConfig(match="blocks.0.*", freeze=True)
+    case = Case(groups=(frozen,), stage=stage, precision=precision, save_to=str(tmp_path / "a"))
+    workers(2).run(train, case)
+    saved = tmp_path / "a" / "step-00000004"
+    found, initial = tensors(saved), InitialWeights(build_model(MODEL), 7)
+    names = {name for name, _ in found}
+    assert names == {name for name, _ in build_model(MODEL).named_parameters()}
+    for name in names:
+        weight = found[(name, "master")]
+        start = initial.read(name, "master", tuple(weight.shape), (0,) * weight.dim(), weight.shape)
+        is_frozen = name.startswith("blocks.0.")
+        assert torch.equal(weight, start) == is_frozen, name
+        assert ((name, "exp_avg") in found) != is_frozen
+    # And through tensor parallelism, where every process has a part of them.
+    again = case.but(resume=str(saved), first_step=4, tensor=2, save_to=str(tmp_path / "b"))
+    workers(4).run(resave, again)
+    after = tensors(tmp_path / "b" / "step-00000004")
+    assert all(torch.equal(found[key], after[key]) for key in found)
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3))])
+def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
+    case = SGD.but(clip=0.0, learning_rate=0.1, last_step=1)
+    workers(1).run(train, case.but(save_to=str(tmp_path / "plain")))
+    groups = (GroupConfig(match="attention.*", learning_rate=0.25),)
+    case = case.but(groups=groups, layer_decay=0.5, stage=stage, save_to=str(tmp_path / "groups"))
+    workers(2).run(train, case)
+    plain, grouped = (tensors(tmp_path / each / "step-00000001") for each in ("plain", "groups"))
+    initial = InitialWeights(build_model(MODEL), 7)
+    for (name, field), whole_step in plain.items():
+        shape = tuple(whole_step.shape)
+        start = initial.read(name, field, shape, (0,) * len(shape), shape)
+        # Of two blocks: 2^-2 in the first, 2^-1 in the second, 2^-3 in front of them.
+        factor = {"b": 0.25, "t": 0.125, "p": 0.125, "f": 1.0}[name[0]]
+        factor = 0.5 if name.startswith("blocks.1.") else factor
+        factor *= 0.25 if ".attention." in name else 1.0
+        moved, wanted = grouped[(name, field)] - start, factor * (whole_step - start)
+        torch.testing.assert_close(moved, wanted, rtol=1e-3, atol=1e-7)
+        assert moved.any()
+
+
+def test_the_files_of_adapters_are_small(references, workers, tmp_path):
+    _, checkpoint = references("dense")
+    workers(1).run(train, SGD.but(save_to=str(tmp_path)))
+
+    def size(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+    # By hand: rank 3 in two blocks, (36 + 108) + (36 + 36) + (36 + 144) + (144 + 36), two vectors.
+    adapters = 4 * (2 * 3 * 576 + 2 * 36)
+    random = 5056 + 20_000  # the generators' states, and the header
+    assert adapters < size(checkpoint) < adapters + random
+    assert size(tmp_path / "step-00000004") > 4 * num_parameters(MODEL) > 6 * size(checkpoint)

@@ -1,0 +1,77 @@
+"""The model of a run: with its adapters, and with what is not trained frozen."""
+
+from typing import Any
+
+from torch import nn
+
+from model.build import build_model
+from model.lora import adapters, add_lora, of_base
+from parallel.adapted import OnBase
+from parallel.begun_anew import BegunAnew
+from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from parallel.fragments import Source
+from parallel.parallelize import InitialWeights
+from parallel.weights import Weights
+from train.config.run import RunConfig
+from train.loop.optimizer import freeze
+
+
+def model_of(config: RunConfig) -> nn.Module:
+    """The model of a run on the meta device.
+
+    Args:
+        config: the run's, with all that the data decides filled in.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: a pattern of adapters or groups matches nothing.
+    """
+    model = build_model(config.model)
+    if config.adapt.lora is not None:
+        add_lora(model, config.adapt.lora)
+    freeze(model, config.optimizer)
+    return model
+
+
+def source_of(
+    config: RunConfig, resume: Checkpoint | None, init: Weights | None, anew: tuple[str, ...]
+) -> Source:
+    """Where weights, moments and buffers of a run start from.
+
+    Args:
+        config: the run's.
+        resume: the checkpoint that it goes on from.
+        init: the weights of checkpoint.init_from, of a new run or one with adapters.
+        anew: how names begin that these lack, and that start from the seed.
+    """
+    model = model_of(config)
+    start: Source | None = WeightsOnly(init) if isinstance(init, Checkpoint) else init
+    plain_model = build_model(config.model)
+    if start is not None and anew:
+        start = BegunAnew(start, InitialWeights(plain_model, config.seed), anew)
+    if config.adapt.lora is None:
+        return resume or start or InitialWeights(model, config.seed)
+    assert start is not None
+    if resume is not None:
+        return OnBase(start, resume, of_base(model), buffers=resume)
+    plain = [name for name, _ in plain_model.named_parameters()]
+    return OnBase(start, InitialWeights(model, config.seed), plain, buffers=start)
+
+
+def counts(model: nn.Module) -> dict[str, Any]:
+    """Numbers of parameters: `adapters` and in how many layers, `trained` and `frozen` in all."""
+    beside = [adapter for *_, adapter in adapters(model)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "adapters": sum(p.numel() for adapter in beside for p in adapter.parameters()),
+        "adapted_layers": len(beside),
+        "trained": trained,
+        "frozen": sum(p.numel() for p in model.parameters()) - trained,
+    }
+
+
+def in_words(count: dict[str, Any]) -> str:
+    """These counts, for a person."""
+    beside = ""
+    if count["adapters"]:
+        beside = f" ({count['adapters']:,} in adapters of {count['adapted_layers']} weights)"
+    return f"trains {count['trained']:,} parameters{beside}; {count['frozen']:,} are frozen"

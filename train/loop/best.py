@@ -1,0 +1,45 @@
+"""The best validation of a run: which it was, and whether the run ends for want of a better one."""
+
+import math
+
+from train.state import TrainState
+
+
+def judge(state: TrainState, score: float, *, higher_is_better: bool) -> bool:
+    """Counts a validation.
+
+    Args:
+        state: of the run; changed in place.
+        score: of the newest validation; one that is not finite is no better than any.
+        higher_is_better: or lower, as of a loss.
+
+    Returns:
+        Whether it is better than all before.
+    """
+    best = state.best_score
+    better = best is None or (score > best if higher_is_better else score < best)
+    if better and math.isfinite(score):
+        state.best_score, state.best_step, state.validations_since_best = score, state.step, 0
+        return True
+    state.validations_since_best += 1
+    return False
+
+
+def is_over(state: TrainState, patience: int | None) -> bool:
+    """Whether a run ends: as many validations in a row as `patience` were no better than the best.
+
+    Args:
+        state: of the run.
+        patience: `evaluation.patience`; None: never.
+    """
+    return patience is not None and state.validations_since_best >= patience
+
+
+def why_it_is_over(state: TrainState, patience: int | None) -> str:
+    """The reason, for people."""
+    best = "none" if state.best_score is None else f"{state.best_score:.4f}, at step "
+    best += "" if state.best_score is None else f"{state.best_step:,}"
+    return (
+        f"the run ends early after step {state.step:,}: {state.validations_since_best} validations "
+        f"in a row were no better (evaluation.patience: {patience}); the best: {best}"
+    )

@@ -1,0 +1,387 @@
+"""Labelled sequences: a class, a number, or the right one of several choices.
+
+Shapes: B samples of a micro-batch, C choices of a sample (1 without choices), T tokens of the
+longest sequence, K classes, N samples of a split.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from data.evaluation import evaluation_batches
+from data.sequences.config import SequenceDataConfig
+from data.sequences.dataset import SequenceData
+from data.sequences.samples import SequenceBatch, TrainingRows
+from data.text.tokenizers.files import load_tokenizer
+from data.text.tokenizers.tokenizer import Tokenizer
+from model.gpt2 import GPT2Config
+from model.heads import ClassificationHeadConfig
+from model.output import RoutingStats
+from model.settings import ModelSettings
+from parallel import comm
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import Weights, open_weights
+from train.errors import ConfigError
+from train.tasks.benchmark_metrics import METRICS, TITLES
+from train.tasks.cross_entropy import cross_entropy
+from train.tasks.images import CLASSES_FILE, class_names_of
+from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
+from train.tasks.text import with_vocabulary
+from train.tasks.tokenizers import same_ids, tokenizer_of
+
+HEAD = "head."
+"""How the names of a head's parameters begin."""
+
+
+class SequenceTask(Task[SequenceBatch]):
+    """What is known of each sequence of a table: its class, a number, or the right choice.
+
+    Args:
+        data: The rows and their labels.
+        sections: Sections of the configuration.
+    """
+
+    data_settings = SequenceDataConfig
+    unit = Unit("sequence", "seq")
+    scores = (Score("score", "score", 4), Score("loss", "loss", 4))
+    validation_score: ClassVar[str] = "validation_score"
+    higher_is_better = True
+    model: GPT2Config
+
+    def __init__(self, data: SequenceData, sections: Sections) -> None:
+        assert isinstance(sections.data, SequenceDataConfig)
+        self.data, self.settings = data, sections.data
+        self.schema = data.schema
+        self._seed, self._most = sections.seed, sections.evaluation.max_windows
+        model = with_vocabulary(
+            _scoring(sections.model), data.tokenizer.vocab_size, f"{self.place} and data.tokenizer"
+        )
+        self.model = with_outputs(model, len(data.class_names) or 1, self.place)
+
+    @classmethod
+    def open(cls, sections: Sections) -> "SequenceTask":
+        """Reads and encodes the rows, with the tokenizer of the weights that the run begins from
+        unless another one is named."""
+        settings = sections.data
+        assert isinstance(settings, SequenceDataConfig)
+        if settings.tokenizer is not None:
+            tokenizer: Tokenizer | None = load_tokenizer(settings.tokenizer)
+        elif sections.init_from is not None:
+            tokenizer = tokenizer_of(open_weights(Path(sections.init_from)))
+        else:
+            raise ConfigError(
+                "data.tokenizer: is missing; without checkpoint.init_from, whose tokenizer it "
+                "would be, a file, a folder or a name of the hub is needed"
+            )
+        if tokenizer is None:
+            raise ConfigError(
+                f"data.tokenizer: is missing, and {sections.init_from} has none beside it"
+            )
+        task = cls(_open(sections, tokenizer), sections)
+        for split in ("train", "validation"):
+            if split == "train" or split in task.data.splits:
+                task.data.encoded(split)
+        return task
+
+    @classmethod
+    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "SequenceTask":
+        """Opens rows to score a checkpoint with: by its own tokenizer and classes."""
+        tokenizer = tokenizer_of(checkpoint)
+        if tokenizer is None:
+            raise ConfigError(f"{checkpoint.folder}: has no tokenizer beside it")
+        return cls(_open(sections, tokenizer, class_names_of(checkpoint.folder)), sections)
+
+    @property
+    def place(self) -> str:
+        """`data.path` with its value."""
+        return f"data.path: {self.settings.path}"
+
+    @property
+    def name(self) -> str:
+        """The source as the configuration has it."""
+        return self.settings.path
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the token ids and labels of the training rows."""
+        return self.data.fingerprint
+
+    @functools.cached_property
+    def samples(self) -> TrainingRows:
+        """Training rows by their global number."""
+        return self.data.training(self._seed)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The number of training rows."""
+        return self.data.size("train")
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """How many sequences were longer than allowed, of each split that was encoded."""
+        said = []
+        for split in ("train", "validation"):
+            if split in self.data.splits and (cut := self.data.encoded(split).pieces.cut):
+                count = len(self.data.encoded(split)) * self.data.choices
+                said.append(
+                    f"{split}: {cut:,} of {count:,} sequences were longer than "
+                    f"{self.data.max_length:,} tokens and are cut off"
+                )
+        return said
+
+    def flops_per_unit(self) -> int:
+        """Of the mean sequence without padding, times the choices of a sample."""
+        mean = float(self.data.encoded("train").pieces.lengths_R.mean())
+        return self.data.choices * self.model.flops_of_sequence(max(1, round(mean)))
+
+    def losses(
+        self, model: Predictor, batch: SequenceBatch
+    ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """The loss of each sample [B]: nats of the right class or choice, or the squared error."""
+        outputs_BK, routing = self._outputs(model, batch)
+        return self._losses(outputs_BK, batch.labels_B), routing
+
+    def _outputs(
+        self, model: Predictor, batch: SequenceBatch
+    ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+        """Scores of classes [B, K], of choices [B, C], or the number of each sample [B, 1]."""
+        ids_RT, mask_RT = batch.ids_BCT.flatten(0, 1), batch.mask_BCT.flatten(0, 1)
+        named = {"mask_BT": mask_RT}
+        if self.data.has_segments:
+            named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
+        logits_RK, routing = model(ids_RT, **named)
+        return logits_RK.float().view(len(batch.labels_B), -1), routing
+
+    def _losses(self, outputs_BK: Tensor, labels_B: Tensor) -> Tensor:
+        if self.schema.task == "regression":
+            return mse_loss(outputs_BK[:, 0], labels_B, reduction="none")
+        return cross_entropy(outputs_BK, labels_B)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is a validation split."""
+        return "validation" in self.data.splits
+
+    def validate(
+        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
+    ) -> dict[str, float]:
+        """The score, the metrics that it is the mean of, and the loss."""
+        found = self.score(
+            model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
+        )
+        told = dict.fromkeys(("score", "loss", *self.schema.metrics))
+        return {f"validation_{name}": found[name] for name in told}
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: Predictor,
+        split: str,
+        *,
+        batch_size: int,
+        world: comm.World,
+        report: Share | None = None,
+        most: int | None = None,
+    ) -> dict[str, Any]:
+        """Scores a split by the metrics of its benchmark; see `Task.score`.
+
+        Args:
+            model: In evaluation mode.
+            split: `train`, `validation` or `test`.
+            batch_size: Samples in a forward pass.
+            world: This process.
+            report: Is told the share done.
+            most: Samples that are scored, evenly over the split by length; None: all.
+
+        Returns:
+            Each metric, `score`, their mean, `loss`, and of classes `per_class`: how many samples
+            have it, how many were predicted to, and how many of those are right.
+        """
+        rows = self.data.held_out(split, most)
+        total = len(rows)
+        # Of each sample prediction, label and loss, in a place of its own: every process fills
+        # those of its samples, and the sum over processes is exact.
+        found_N3 = torch.zeros(total, 3, dtype=torch.float64, device=world.device)
+        done = 0
+        for batch, counts_B in evaluation_batches(
+            rows,
+            total,
+            batch_size,
+            rank=world.data_parallel_rank,
+            ranks=world.data_parallel_size,
+            num_workers=self.settings.num_workers,
+        ):
+            sequences = SequenceBatch(*(each.to(world.device) for each in batch))
+            counts_B = counts_B.to(world.device)
+            outputs_BK, _ = self._outputs(model, sequences)
+            predicted_B = (
+                outputs_BK[:, 0] if self.schema.task == "regression" else outputs_BK.argmax(-1)
+            )
+            losses_B = self._losses(outputs_BK, sequences.labels_B)
+            parts = (predicted_B, sequences.labels_B, losses_B)
+            numbers_B = sequences.numbers_B[counts_B]
+            found_N3[numbers_B] = torch.stack([part.double()[counts_B] for part in parts], dim=-1)
+            done += len(counts_B) * world.data_parallel_size
+            if report is not None:
+                report(min(1.0, done / total))
+        predictions_N, labels_N, losses_N = comm.sum_over_samples(found_N3, world).cpu().T.numpy()
+        if self.schema.task != "regression":
+            predictions_N, labels_N = (x.round().astype(int) for x in (predictions_N, labels_N))
+        metrics: dict[str, float] = {
+            name: METRICS[name](labels_N, predictions_N) for name in self.schema.metrics
+        }
+        return {
+            "score": float(np.mean(list(metrics.values()))),
+            **metrics,
+            "metrics": list(metrics),
+            "loss": float(losses_N.mean()),
+            "sequences_scored": total,
+            "sequences_in_split": self.data.size(split),
+            "cut_off": self.data.encoded(split).pieces.cut,
+            "max_length": self.data.max_length,
+            "task": self.schema.task,
+            "per_class": self._per_class(labels_N, predictions_N),
+        }
+
+    def _per_class(self, labels_N: Any, predictions_N: Any) -> dict[str, dict[str, int]]:
+        return {
+            name: {
+                "sequences": int((labels_N == number).sum()),
+                "predicted": int((predictions_N == number).sum()),
+                "right": int(((labels_N == number) & (predictions_N == number)).sum()),
+            }
+            for number, name in enumerate(self.data.class_names)
+        }
+
+    def units_of(self, split: str) -> int:
+        """The number of rows of a split."""
+        return self.data.size(split)
+
+    def check_split(self, split: str) -> None:
+        """Checks that there is such a split, with labels."""
+        self.data.check_split(split)
+
+    @classmethod
+    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """The metrics, the loss, the worst classes, and what was cut off."""
+        rows = [(TITLES[name], f"{result[name]:.4f}") for name in result["metrics"]]
+        if len(rows) > 1:
+            rows.append(("their mean", f"{result['score']:.4f}"))
+        unit = "squared error" if result["task"] == "regression" else "nats a sequence"
+        rows.append(("loss", f"{result['loss']:.4f} {unit}"))
+        found = [
+            (each["right"] / each["sequences"], name, each)
+            for name, each in result["per_class"].items()
+            if each["sequences"]
+        ]
+        worst = [
+            f"{name} {each['right']} of {each['sequences']}"
+            for _, name, each in sorted(found, key=lambda each: each[:2])[:3]
+        ]
+        rows += [("worst classes", ", ".join(worst))] if worst else []
+        rows.append(("scored", f"{result['sequences_scored']:,} sequences"))
+        if result["cut_off"]:
+            rows.append(("cut off", f"{result['cut_off']:,}, to {result['max_length']:,} tokens"))
+        return rows
+
+    def kept(self) -> Kept:
+        """The tokenizer's file, the names of the classes, and fingerprints."""
+        tokenizer = self.data.tokenizer
+        state = {
+            "data_fingerprint": self.fingerprint,
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "end_of_text": tokenizer.end_of_text,
+            "vocab_size": tokenizer.vocab_size,
+        }
+        files: dict[str, bytes] = {tokenizer.file_name: tokenizer.file_bytes()}
+        if self.data.class_names:
+            names = json.dumps(self.data.class_names, ensure_ascii=False, indent=0)
+            files[CLASSES_FILE] = names.encode()
+        return Kept(state=state, files=files)
+
+    def check_weights(self, weights: Weights, owner: str) -> None:
+        """Checks that the weights were trained with these token ids."""
+        own = tokenizer_of(weights)
+        if own is not None and not same_ids(own, self.data.tokenizer):
+            raise ConfigError(
+                f"data.tokenizer: {self.settings.tokenizer} is not the one that the {owner} was "
+                f"trained with: their token ids mean different things"
+            )
+
+    def begins_anew(self, weights: Weights) -> tuple[str, ...]:
+        """The head, unless the weights have one for these classes."""
+        head = getattr(weights.model_config(), "head", None)
+        names = class_names_of(weights.folder) or []
+        same = isinstance(head, ClassificationHeadConfig) and names == self.data.class_names
+        return () if same else (HEAD,)
+
+    def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
+        """Numbers of the rows in the training split."""
+        return {self.name: sorted({self.samples.row_of(sample) for sample in samples})}
+
+
+def _open(
+    sections: Sections, tokenizer: Tokenizer, known_classes: Sequence[str] | None = None
+) -> SequenceData:
+    """The data, for a model that is known to score sequences."""
+    settings, model = sections.data, _scoring(sections.model)
+    assert isinstance(settings, SequenceDataConfig)
+    if settings.max_length is not None and settings.max_length > model.sequence_length:
+        raise ConfigError(
+            f"data.max_length: {settings.max_length} is more than model.sequence_length: "
+            f"{model.sequence_length}"
+        )
+    return SequenceData.open(
+        settings,
+        tokenizer,
+        model_kind=model.kind,
+        max_length=settings.max_length or model.sequence_length,
+        known_classes=known_classes,
+    )
+
+
+def _scoring(model: ModelSettings) -> GPT2Config:
+    """The configuration of a model that scores whole sequences.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not isinstance(model, GPT2Config):
+        raise ConfigError(
+            f"data.kind: sequences is not allowed with model.kind: {model.kind}, which does not "
+            f"read tokens; gpt2 does"
+        )
+    if model.head is None:
+        raise ConfigError(
+            "model.head: null predicts the next token; data.kind: sequences needs "
+            "{kind: classification}"
+        )
+    return model
+
+
+def with_outputs(model: GPT2Config, outputs: int, place: str) -> GPT2Config:
+    """Completes a model's configuration with the number of its outputs.
+
+    Args:
+        model: `head.num_classes` may be None.
+        outputs: Classes of the data, or 1.
+        place: Names the data in the error.
+
+    Raises:
+        ConfigError: The model has another number.
+    """
+    assert model.head is not None
+    if model.head.num_classes not in (None, outputs):
+        raise ConfigError(
+            f"model.head.num_classes: {model.head.num_classes} is not {outputs}, the outputs that "
+            f"{place} needs; null takes it from the data"
+        )
+    head = model.head.model_copy(update={"num_classes": outputs})
+    return model.model_copy(update={"head": head})
