@@ -3,7 +3,8 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ class Experts(nn.Module):
         context: Settings of the model.
     """
 
+    inner_axes: ClassVar[dict[str, int]] = {"up": 2, "up_bias": 1, "down": 1}
+    """Of each parameter the axis of inner units, by its name."""
+
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
         self.config, self.context = config, context
@@ -37,6 +41,7 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))
         self.dropout = nn.Dropout(config.expert_dropout)
+        self.activation: Callable[[Tensor], Tensor] | None = None  # the approximated GELU
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
@@ -52,11 +57,16 @@ class Experts(nn.Module):
         Args:
             sizes: Experts of each group.
         """
+        up_EDF, bias_EF, down_EFD = self.stacked()
         if len(sizes) == 1:
-            return [(self.up, self.up_bias, self.down)]
-        ups, downs = (torch.split(x, sizes) for x in (self.up, self.down))
-        biases = [None] * len(sizes) if self.up_bias is None else torch.split(self.up_bias, sizes)
+            return [(up_EDF, bias_EF, down_EFD)]
+        ups, downs = (torch.split(x, sizes) for x in (up_EDF, down_EFD))
+        biases = [None] * len(sizes) if bias_EF is None else torch.split(bias_EF, sizes)
         return list(zip(ups, biases, downs, strict=True))
+
+    def stacked(self) -> Lot:
+        """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
+        return self.up, self.up_bias, self.down
 
     def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
         """Runs every row through its expert.
@@ -71,5 +81,4 @@ class Experts(nn.Module):
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.config.expert_dropout else None
-        up_EDF, bias_EF, down_EFD = lot or (self.up, self.up_bias, self.down)
-        return compute(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop)
+        return compute(rows_MD, *(lot or self.stacked()), counts_E, drop, self.activation)

@@ -65,19 +65,35 @@ class Router(nn.Module):
         Returns:
             Experts and weights of the N = B T tokens, and the statistics.
         """
-        logits_NE = self.score(u_BTD.flatten(0, 1))
+        return self.routing(self.score(u_BTD.flatten(0, 1)), u_BTD, attention, cache)
+
+    def routing(
+        self,
+        logits_NE: Tensor,
+        u_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+    ) -> Routing:
+        """Chooses the experts of every token by given logits; see `forward`.
+
+        Args:
+            logits_NE: Of the experts, from each token alone.
+            u_BTD: The input of the experts.
+            attention: The trace of the block's attention, if the graph needs it.
+            cache: In generation: the graph's features and scores of earlier tokens.
+        """
         clean_NE = scores_NE = logits_NE.softmax(-1)
-        load_term = None
+        noisy_NE, load_term = logits_NE, None
         if self.training and self.noise_std:
             # Of the default generator: every tensor-parallel process draws the same, and
             # recomputation draws it again.
             noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
             scores_NE = noisy_NE.softmax(-1)
             load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k)
-        scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
+        scores_BTE = scores_NE.view(*u_BTD.shape[:2], -1)
         mixed = self.graph(scores_BTE, u_BTD, attention, cache)
         mixed_NE = mixed.scores_BTE.flatten(0, 1)
-        selected = self.selection(mixed_NE)
+        selected = self.select(mixed_NE, noisy_NE)
         load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)
         stats = RoutingStats(
             name="",
@@ -92,6 +108,16 @@ class Router(nn.Module):
             head_entropy_A=mixed.head_entropy_A,
         )
         return Routing(selected, stats)
+
+    def select(self, mixed_NE: Tensor, noisy_NE: Tensor) -> Selected:
+        """Selects experts.
+
+        Args:
+            mixed_NE: Scores after the graph, each row summing to 1.
+            noisy_NE: Logits before the graph, with their noise.
+        """
+        selected: Selected = self.selection(mixed_NE)
+        return selected
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.
