@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.attention import AttentionTrace
@@ -187,9 +186,8 @@ class TensorParallelMaskedDispatcher(TensorParallelDispatcher, MaskedDispatcher)
 def _mean_of_parts(part: Tensor) -> Tensor:
     """The mean over the tensor-parallel processes."""
     group = tensor_parallel_group()
-    total = part.clone()
-    dist.all_reduce(total, group=group)
-    return total / group.size()
+    total = torch.ops._c10d_functional.all_reduce(part, "sum", group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(total) / group.size()
 
 
 @functools.cache
