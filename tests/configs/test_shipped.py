@@ -28,6 +28,7 @@ EXPECTED = {
     "finetune/dino-s16-linear.yaml": (8, 1000, 22_050_664),
     "finetune/dino-s16-mumoe-cp.yaml": (8, 1000, 22_051_041),
     "finetune/dino-s16-mumoe-tr.yaml": (8, 1000, 22_051_364),
+    "gpt2/124m-emoe.yaml": (8, 50257, 124_337_664),  # the dense model's
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
     "gpt2/124m-smoe-16.yaml": (8, 50257, 520_846_848),
