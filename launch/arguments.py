@@ -284,14 +284,23 @@ def convert_arguments(parser: Parser) -> None:
     add(
         "--merge",
         action="store_true",
-        help="make the adapters of a run with adapt.lora part of its weights",
+        help="make the adapters of a run with adapt.lora part of its weights, and feed-forwards "
+        "that were split dense again",
     )
-    add(
+    change = parser.add_mutually_exclusive_group().add_argument
+    change(
         "--upcycle",
         metavar="num_experts=E,...",
         help="make a dense model a sparse mixture whose experts are copies of its feed-forwards; "
         "takes keys of model.feed_forward, for example placement=[1,3], noise=X (the standard "
         "deviation of what is added to each expert's weights, as a share of theirs) and seed=N",
+    )
+    change(
+        "--split",
+        metavar="num_experts=E,top_k=K,...",
+        help="make the units of a dense model's feed-forwards experts, in groups of equal size; "
+        "takes keys of model.feed_forward of kind emoe, for example blocks=[8,10], "
+        "by=clustering or random, seed=N, and section= of a Mixer",
     )
     _weights_argument(parser)
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")

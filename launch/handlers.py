@@ -261,16 +261,21 @@ def convert(options: Namespace) -> None:
 
     prepare_environment()
     from train.exchange.convert import conversion_table, convert
+    from train.exchange.split import Splitting
     from train.exchange.upcycle import Upcycling
 
     check_json_path(options.json)
-    upcycling = None if options.upcycle is None else Upcycling(options.upcycle)
+    change: Upcycling | Splitting | None = None
+    if options.upcycle is not None:
+        change = Upcycling(options.upcycle)
+    elif options.split is not None:
+        change = Splitting(options.split)
     with only_results_on_stdout() as stdout:
         result = convert(
             options.source,
             options.destination,
             options.to,
-            upcycling,
+            change,
             options.weights,
             options.merge,
         )

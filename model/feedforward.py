@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
+from model.emoe.config import EmergentMoEConfig
+from model.emoe.layer import EmergentMoE
 from model.interface import FeedForward, FeedForwardContext
 from model.mumoe.config import MuMoEConfig
 from model.mumoe.layer import MuMoE
@@ -23,16 +25,20 @@ def _default_kind(value: object) -> object:
 
 
 FeedForwardConfig: TypeAlias = Annotated[
-    DenseFeedForwardConfig | MuMoEConfig | SparseMoEConfig,
+    DenseFeedForwardConfig | MuMoEConfig | SparseMoEConfig | EmergentMoEConfig,
     Field(discriminator="kind"),
     BeforeValidator(_default_kind),
 ]
+
+SelectingConfig: TypeAlias = SparseMoEConfig | EmergentMoEConfig
+"""The kinds that select whole experts for each token."""
 
 # A builder takes the config class of its kind; a single type cannot say that, hence Any.
 FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
     "dense": DenseFeedForward,
     "mumoe": MuMoE,
     "smoe": SparseMoE,
+    "emoe": EmergentMoE,
 }
 
 

@@ -322,7 +322,7 @@ def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
     """Layers of sparse experts."""
     for parent_path, parent in model.named_modules():
         for name, module in parent.named_children():
-            if isinstance(module, Experts):
+            if type(module) is Experts:  # not units of a dense feed-forward in groups
                 path = f"{parent_path}.{name}" if parent_path else name
                 yield path, _beside_experts(parent, name, module)
 

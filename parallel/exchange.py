@@ -62,6 +62,13 @@ class RowExchange:
         late = self.parts * first + process * second + expert - first
         return torch.where(expert < first, early, late)
 
+    def gather(self, part: Tensor) -> Tensor:
+        """What all processes have, one after the other along the first axis, without gradient."""
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+            part.contiguous(), self.parts, self.group_name
+        )
+        return _wait(gathered)
+
     def begin(self, plan: Plan) -> Counts:
         """Exchanges how many rows come, and has the numbers on their way to the host."""
         lots = plan.counts_E.split([self.parts * size for size in self.sizes])

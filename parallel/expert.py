@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
+from model.emoe.experts import MaskedDispatcher
 from model.padding import RealTokens
 from model.smoe.dispatch import Dispatcher, Plan
 from model.smoe.experts import Experts
@@ -26,7 +27,11 @@ from model.smoe.selection import Selected
 from parallel import comm
 from parallel.exchange import Counts, RowExchange
 from parallel.placement import split_experts
-from parallel.tensor import own_random_numbers, tensor_parallel_library
+from parallel.tensor import (
+    own_random_numbers,
+    tensor_parallel_group,
+    tensor_parallel_library,
+)
 from parallel.zero import import_deepspeed
 
 
@@ -39,16 +44,18 @@ def parallelize_experts(layer: SparseMoE, world: comm.World, overlap: bool = Fal
         overlap: whether half of the experts of a process compute while rows of the others travel.
     """
     experts = layer.experts
-    cut_experts(experts, "up", world, inner=2)
-    cut_experts(experts, "down", world, inner=1)
-    if experts.up_bias is not None:
-        cut_experts(experts, "up_bias", world, inner=1)
+    for name, inner in experts.inner_axes.items():
+        if getattr(experts, name) is not None:
+            cut_experts(experts, name, world, inner=inner)
     if world.expert_parallel_size > 1:
         layer.dispatcher = _expert_parallel_dispatcher()(
             experts.config.num_experts, world, lots=2 if overlap else 1
         )
     elif world.tensor_parallel_size > 1:
-        layer.dispatcher = TensorParallelDispatcher()
+        is_masked = isinstance(layer.dispatcher, MaskedDispatcher)
+        layer.dispatcher = (
+            TensorParallelMaskedDispatcher() if is_masked else TensorParallelDispatcher()
+        )
     if world.tensor_parallel_size > 1:
         experts.dropout = OwnDropout(experts.dropout.p, world)
     graph = layer.router.graph
@@ -163,7 +170,7 @@ class TensorParallelDispatcher(Dispatcher):
         selected: Selected,
         experts: Experts,
         capacity_factor: float | None = None,
-    ) -> tuple[Tensor, Plan]:
+    ) -> tuple[Tensor, Plan | None]:
         """See `Dispatcher.forward`; y is the same on every process."""
         library = tensor_parallel_library()
         # Each process computes a part of the output, so gradients of both inputs are summed.
@@ -175,6 +182,21 @@ class TensorParallelDispatcher(Dispatcher):
             capacity_factor,
         )
         return library.reduce_from_tensor_model_parallel_region(y_ND), plan
+
+    def of_all_experts(self, means_eD: Tensor) -> Tensor:
+        """See `Dispatcher.of_all_experts`; of each expert every process has as many units."""
+        return _mean_of_parts(means_eD)
+
+
+class TensorParallelMaskedDispatcher(TensorParallelDispatcher, MaskedDispatcher):
+    """The same where every expert sees all tokens."""
+
+
+def _mean_of_parts(part: Tensor) -> Tensor:
+    """The mean over the tensor-parallel processes."""
+    group = tensor_parallel_group()
+    total = torch.ops._c10d_functional.all_reduce(part, "sum", group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(total) / group.size()
 
 
 @functools.cache
@@ -207,9 +229,14 @@ def _expert_parallel_dispatcher() -> type:
             selected: Selected,
             experts: Experts,
             capacity_factor: float | None = None,
-        ) -> tuple[Tensor, Plan]:
+        ) -> tuple[Tensor, Plan | None]:
             kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
             return kind.forward(self, tokens_ND, selected, experts, capacity_factor)
+
+        def of_all_experts(self, means_eD: Tensor) -> Tensor:
+            if self._tensor_parallel:
+                means_eD = _mean_of_parts(means_eD)
+            return self._exchange.gather(means_eD)
 
         def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)

@@ -118,27 +118,43 @@ def bench_flips_arguments(parser: Parser) -> None:
 def bench_layer_arguments(parser: Parser) -> None:
     """Those of `polyad bench layer`."""
     add = parser.add_argument
-    add("--kind", choices=("smoe", "mumoe"), default="smoe", help="kind of layer; default smoe")
+    add(
+        "--kind",
+        choices=("smoe", "mumoe", "emoe"),
+        default="smoe",
+        help="kind of layer; default smoe",
+    )
     add(
         "--tokens",
         type=positive,
         metavar="N",
-        help="tokens of a forward pass; default 4096; mumoe 1024",
+        help="tokens of a forward pass; default 4096; mumoe and emoe 1024",
     )
     add(
         "--experts",
         type=positive,
         nargs="+",
         metavar="E",
-        help="number of experts; default 16; mumoe takes several, default 64 256 2048",
+        help="number of experts; default 16; emoe 64; mumoe takes several, default 64 256 2048",
     )
-    add("--top-k", type=positive, metavar="K", help="smoe: experts of a token; default 2")
-    add("--width", type=positive, metavar="D", help="width of a token; default 256; mumoe 768")
+    add(
+        "--top-k",
+        type=positive,
+        metavar="K",
+        help="smoe and emoe: experts of a token; default 2; emoe 16",
+    )
+    add(
+        "--width",
+        type=positive,
+        metavar="D",
+        help="width of a token; default 256; mumoe and emoe 768",
+    )
     add(
         "--hidden",
         type=positive,
         metavar="F",
-        help="inner width of one expert; default 1024; mumoe, and its dense MLP, 3072",
+        help="inner width of one expert; default 1024; of mumoe's and emoe's experts together, and "
+        "of their dense MLP, 3072",
     )
     add("--precision", choices=("fp32", "bf16"), help="default: both")
     add(

@@ -124,18 +124,21 @@ def bench_layer(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from launch.bench.emoe import bench_emoe, emoe_table
     from launch.bench.expert_parallel import bench_expert_parallel
     from launch.bench.mumoe import bench_mumoe, mumoe_table
     from launch.bench.smoe import bench_smoe, smoe_table
 
     check_json_path(options.json)
     given = {name: value for name, value in vars(options).items() if value is not None}
-    only = {"smoe": ("top_k", "load", "expert_parallel"), "mumoe": ("compile",)}
-    for kind, names in only.items():
-        for name in names:
-            if kind != options.kind and name in given:
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{option}: is of --kind {kind}, this is {options.kind}")
+    only = {
+        "top_k": ("smoe", "emoe"), "load": ("smoe",), "expert_parallel": ("smoe",),
+        "compile": ("mumoe",),
+    }  # fmt: skip
+    for name, kinds in only.items():
+        if options.kind not in kinds and name in given:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: is of --kind {' or '.join(kinds)}, this is {options.kind}")
     shape = ("tokens", "top_k", "width", "hidden", "repeats", "threads", "device")
     arguments = {name: given[name] for name in shape if name in given}
     for name, argument in (("precision", "precisions"), ("load", "loads")):
@@ -151,15 +154,18 @@ def bench_layer(options: Namespace) -> None:
             if "experts" in given:
                 if len(given["experts"]) > 1:
                     numbers = " ".join(map(str, given["experts"]))
-                    raise UsageError(f"--experts: {numbers}: --kind smoe takes one number")
+                    raise UsageError(
+                        f"--experts: {numbers}: --kind {options.kind} takes one number"
+                    )
                 arguments["experts"] = given["experts"][0]
             processes = given.get("expert_parallel", 1)
-            result = (
-                bench_smoe(**arguments)
-                if processes == 1
-                else bench_expert_parallel(processes, **arguments)
-            )
-            table = smoe_table(result)
+            if options.kind == "emoe":
+                result = bench_emoe(**arguments)
+            elif processes == 1:
+                result = bench_smoe(**arguments)
+            else:
+                result = bench_expert_parallel(processes, **arguments)
+            table = emoe_table(result) if options.kind == "emoe" else smoe_table(result)
         show(result, table, options.json, stdout)
 
 

@@ -22,6 +22,11 @@ Drop: TypeAlias = Callable[[Tensor], Tensor]
 """Changes inner units, as dropout does: of the same shape, and each by itself."""
 
 
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    """The activation of experts, unless they are told another one."""
+    return gelu(x, approximate="tanh")
+
+
 def one_by_one(
     rows_MD: Tensor,
     up_EDF: Tensor,
@@ -29,6 +34,7 @@ def one_by_one(
     down_EFD: Tensor,
     counts_E: Tensor,
     drop: Drop | None = None,
+    activation: Drop | None = None,
 ) -> Tensor:
     """As `grouped`, by definition; reads the counts from the device."""
     # Not by index: autograd would fill a gradient of all experts for each one.
@@ -41,7 +47,7 @@ def one_by_one(
         inner_mF = rows_mD @ up_DF
         if bias_F is not None:
             inner_mF = inner_mF + bias_F
-        inner_mF = gelu(inner_mF, approximate="tanh")
+        inner_mF = (activation or gelu_by_tanh)(inner_mF)
         outputs.append((drop(inner_mF) if drop else inner_mF) @ down_FD)
     return torch.cat([*outputs, rest])
 
@@ -53,6 +59,7 @@ def grouped(
     down_EFD: Tensor,
     counts_E: Tensor,
     drop: Drop | None = None,
+    activation: Drop | None = None,
 ) -> Tensor:
     """Runs every row through its expert.
 
@@ -63,17 +70,19 @@ def grouped(
         down_EFD: Second layers.
         counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
         drop: What happens to the inner units after the activation; None: nothing.
+        activation: In place of GELU approximated by tanh; None: that.
 
     Returns:
         [M, D], in the same order; of rows after the last expert's anything, as is their gradient.
     """
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
-        return one_by_one(*tensors, drop)
+        return one_by_one(*tensors, drop, activation)
     takes_these = switch.on_cpu(rows_MD) or rows_MD.is_meta
-    if takes_these and not switch.takes_triton(rows_MD) and drop is None:
+    is_plain = drop is None and activation is None
+    if takes_these and not switch.takes_triton(rows_MD) and is_plain:
         return experts_on_cpu(*tensors)
-    return by_grouped_products(*tensors, drop)
+    return by_grouped_products(*tensors, drop, activation)
 
 
 def by_grouped_products(
@@ -83,15 +92,16 @@ def by_grouped_products(
     down_EFD: Tensor,
     counts_E: Tensor,
     drop: Drop | None = None,
+    activation: Drop | None = None,
 ) -> Tensor:
     """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
     if not _takes_grouped(rows_MD.dtype, up_EDF):
-        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop)
+        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation)
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
         inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
-    inner_MF = gelu(inner_MF, approximate="tanh")
+    inner_MF = (activation or gelu_by_tanh)(inner_MF)
     output_MD: Tensor = _grouped_mm(drop(inner_MF) if drop else inner_MF, down_EFD, offsets_E)
     return output_MD
 

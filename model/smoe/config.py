@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
+from model.placement import Placement, check_blocks, check_once, check_placement, is_placed
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
@@ -30,7 +31,7 @@ class SparseMoEConfig(Config):
     the K highest scores are divided by their sum."""
     expert_hidden_size: Count | None = None
     """Inner width F of one expert, in units; null: four times the model's width."""
-    placement: int | list[int] = 1
+    placement: Placement = 1
     """Blocks that route: 1 all of them, n the last of every n (2: every second, as in GLaM), or
     a list of block numbers, from 0. The others are dense."""
     dense_hidden_size: Count | None = None
@@ -91,17 +92,11 @@ class SparseMoEConfig(Config):
     @field_validator("placement", mode="before")
     @classmethod
     def _is_placement(cls, value: object) -> object:
-        # Not a union type: pydantic's error would list the complaints of every member.
-        numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
-        if any(type(number) is not int or number < least for number in numbers):
-            raise ValueError("1 or more, or a list of block numbers from 0")
-        return value
+        return check_placement(value)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        listed = self.placement if isinstance(self.placement, list) else []
-        if len(set(listed)) < len(listed):
-            raise SectionError(f"@placement: {self.placement} names a block twice")
+        check_once("placement", self.placement)
         for name in ("top_k", "final_top_k"):
             value = getattr(self, name)
             if value is not None and value > self.num_experts:
@@ -135,9 +130,7 @@ class SparseMoEConfig(Config):
         Args:
             block: its number, from 0.
         """
-        if isinstance(self.placement, list):
-            return block in self.placement
-        return (block + 1) % self.placement == 0
+        return is_placed(self.placement, block)
 
     def of_model(self, *, width: int, bias: bool) -> "SparseMoEConfig":
         """Completed with what the model decides: nothing in this kind.
@@ -172,13 +165,7 @@ class SparseMoEConfig(Config):
             SectionError: a block that is not there is to route, the graph needs attention that is
                 not there, or a language model would leak.
         """
-        blocks = [block for block in range(num_layers) if self.routes(block)]
-        listed = self.placement if isinstance(self.placement, list) else []
-        if any(block >= num_layers for block in listed) or not blocks:
-            raise SectionError(
-                f"@placement: {self.placement} is not allowed: the model has blocks 0 to "
-                f"{num_layers - 1}, and at least one has to route"
-            )
+        check_blocks("placement", self.placement, num_layers)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
                 "@graph: attention is not allowed in a model without attention; none and "

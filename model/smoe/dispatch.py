@@ -102,7 +102,7 @@ class Dispatcher(nn.Module):
         selected: Selected,
         experts: Experts,
         capacity_factor: float | None = None,
-    ) -> tuple[Tensor, Plan]:
+    ) -> tuple[Tensor, Plan | None]:
         """Computes y_n = sum_k weight_nk expert_nk(token_n).
 
         Args:
@@ -112,7 +112,7 @@ class Dispatcher(nn.Module):
             capacity_factor: See `make_plan`.
 
         Returns:
-            y [N, D], and where the assignments went.
+            y [N, D], and where the assignments went; None where none had to go anywhere.
         """
         config = experts.config
         ids_NK = self.order(selected.expert_ids_NK)
@@ -140,6 +140,17 @@ class Dispatcher(nn.Module):
             A permutation of 0..E-1, applied to them.
         """
         return expert_ids_NK
+
+    def of_all_experts(self, means_eD: Tensor) -> Tensor:
+        """Means over inner units, of all experts.
+
+        Args:
+            means_eD: Of the experts and units that this process has, without gradient.
+
+        Returns:
+            [E, D].
+        """
+        return means_eD
 
     def begin(self, plan: Plan) -> Any:
         """What can be done before there are rows; `compute` gets it.

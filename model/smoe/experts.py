@@ -3,7 +3,8 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ class Experts(nn.Module):
         context: Settings of the model.
     """
 
+    inner_axes: ClassVar[dict[str, int]] = {"up": 2, "up_bias": 1, "down": 1}
+    """Of each parameter the axis of inner units, by its name."""
+
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
         self.config, self.context = config, context
@@ -44,6 +48,7 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))
         self.dropout = nn.Dropout(config.expert_dropout)
+        self.activation: Callable[[Tensor], Tensor] | None = None  # the approximated GELU
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
@@ -59,11 +64,16 @@ class Experts(nn.Module):
         Args:
             sizes: Experts of each group.
         """
+        up_EDF, bias_EF, down_EFD, _ = self.stacked()
         if len(sizes) == 1:
-            return [Lot(self.up, self.up_bias, self.down)]
-        ups, downs = (torch.split(x, sizes) for x in (self.up, self.down))
-        biases = [None] * len(sizes) if self.up_bias is None else torch.split(self.up_bias, sizes)
+            return [self.stacked()]
+        ups, downs = (torch.split(x, sizes) for x in (up_EDF, down_EFD))
+        biases = [None] * len(sizes) if bias_EF is None else torch.split(bias_EF, sizes)
         return [Lot(*each) for each in zip(ups, biases, downs, strict=True)]
+
+    def stacked(self) -> Lot:
+        """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
+        return Lot(self.up, self.up_bias, self.down)
 
     def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
         """Runs every row through its expert.
@@ -78,5 +88,5 @@ class Experts(nn.Module):
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.config.expert_dropout else None
-        lot = lot or Lot(self.up, self.up_bias, self.down)
-        return compute(rows_MD, lot.up, lot.up_bias, lot.down, counts_E, drop)
+        lot = lot or self.stacked()
+        return compute(rows_MD, lot.up, lot.up_bias, lot.down, counts_E, drop, self.activation)

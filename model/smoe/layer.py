@@ -18,7 +18,8 @@ from model.padding import RealTokens, pack, unpack
 from model.smoe.config import SparseMoEConfig
 from model.smoe.dispatch import Dispatcher
 from model.smoe.experts import Experts
-from model.smoe.router import Router
+from model.smoe.router import Router, Routing
+from model.smoe.selection import Selected, spread
 
 
 class SparseMoE(FeedForward):
@@ -59,22 +60,42 @@ class SparseMoE(FeedForward):
         real: RealTokens | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
-        selected, stats = self.router(normalized_BTD, attention, cache, real)
+        selected, stats = self.route(normalized_BTD, attention, cache, real)
         capacity_factor = self.config.capacity(self.training)
         y_ND, plan = self.dispatcher(
             pack(normalized_BTD.flatten(0, 1), real), selected, self.experts, capacity_factor
         )
         weights_NK = selected.weights_NK
-        if plan.drops:
+        if plan is not None and plan.drops:
             kept_A = plan.kept_M()[plan.row_A]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
             stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
-            # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
-            weights_NE = weights_NK.new_zeros(weights_NK.shape[0], self.config.num_experts)
-            weights_NE = weights_NE.scatter(1, selected.expert_ids_NK, weights_NK)
-            y_ND = torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
+            y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
         return self.dropout(unpack(y_ND, real).view_as(normalized_BTD)), stats
+
+    def route(
+        self,
+        normalized_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+        real: RealTokens | None = None,
+    ) -> Routing:
+        """Chooses the experts of every token; see `Router.forward`."""
+        routing: Routing = self.router(normalized_BTD, attention, cache, real)
+        return routing
+
+    def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
+        """Adds the output bias.
+
+        Args:
+            y_ND: The sum over experts without it.
+            selected: Of each token, with weights of 0 where an assignment was dropped.
+        """
+        assert self.output_bias is not None
+        # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
+        weights_NE = spread(selected, self.config.num_experts)
+        return torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
 
     def gate_columns(self) -> list[Tensor]:
         """The columns of the score, [E, D]: there is one level of experts."""

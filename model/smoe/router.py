@@ -70,8 +70,27 @@ class Router(nn.Module):
             Experts and weights of the N tokens that are real, and their statistics.
         """
         logits_NE = self.score(pack(u_BTD.flatten(0, 1), real))
+        return self.routing(logits_NE, u_BTD, attention, cache, real)
+
+    def routing(
+        self,
+        logits_NE: Tensor,
+        u_BTD: Tensor,
+        attention: AttentionTrace | None = None,
+        cache: LayerCache | None = None,
+        real: RealTokens | None = None,
+    ) -> Routing:
+        """Chooses the experts of every token by given logits; see `forward`.
+
+        Args:
+            logits_NE: Of the experts, from each token alone.
+            u_BTD: The input of the experts.
+            attention: The trace of the block's attention, if the graph needs it.
+            cache: In generation: the graph's features and scores of earlier tokens.
+            real: The tokens that are not padding, which the logits are of; None: all.
+        """
         clean_NE = scores_NE = logits_NE.softmax(-1)
-        load_term = None
+        noisy_NE, load_term = logits_NE, None
         if self.training and self.noise_std:
             # Of the default generator: every tensor-parallel process draws the same, and
             # recomputation draws it again.
@@ -81,7 +100,7 @@ class Router(nn.Module):
         scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
         mixed = self.graph(scores_BTE, u_BTD, attention, cache, real)
         mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
-        selected = self.selection(mixed_NE)
+        selected = self.select(mixed_NE, noisy_NE)
         load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)
         stats = RoutingStats(
             name="",
@@ -97,6 +116,16 @@ class Router(nn.Module):
             tokens=None if real is None else counted(real, mixed_NE.dtype),
         )
         return Routing(selected, stats)
+
+    def select(self, mixed_NE: Tensor, noisy_NE: Tensor) -> Selected:
+        """Selects experts.
+
+        Args:
+            mixed_NE: Scores after the graph, each row summing to 1.
+            noisy_NE: Logits before the graph, with their noise.
+        """
+        selected: Selected = self.selection(mixed_NE)
+        return selected
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.

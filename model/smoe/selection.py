@@ -23,6 +23,21 @@ class Selected(NamedTuple):
     """Where a capacity asks for it: which tokens go first, the highest number before all others."""
 
 
+def spread(selected: Selected, num_experts: int) -> Tensor:
+    """The weights of all experts.
+
+    Args:
+        selected: Of each token.
+        num_experts: E.
+
+    Returns:
+        [N, E]; 0 where an expert is not selected.
+    """
+    weights_NK = selected.weights_NK
+    weights_NE = weights_NK.new_zeros(weights_NK.shape[0], num_experts)
+    return weights_NE.scatter(1, selected.expert_ids_NK, weights_NK)
+
+
 class TopK(nn.Module):
     """The K highest scores, divided by their sum if K > 1.
 

@@ -44,7 +44,7 @@ def dense_tensor(name: str) -> DenseTensor | None:
     Returns:
         None if it is not made of copies: a router's, or outside of sparse layers.
     """
-    parts = re.fullmatch(r"(blocks\.\d+\.feed_forward)\.(.+)", name)
+    parts = re.fullmatch(r"(blocks\.\d+\.\w*feed_forward)\.(.+)", name)
     if parts is None or parts[2] not in _COPIED:
         return None
     dense, is_weight = _COPIED[parts[2]]

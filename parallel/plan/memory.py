@@ -18,6 +18,7 @@ PLACES = (
     ("/parallel/exchange.py", "experts"),
     ("/model/smoe/dispatch.py", "experts"),
     ("/model/smoe/experts.py", "experts"),
+    ("/model/emoe/experts.py", "experts"),
     ("/model/kernels/linear_cross_entropy.py", "loss"),
     ("/train/tasks/cross_entropy.py", "loss"),
 )

@@ -138,6 +138,7 @@ FEED_FORWARDS: dict[str, dict[str, Any]] = {
         "kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "attention",
         "balancing_rate": 0.01, "placement": [1],
     },
+    "emoe": {"kind": "emoe", "num_experts": 8, "top_k": 4, "blocks": [1]},
     "cp": {"kind": "mumoe", "factorization": "cp", "num_experts": [16]},
     "tr": {"kind": "mumoe", "factorization": "tr", "num_experts": [16, 2]},
 }  # fmt: skip

@@ -125,6 +125,11 @@ SECTIONS = {
         "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "capacity_factor": 0.5,
         "capacity_order": "priority",
     },
+    "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
+    "emoe, linear": {"kind": "emoe", "num_experts": 4, "top_k": 2, "score": "linear"},
+    "emoe, capacity": {
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped", "capacity_factor": 0.5,
+    },
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ SECTIONS = {
         "tau": 3.0,
     },
     "mumoe": {"num_experts": [8]},
+    "emoe": {"num_experts": 8, "top_k": 3},
 }
 
 
@@ -73,7 +74,18 @@ FACTORIZED = {
     for gate_input in ("residual", "normalized")
     for levels in ([8], [4, 2, 2])
 }  # fmt: skip
-EVERYTHING = {"dense": {"kind": "dense"}} | OPTIONS | FACTORIZED
+GROUPS = {
+    f"groups, {', '.join(map(str, options.values()))}": {"kind": "emoe"} | options
+    for options in (
+        {"score": "avg_k"},
+        {"score": "avg_k", "experts": "loop"},
+        {"score": "linear"},
+        {"score": "cosine", "blocks": [1]},
+        {"select": "bottom_k"},
+        {"select": "not_top_k"},
+    )
+}
+EVERYTHING = {"dense": {"kind": "dense"}} | OPTIONS | FACTORIZED | GROUPS
 
 
 @pytest.mark.parametrize("options", EVERYTHING.values(), ids=EVERYTHING)
@@ -160,8 +172,9 @@ def test_the_gate_stops_a_graph_that_leaks(small_config, random_ids, monkeypatch
         assert_causal_everywhere(model, random_ids(2, 16))
 
 
-def test_the_gate_stops_a_capacity(small_config, random_ids):
-    model = gated_model(small_config, capacity_factor=0.5, allow_leak=True)
+@pytest.mark.parametrize("kind", ["smoe", "emoe"])
+def test_the_gate_stops_a_capacity(small_config, random_ids, kind):
+    model = gated_model(small_config, kind=kind, capacity_factor=0.5, allow_leak=True)
     with pytest.raises(AssertionError):
         assert_causal(model, random_ids(2, 16), 7)
 

@@ -9,6 +9,7 @@ from tests.helpers.factorized import FACTORIZATIONS
 
 FEED_FORWARDS = {
     "dense": {"kind": "dense"},
+    "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     **{
         f"smoe-{graph}": {"kind": "smoe", "num_experts": 4, "top_k": 2, "graph": graph}
         for graph in ("none", "similarity", "attention")

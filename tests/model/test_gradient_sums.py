@@ -21,6 +21,8 @@ FEED_FORWARDS = {
     },
     "smoe-loop": {"kind": "smoe", "num_experts": 4, "top_k": 2, "experts": "loop"},
     "smoe-grouped": {"kind": "smoe", "num_experts": 4, "top_k": 2},
+    "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
+    "emoe-apart": {"kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped"},
     **{
         f"mumoe-{name}": {"kind": "mumoe", "factorization": name, "num_experts": [6], "rank": 8}
         for name in FACTORIZATIONS

@@ -93,6 +93,8 @@ FEED_FORWARDS = {
     "sparse": {"kind": "smoe", "num_experts": 4},
     "similarity": {"kind": "smoe", "num_experts": 4, "graph": "similarity"},
     "attention": {"kind": "smoe", "num_experts": 4, "graph": "attention"},
+    "groups": {"kind": "emoe", "num_experts": 4, "top_k": 2},
+    "groups apart": {"kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped"},
     "noisy": {"kind": "smoe", "num_experts": 4, "router_noise": 1.0},
     "capacity": {"kind": "smoe", "num_experts": 4, "capacity_factor": 1.0, "allow_leak": True},
 }

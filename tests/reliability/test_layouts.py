@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parallel.checkpoint.checkpoint import Checkpoint
+from tests.helpers.emergent import emoe_model
 from tests.helpers.pairwise import pairwise
 from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
 
@@ -21,14 +22,21 @@ MODELS = {
     "mumoe-tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
     # State of every kind in buffers: a balancing bias, head entropies, a frozen score, a K.
     "smoe": moe_model(score="random", graph="attention", balancing_rate=0.01, final_top_k=4),
+    "emoe": emoe_model(blocks=[1]),
 }
-TOLERANCE = {"dense": 1e-5, "mumoe-cp": 1e-5, "mumoe-tr": 1e-5, "smoe": 1e-3}
-EVERYDAY = {("dense", "TP 2", 3), ("mumoe-cp", "DP 2", 2), ("smoe", "EP 2", 2)}
+TOLERANCE = {"dense": 1e-5, "mumoe-cp": 1e-5, "mumoe-tr": 1e-5, "smoe": 1e-3, "emoe": 1e-3}
+WITH_BUFFERS = {"smoe", "emoe"}
+EVERYDAY = {
+    ("dense", "TP 2", 3), ("mumoe-cp", "DP 2", 2), ("smoe", "EP 2", 2), ("emoe", "TP 2", 3),
+}  # fmt: skip
 
 
 def allowed(kind, shape, stage):
     """Whole experts alone are spread, and not at stage 3."""
-    return stage < 3 if kind == "smoe" else SHAPES[shape][2] == 1
+    is_spread = SHAPES[shape][2] > 1
+    if kind == "emoe":
+        return stage < 3 or not is_spread
+    return stage < 3 if kind == "smoe" else not is_spread
 
 
 EVERY = [
@@ -40,11 +48,11 @@ EVERY = [
 ]
 # Rows in which every pair of kind, shape and stage stands together, of what is allowed.
 WHOLE_LAYERS = pairwise(
-    [kind for kind in MODELS if kind != "smoe"],
+    [kind for kind in MODELS if kind not in WITH_BUFFERS],
     [shape for shape in SHAPES if allowed("dense", shape, 0)],
     range(4),
 )
-TRAINED = [*WHOLE_LAYERS, *(row for row in EVERY if row[0] == "smoe")]
+TRAINED = [*WHOLE_LAYERS, *(row for row in EVERY if row[0] in WITH_BUFFERS)]
 
 
 def cases(rows):
@@ -94,7 +102,7 @@ def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kin
     assert before.keys() == after.keys()
     fields = {field for _, field in before}
     assert {"master", "exp_avg", "exp_avg_sq"} <= fields
-    assert ("buffer" in fields) == (kind == "smoe")
+    assert ("buffer" in fields) == (kind in WITH_BUFFERS)
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert counters(path) == counters(tmp_path / "step-00000003")
     steps = {step for key, each in counters(path).items() if key[1] != "buffer" for step in each}

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from model.build import count_parameters
+from model.emoe.config import EmergentMoEConfig
+from model.feedforward import SelectingConfig
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
 from parallel.dims import Dims
@@ -158,16 +160,20 @@ def active_expert_parameters(model: nn.Module) -> int:
 
 def _experts(config: RunConfig) -> dict[str, Any] | None:
     feed_forward = config.model.known_feed_forward()
-    if not isinstance(feed_forward, SparseMoEConfig):
+    if not isinstance(feed_forward, SelectingConfig):
         return None
     blocks = range(len(config.model.block_feed_forwards()))
     routed = [block for block in blocks if feed_forward.routes(block)]
+    sparse = feed_forward
+    if isinstance(feed_forward, EmergentMoEConfig):
+        sparse = feed_forward.sparse(feed_forward.num_experts)  # the width changes none of these
+    assert isinstance(sparse, SparseMoEConfig)
     return {
-        "num_experts": feed_forward.num_experts,
-        "top_k": feed_forward.top_k,
+        "num_experts": sparse.num_experts,
+        "top_k": sparse.top_k,
         "score": feed_forward.score,
-        "graph": feed_forward.graph,
-        "causal_graph": feed_forward.causal_graph,
+        "graph": sparse.graph,
+        "causal_graph": sparse.causal_graph,
         "blocks": routed,
     }
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from model.emoe.config import EmergentMoEConfig
+from model.feedforward import SelectingConfig
 from model.settings import ModelSettings
-from model.smoe.config import SparseMoEConfig
 from parallel.dims import Dims
 from train.config.run import RunConfig
 from train.config.text import flatten
@@ -133,7 +134,7 @@ def check_experts(config: RunConfig, size: int) -> None:
     sparse = {
         key: each
         for key, each in config.model.feed_forwards().items()
-        if isinstance(each, SparseMoEConfig)
+        if isinstance(each, SelectingConfig)
     }
     if not sparse:
         if config.parallel.expert_overlap:
@@ -155,12 +156,20 @@ def check_experts(config: RunConfig, size: int) -> None:
                 f"{key}.num_experts: {feed_forward.num_experts}"
             )
     check_overlap(config, size, [each.num_experts for each in sparse.values()])
-    if config.parallel.zero_stage == 3:
+    # Groups of units are as many weights as a dense layer has: a process may well have all of them.
+    never = [key for key, each in sparse.items() if size > 1 or each.kind == "smoe"]
+    if config.parallel.zero_stage == 3 and never:
         raise ConfigError(
-            f"parallel.zero_stage: 3 is not allowed with {next(iter(sparse))}.kind: smoe: "
-            f"DeepSpeed does not partition experts that other processes do not have; use stage 0, "
-            f"1 or 2"
+            f"parallel.zero_stage: 3 is not allowed with {never[0]}.kind: {sparse[never[0]].kind}"
+            f"{_and_size(sparse[never[0]], size)}: DeepSpeed does not partition experts that other "
+            f"processes do not have; use stage 0, 1 or 2"
         )
+
+
+def _and_size(feed_forward: SelectingConfig, size: int) -> str:
+    if isinstance(feed_forward, EmergentMoEConfig):
+        return f" and parallel.expert_parallel_size: {size}"
+    return ""
 
 
 def check_overlap(config: RunConfig, size: int, experts: Sequence[int]) -> None:
@@ -218,13 +227,14 @@ def check_load_loss(config: RunConfig) -> None:
         ConfigError: there is none, and the loss would be left out in silence.
     """
     noisy = any(
-        isinstance(each, SparseMoEConfig) and each.router_noise
+        isinstance(each, SelectingConfig) and each.router_noise
         for each in config.model.feed_forwards().values()
     )
     if config.loss.load and not noisy:
         raise ConfigError(
             f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
-            f"feed-forward of kind: smoe with router_noise above 0; without one 0 is allowed"
+            f"feed-forward of kind: smoe or emoe with router_noise above 0; without one 0 is "
+            f"allowed"
         )
 
 

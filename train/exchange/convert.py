@@ -45,13 +45,14 @@ from parallel.plain_weights import is_plain_folder
 from parallel.weights import Choice, Weights, open_weights
 from train.config.run import RunConfig
 from train.errors import ConfigError
+from train.exchange.change import Change, Changed
 from train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
-from train.exchange.upcycle import Upcycled, Upcycling
+from train.exchange.split import Merging, is_split
+from train.exchange.upcycle import Upcycling
 from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
 from train.state import TrainState
 from train.tasks.images import CLASSES_FILE, class_names_of
-from train.tasks.language import language_model
 from train.tasks.tokenizers import tokenizer_of
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
@@ -69,7 +70,7 @@ def convert(
     source: Path,
     destination: Path,
     to: Format,
-    upcycling: Upcycling | None = None,
+    change: Change | None = None,
     choice: Choice = "trained",
     merge: bool = False,
 ) -> dict[str, Any]:
@@ -83,9 +84,11 @@ def convert(
             `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
             a checkpoint at step 0 without optimizer state; `peft` for the adapters alone of a dense
             GPT-2 that was trained with LoRA.
-        upcycling: makes a dense model a sparse mixture on the way; the format may stay.
+        change: makes another model of it on the way, as experts of a dense one; the format may
+            stay.
         choice: which weights of a checkpoint; the format may stay for the average.
-        merge: whether adapters become part of the weights; the format may stay.
+        merge: whether adapters become part of the weights, and feed-forwards that were split dense
+            again; the format may stay.
 
     Returns:
         What was written: JSON values.
@@ -103,21 +106,23 @@ def convert(
         is_of = "safetensors"
     else:
         find_checkpoint(source)  # raises an error if there is none
-    if upcycling and to == "huggingface":
-        raise upcycling.error(
+    if isinstance(change, Upcycling) and to == "huggingface":
+        raise change.error(
             "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
             "--to safetensors are"
         )
-    if is_of == to and not upcycling and choice == "trained" and not merge:
+    if is_of == to and not change and choice == "trained" and not merge:
         others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
         raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
     opened = open_weights(source, choice)
-    _check_adapters(source, opened, to, merge)
-    weights = _Checked(opened, upcycling)
+    if merge and change is None and is_split(opened.model_config()):
+        change = Merging()
+    _check_adapters(source, opened, to, merge, is_split(opened.model_config()))
+    weights = _Checked(opened, change)
     if choice == "ema":
         weights.notes.append("the weights are the moving average of the trained ones (train.ema)")
-    if upcycling:
-        _refuse_more_than_fits(weights.bytes, destination, upcycling)
+    if change:
+        _refuse_more_than_fits(weights.bytes, destination, change)
     with closing(weights.progress), _staging(destination) as staging:
         _WRITERS[to](weights, staging, destination)
         weights.progress.finish(weights.bytes_read)
@@ -136,16 +141,19 @@ def convert(
     }
 
 
-def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool) -> None:
+def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, split: bool) -> None:
     """Checks that adapters are merged where there are some, and only there.
 
     Raises:
         ConfigError: they are not, or there are none.
     """
     adapted = isinstance(weights, AdaptedCheckpoint)
-    if not adapted and (merge or to == "peft"):
+    if not adapted and (to == "peft" or (merge and not split)):
         option = "--merge" if merge else "--to peft"
-        raise ConfigError(f"{option}: {source} holds no adapters; a run with adapt.lora does")
+        others = " and no feed-forward that was split" if merge else ""
+        raise ConfigError(
+            f"{option}: {source} holds no adapters{others}; a run with adapt.lora has adapters"
+        )
     if merge and to == "peft":
         raise ConfigError("--merge: is not allowed with --to peft, which writes adapters alone")
     if isinstance(weights, AdaptedCheckpoint) and not merge and to != "peft":
@@ -160,22 +168,20 @@ class _Checked:
 
     Args:
         weights: of any format.
-        upcycling: makes them a sparse mixture; None changes nothing.
+        change: makes another model of them; None: none.
     """
 
-    def __init__(self, weights: Weights, upcycling: Upcycling | None) -> None:
+    def __init__(self, weights: Weights, change: Change | None) -> None:
         self.tokenizer: Tokenizer | None = tokenizer_of(weights)
         self.notes: list[str] = []
-        self.upcycling = upcycling
+        self.change = change
         self.adapted = weights if isinstance(weights, AdaptedCheckpoint) else None
-        self._weights: Weights | Upcycled = weights
-        if upcycling:
-            self._weights = Upcycled(weights, upcycling)
+        self._weights: Weights | Changed = weights
+        if change:
+            self._weights = change.of(weights)
             self.notes.append(self._weights.note())
         self.folder = weights.folder
         self.config = self._weights.model_config()
-        if upcycling:
-            self.config = language_model(self._weights)
         self.shapes = self._weights.shapes()
         self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
         self.progress = Progress()
@@ -401,8 +407,8 @@ def _to_polyad(weights: _Checked, staging: Path, destination: Path) -> None:
         vocab_size=tokenizer.vocab_size if tokenizer else getattr(config, "vocab_size", None) or 0,
     )
     origin = {"converted_from": str(weights.folder)}
-    if weights.upcycling:
-        origin["upcycled"] = weights.upcycling.text
+    if weights.change:
+        origin[weights.change.done] = weights.change.text
     files: dict[str, bytes] = {}
     if tokenizer is not None:
         files[tokenizer.file_name] = tokenizer.file_bytes()
@@ -474,11 +480,11 @@ def _refuse_what_is_there(destination: Path) -> None:
         raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
 
 
-def _refuse_more_than_fits(needed: int, destination: Path, upcycling: Upcycling) -> None:
+def _refuse_more_than_fits(needed: int, destination: Path, change: Change) -> None:
     """Checks the room on the disk first, since a few digits of num_experts can mean any size."""
     existing = next(path for path in destination.absolute().parents if path.exists())
     if needed > (free := shutil.disk_usage(existing).free):
-        raise upcycling.error(
+        raise change.error(
             f"makes a model of {needed:,} bytes; {existing} has room for {free:,}; fewer experts "
             f"or another disk are needed"
         )

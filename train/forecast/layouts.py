@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from model.smoe.config import SparseMoEConfig
+from model.feedforward import SelectingConfig
 from parallel.dims import Dims
 from train.config.rules import validate
 from train.config.run import RunConfig, config_of
@@ -125,7 +125,7 @@ def fastest_layouts(
 
 def _degrees(config: RunConfig, machines: Machines) -> Iterator[tuple[str, ...]]:
     powers = [1 << n for n in range(machines.processes_per_node.bit_length())]
-    sparse = isinstance(config.model.known_feed_forward(), SparseMoEConfig)
+    sparse = isinstance(config.model.known_feed_forward(), SelectingConfig)
     for tensor, expert in product(powers, powers if sparse else [1]):
         if tensor * expert <= machines.processes_per_node:
             yield (

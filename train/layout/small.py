@@ -78,11 +78,9 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
 def _layers(model: dict[str, Any]) -> int:
     """Two, or as many as it takes to have blocks with experts and blocks without."""
     most = model["num_layers"]
-    periods = [
-        placement
-        for name in FEED_FORWARDS
-        if isinstance(placement := model.get(name, {}).get("placement", 1), int)
-    ]
+    sections = [model.get(name, {}) for name in FEED_FORWARDS]
+    placed = [section.get("placement", section.get("blocks", 1)) for section in sections]
+    periods = [placement for placement in placed if isinstance(placement, int)]
     return int(min(most, max(2, *periods, 2)))
 
 
@@ -104,6 +102,15 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
             section["score_width"] = HEAD_WIDTH
         if isinstance(section["placement"], list):  # a block with experts, after one without
             section["placement"] = [layers - 1]
+    elif section["kind"] == "emoe":
+        top = min(section["top_k"], 3)
+        experts = fewest * math.ceil((top + 1) / fewest)
+        section |= {"top_k": top, "num_experts": experts, "router_noise": 0.0}
+        section["hidden_size"] = experts * cut * HEAD_WIDTH
+        if section["score_width"] is not None:
+            section["score_width"] = HEAD_WIDTH
+        if isinstance(section["blocks"], list):
+            section["blocks"] = [layers - 1]
 
 
 def _shrink_factors(section: dict[str, Any], cut: int) -> None:

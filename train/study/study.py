@@ -60,7 +60,7 @@ class Variant:
         """Whether any part of it is a mixture of experts."""
         model = self.config.model
         parts = [*model.feed_forwards().values(), getattr(model, "head", None)]
-        return any(getattr(part, "kind", None) in ("mumoe", "smoe") for part in parts)
+        return any(getattr(part, "kind", None) in ("mumoe", "smoe", "emoe") for part in parts)
 
     def defining_keys(self) -> dict[str, Any]:
         """The keys that its results depend on, with their values, as JSON has them."""

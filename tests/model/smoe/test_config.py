@@ -61,7 +61,7 @@ def parse(*overrides):
         (["placement=[]"], "placement: [] is not allowed: the model has blocks 0 to 3, and at"),
         (["placement=[1, 4]"], "placement: [1, 4] is not allowed: the model has blocks 0 to 3"),
         (["placement=[1, 1]"], "placement: [1, 1] names a block twice"),
-        (["kind=dence"], "kind: 'dence' is not allowed: dense, mumoe or smoe"),
+        (["kind=dence"], "kind: 'dence' is not allowed: dense, mumoe, smoe or emoe"),
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, expected):

@@ -75,7 +75,7 @@ def test_a_resolved_config_reads_back_as_itself():
         ("model.kind=bert", "model.kind: 'bert' is not allowed: gpt2, mixer or vit"),
         (
             "model.feed_forward.kind=mlp",
-            "feed_forward.kind: 'mlp' is not allowed: dense, mumoe or smoe",
+            "feed_forward.kind: 'mlp' is not allowed: dense, mumoe, smoe or emoe",
         ),
         (
             "foo=1",

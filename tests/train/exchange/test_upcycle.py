@@ -170,7 +170,7 @@ def test_the_command_says_what_it_made_and_safetensors_are_possible(sources, tmp
 REFUSED = [
     ("top_k=2", ["num_experts is missing, as in num_experts=8,top_k=2"]),
     ("num_experts=8,top_j=2", ["unknown key 'top_j'; the nearest is top_k"]),
-    ("num_experts=8,zzz=2", ["unknown key 'zzz'; there are noise, seed, num_experts, top_k, "]),
+    ("num_experts=8,zzz=2", ["unknown key 'zzz'; there are noise, seed, section, num_experts, "]),
     ("num_experts=8,kind=smoe", ["unknown key 'kind'"]),
     ("num_experts=8,top_k", ["'top_k' is not key=value, as in num_experts=8,top_k=2"]),
     ("", ["'' is not key=value"]),

@@ -13,6 +13,8 @@ from data.files import partial_of, write_whole
 from data.images.config import ImageDataConfig
 from data.text.manifest import SplitName
 from model.build import build_model, count_parameters
+from model.emoe.config import EmergentMoEConfig
+from model.feedforward import SelectingConfig
 from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
 from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -97,7 +99,7 @@ def report(
     result = Report(
         run=run.resolve().name if run.name in ("", ".", "..") else str(run),
         kind=_in_words(config),
-        is_sparse=isinstance(config.model.known_feed_forward(), SparseMoEConfig),
+        is_sparse=isinstance(config.model.known_feed_forward(), SelectingConfig),
         parameters=parameters,
         active_parameters=parameters - held + active_expert_parameters(model),
         checkpoint=str(weights.folder),
@@ -278,6 +280,11 @@ def _in_words(config: RunConfig) -> str:
         experts = f"sparse experts: {feed_forward.num_experts}, {feed_forward.top_k} a token"
         graph = "no graph" if feed_forward.graph == "none" else f"{feed_forward.graph} graph"
         return f"{words}; {experts}, {feed_forward.score} score, {graph}"
+    if isinstance(feed_forward, EmergentMoEConfig):
+        return (
+            f"{words}; experts split from dense feed-forwards: {feed_forward.num_experts}, "
+            f"{feed_forward.used_experts()} a token, {feed_forward.score} score"
+        )
     if isinstance(feed_forward, MuMoEConfig):
         levels = " x ".join(f"{number:,}" for number in feed_forward.num_experts)
         return (

@@ -1,0 +1,1 @@
+"""Emergent mixture of experts: the units of a trained dense feed-forward in groups."""

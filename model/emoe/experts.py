@@ -1,0 +1,101 @@
+"""Experts that are groups of the inner units of one dense feed-forward.
+
+    y = sum over the experts e of a token: activation(x K_e^T + b_e) V_e
+
+The keys K are the rows of the dense feed-forward's first matrix, the values V the columns of its
+second one.
+
+Shapes: N tokens, E experts, D width, F inner units of one expert, U = E F of all.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from model.dense import ACTIVATIONS
+from model.emoe.config import EmergentMoEConfig
+from model.initialization import ZEROS, Initializer, normal
+from model.interface import FeedForwardContext
+from model.smoe.dispatch import Dispatcher, Plan, make_plan
+from model.smoe.experts import Experts, Lot
+from model.smoe.selection import Selected, spread
+
+
+class UnitGroups(Experts):
+    """E groups of units: keys, an activation as in the dense feed-forward, values.
+
+    The second bias is the layer's.
+
+    Args:
+        config: Of the layer.
+        context: Settings of the model.
+    """
+
+    inner_axes: ClassVar[dict[str, int]] = {"keys": 1, "bias": 1, "values": 1}
+
+    def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
+        nn.Module.__init__(self)
+        self.config, self.context = config.sparse(context.hidden_size), context
+        experts, width = config.num_experts, context.hidden_size
+        inner = self.config.inner_size(width)
+        self.keys = nn.Parameter(torch.empty(experts, inner, width))
+        self.bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+        self.values = nn.Parameter(torch.empty(experts, inner, width))
+        self.dropout = nn.Dropout(self.config.expert_dropout)
+        self.dense_activation = ACTIVATIONS[context.activation]()
+        # The experts' kernels have this one built in.
+        has_own = context.activation != "gelu_tanh"
+        self.activation = self.dense_activation if has_own else None
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        entries = {
+            "keys": normal(self.context.initializer_std).each_expert(),
+            "values": normal(self.context.residual_std).each_expert(),
+        }
+        return entries | ({"bias": ZEROS.each_expert()} if self.bias is not None else {})
+
+    def stacked(self) -> Lot:
+        """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
+        return Lot(self.keys.transpose(1, 2), self.bias, self.values)
+
+    def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
+        """All units of all tokens in one product; what a token does not use is multiplied by 0.
+
+        Args:
+            tokens_ND: Tokens.
+            weights_NE: Of every expert.
+
+        Returns:
+            [N, D].
+        """
+        bias_U = None if self.bias is None else self.bias.flatten()
+        inner_NU = self.dense_activation(linear(tokens_ND, self.keys.flatten(0, 1), bias_U))
+        inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
+        output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
+        return output_ND
+
+
+class MaskedDispatcher(Dispatcher):
+    """No token goes anywhere: every expert sees all of them."""
+
+    def forward(
+        self,
+        tokens_ND: Tensor,
+        selected: Selected,
+        experts: Experts,
+        capacity_factor: float | None = None,
+    ) -> tuple[Tensor, Plan | None]:
+        """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments."""
+        assert isinstance(experts, UnitGroups)
+        plan, num_experts = None, experts.config.num_experts
+        if capacity_factor is not None:
+            plan = make_plan(
+                selected.expert_ids_NK, num_experts, capacity_factor, selected.priority_N
+            )
+            kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
+            selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
+        weights_NE = spread(selected, num_experts).to(tokens_ND.dtype)
+        return experts.masked(tokens_ND, weights_NE), plan

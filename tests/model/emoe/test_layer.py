@@ -1,0 +1,254 @@
+"""Groups of units beside the dense feed-forward that they are parts of."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import gelu
+
+from model.build import build_model, materialize
+from model.dense import ACTIVATIONS, DenseFeedForward, DenseFeedForwardConfig
+from model.emoe.clustering import balanced_kmeans
+from model.emoe.config import EmergentMoEConfig
+from model.emoe.layer import EmergentMoE
+from model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
+from model.interface import FeedForwardContext
+
+WIDTH, UNITS, EXPERTS = 32, 128, 16
+
+
+def dense_layer(*, activation="gelu_tanh", bias=True, dtype=torch.float32):
+    context = FeedForwardContext(
+        hidden_size=WIDTH, bias=bias, dropout=0.0, initializer_std=0.1, residual_std=0.1,
+        activation=activation,
+    )  # fmt: skip
+    layer = DenseFeedForward(DenseFeedForwardConfig(hidden_size=UNITS), context)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    return layer.to(dtype)
+
+
+def split_layer(dense, seed=0, **options):
+    """The dense layer's units in groups by chance."""
+    config = EmergentMoEConfig(num_experts=EXPERTS, hidden_size=UNITS, **options)
+    layer = EmergentMoE(config, dense.context)
+    for parameter in layer.router.parameters():
+        parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(seed))
+    group_U = torch.randperm(UNITS, generator=torch.Generator().manual_seed(seed)) % EXPERTS
+    weights, unit_U = dict(dense.named_parameters()), unit_order(group_U)
+    for name, parameter in layer.named_parameters():
+        if name in DENSE_NAMES:
+            source = DENSE_NAMES[name]
+            parameter.data = split(source, weights[source].data, unit_U, EXPERTS).clone()
+    layer.unit.copy_(unit_U)
+    return layer.to(weights["up.weight"].dtype)
+
+
+def some_tokens(dtype=torch.float32, tokens=40):
+    return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def materialized(dense, layer, x_BTD, chosen_BTE):
+    """The dense layer with the units of other experts set to 0, unit by unit."""
+    group_U = torch.empty(UNITS, dtype=torch.int64)
+    group_U[layer.unit] = torch.arange(UNITS) // (UNITS // EXPERTS)
+    inner_BTU = dense.activation(dense.up(x_BTD)) * chosen_BTE[..., group_U]
+    return dense.down(inner_BTU)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("experts", ["masked", "grouped", "loop"])
+def test_all_experts_are_the_dense_layer(activation, bias, experts):
+    dense = dense_layer(activation=activation, bias=bias)
+    layer, x_BTD = split_layer(dense, top_k=EXPERTS, experts=experts), some_tokens()
+    ours, theirs = layer(x_BTD, x_BTD)[0], dense(x_BTD, x_BTD)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    for name, parameter in dense.named_parameters():
+        (of_ours,) = (theirs for theirs, source in DENSE_NAMES.items() if source == name)
+        gradient = merge(name, layer.get_parameter(of_ours).grad, layer.unit)
+        assert (gradient - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
+
+
+def test_in_bf16_one_product_over_all_keys_is_nearer_than_a_sum_over_experts():
+    dense = dense_layer(dtype=torch.bfloat16)
+    x_BTD = some_tokens(torch.bfloat16, tokens=400)
+    expected = dense(x_BTD, x_BTD)[0].float()
+
+    def error(experts):
+        layer = split_layer(dense, top_k=EXPERTS, experts=experts)
+        return ((layer(x_BTD, x_BTD)[0].float() - expected).norm() / expected.norm()).item()
+
+    masked, apart = error("masked"), error("loop")
+    assert masked < 0.004
+    assert masked < 0.75 * apart
+
+
+@pytest.mark.parametrize("experts", ["masked", "grouped", "loop"])
+@pytest.mark.parametrize("select", ["top_k", "bottom_k", "not_top_k"])
+def test_the_units_of_experts_that_are_not_selected_are_zero(experts, select):
+    dense = dense_layer(dtype=torch.float64)
+    layer, x_BTD = (
+        split_layer(dense, top_k=5, experts=experts, select=select),
+        some_tokens(torch.float64),
+    )
+    y_BTD, stats = layer(x_BTD, x_BTD)
+    # Scores worked out from the dense keys: the mean over the units of a group.
+    keys_EFD = dense.up.weight[layer.unit].view(EXPERTS, -1, WIDTH)
+    order_BTE = (x_BTD @ keys_EFD.mean(1).T).argsort(-1, descending=True)
+    places = {"top_k": slice(0, 5), "bottom_k": slice(-5, None), "not_top_k": slice(5, None)}
+    chosen = order_BTE[..., places[select]]
+    mask_BTE = torch.zeros(order_BTE.shape, dtype=torch.float64).scatter(-1, chosen, 1.0)
+    expected = materialized(dense, layer, x_BTD, mask_BTE)
+    torch.testing.assert_close(y_BTD, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(stats.load_E, mask_BTE.mean((0, 1)) / mask_BTE[0, 0].sum())
+
+
+def test_it_equals_numbers_worked_out_by_hand():
+    # Width 2, 4 units in 2 experts: keys (1, 0), (3, 0) and (0, 2), (0, 0); their means are (2, 0)
+    # and (0, 1). x = (0.5, 0.9) scores 1 and 0.9: the first expert. Its units are 0.5 and
+    # 1.5 - 1 = 0.5, gelu(0.5) = 0.3457144 by tanh each; values (1, 0) and (0, 2), output bias
+    # (0.1, 0): y = (0.4457144, 0.6914288).
+    context = FeedForwardContext(
+        hidden_size=2, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.02
+    )
+    layer = EmergentMoE(EmergentMoEConfig(num_experts=2, top_k=1, hidden_size=4), context)
+    with torch.no_grad():
+        layer.experts.keys.copy_(torch.tensor([[[1.0, 0], [3, 0]], [[0, 2], [0, 0]]]))
+        layer.experts.bias.copy_(torch.tensor([[0.0, -1], [5, 5]]))
+        layer.experts.values.copy_(torch.tensor([[[1.0, 0], [0, 2]], [[7, 7], [7, 7]]]))
+        layer.output_bias.copy_(torch.tensor([0.1, 0]))
+    y_BTD, stats = layer(torch.tensor([[[0.5, 0.9]]]), torch.zeros(1, 1, 2))
+    expected = torch.tensor([[[0.4457144, 0.6914288]]])
+    torch.testing.assert_close(y_BTD, expected, atol=2e-6, rtol=0)
+    assert stats.load_E.tolist() == [1, 0]
+
+
+def test_the_gate_follows_the_keys_and_gives_them_no_gradient():
+    dense = dense_layer(dtype=torch.float64)
+    layer, x_BTD = split_layer(dense, top_k=3), some_tokens(torch.float64).requires_grad_()
+    _, stats = layer(x_BTD, x_BTD)
+    losses = stats.balance_loss + stats.importance_loss
+    losses.backward()
+    assert layer.experts.keys.grad is None
+    assert x_BTD.grad.abs().max() > 0
+    directions = layer.directions()
+    with torch.no_grad():
+        layer.experts.keys[2] *= -1
+    assert torch.equal(layer.directions()[2], -directions[2])
+    assert torch.equal(layer.gate_columns()[0], layer.directions())
+
+
+@pytest.mark.parametrize("score", ["linear", "cosine"])
+def test_a_learned_score_weighs_experts_and_learns(score):
+    dense = dense_layer(dtype=torch.float64)
+    layer, x_BTD = split_layer(dense, top_k=4, score=score), some_tokens(torch.float64)
+    y_BTD, _ = layer(x_BTD, x_BTD)
+    logits_NE = layer.router.score(x_BTD.flatten(0, 1))
+    highest, ids = logits_NE.topk(4, -1)
+    weights_NE = torch.zeros_like(logits_NE).scatter(1, ids, 4 * highest.softmax(-1))
+    expected = materialized(dense, layer, x_BTD, weights_NE.view(2, 40, -1))
+    torch.testing.assert_close(y_BTD, expected, atol=1e-12, rtol=0)
+    y_BTD.square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in layer.router.parameters())
+
+
+@pytest.mark.parametrize("order", ["arrival", "priority"])
+def test_a_capacity_drops_the_same_assignments_in_every_way(order):
+    dense = dense_layer(dtype=torch.float64)
+    options = {"top_k": 4, "capacity_factor": 0.75, "capacity_order": order, "allow_leak": True}
+    x_BTD = some_tokens(torch.float64)
+    outputs = [
+        split_layer(dense, experts=experts, **options)(x_BTD, x_BTD)
+        for experts in ("masked", "grouped", "loop")
+    ]
+    assert outputs[0][1].dropped > 0.25
+    for y_BTD, stats in outputs[1:]:
+        torch.testing.assert_close(y_BTD, outputs[0][0], atol=1e-12, rtol=0)
+        assert stats.dropped == outputs[0][1].dropped
+    free = split_layer(dense, **options | {"evaluation_capacity_factor": 16.0}).eval()
+    assert free(x_BTD, x_BTD)[1].dropped == 0
+
+
+def test_noise_moves_choices_in_training_alone():
+    layer, x_BTD = split_layer(dense_layer(), top_k=4, router_noise=1000.0), some_tokens()
+    torch.manual_seed(0)
+    one, other = (layer(x_BTD, x_BTD) for _ in range(2))
+    assert not torch.equal(one[1].load_E, other[1].load_E)
+    assert one[1].load_loss is not None
+    layer.eval()
+    assert torch.equal(layer(x_BTD, x_BTD)[0], layer(x_BTD, x_BTD)[0])
+
+
+def test_scores_far_apart_still_have_an_order():
+    # The softmax of these underflows to 0 for all but one expert.
+    dense = dense_layer()
+    layer, x_BTD = split_layer(dense, top_k=3, select="bottom_k"), 1000 * some_tokens()
+    selected, _ = layer.route(x_BTD)
+    logits_NE = x_BTD.flatten(0, 1) @ layer.directions().T
+    assert torch.equal(selected.expert_ids_NK, logits_NE.topk(3, -1, largest=False).indices)
+
+
+def test_splitting_and_merging_are_bitwise_inverse():
+    dense = dense_layer()
+    layer = split_layer(dense)
+    for name, source in DENSE_NAMES.items():
+        merged = merge(source, layer.get_parameter(name).data, layer.unit)
+        assert torch.equal(merged, dense.get_parameter(source).data), name
+        assert merged.is_contiguous()
+
+
+def test_flops_are_those_of_the_experts_that_a_token_uses():
+    config = EmergentMoEConfig(num_experts=64, top_k=16)
+    # A quarter of both matrices, and the scores.
+    assert config.matmul_parameters_per_token(768) == 2 * 768 * 3072 // 4 + 64 * 768
+    others = config.model_copy(update={"select": "not_top_k"})
+    assert others.matmul_parameters_per_token(768) == 3 * 2 * 768 * 3072 // 4 + 64 * 768
+    assert config.mixing_flops_per_token(768, 64, 1024) == 0
+    assert config.saved_numbers_per_token(768) == 3 * 3072
+
+
+def test_blocks_that_are_not_split_are_dense_and_names_say_which_are(small_config, random_ids):
+    section = {"kind": "emoe", "blocks": [0, 2], "num_experts": 8, "top_k": 4, "hidden_size": 40}
+    model = build_model(small_config(feed_forward=section))
+    materialize(model, seed=0)
+    kinds = [type(block.feed_forward) for block in model.blocks]
+    assert kinds == [EmergentMoE, DenseFeedForward, EmergentMoE]
+    assert model.blocks[1].feed_forward.up.out_features == 40
+    names = [stats.name for stats in model(random_ids(2, 16)).routing]
+    assert names == ["blocks.0.feed_forward", "blocks.2.feed_forward"]
+    assert model.blocks[0].feed_forward.unit.tolist() == list(range(40))
+
+
+def test_clustered_keys_keep_more_of_the_activation_than_random_ones():
+    # Keys in 16 bundles of 8; tokens look like one of them.
+    generator = torch.Generator().manual_seed(0)
+    middles = torch.randn(EXPERTS, WIDTH, generator=generator)
+    bundle_U = torch.arange(UNITS) % EXPERTS
+    dense = dense_layer(bias=False)
+    noise = torch.randn(UNITS, WIDTH, generator=generator)
+    dense.up.weight.data = 0.3 * (middles[bundle_U] + 0.5 * noise)
+    x_BTD = middles[torch.randint(EXPERTS, (1, 200), generator=generator)]
+    x_BTD = x_BTD + 0.5 * torch.randn(x_BTD.shape, generator=generator)
+    active_BTU = gelu(dense.up(x_BTD), approximate="tanh").abs()
+
+    def kept(group_U):
+        layer = split_layer(dense, top_k=4)
+        unit_U = unit_order(group_U)
+        layer.experts.keys.data = split("up.weight", dense.up.weight.data, unit_U, EXPERTS)
+        chosen = layer.route(x_BTD).selected.expert_ids_NK
+        mask_NE = torch.zeros(200, EXPERTS).scatter(1, chosen, 1.0)
+        return ((active_BTU[0] * mask_NE[:, group_U]).sum() / active_BTU.sum()).item()
+
+    by_chance = torch.randperm(UNITS, generator=generator) % EXPERTS
+    clustered = balanced_kmeans(dense.up.weight.detach().double().numpy(), EXPERTS, 0)
+    assert kept(torch.from_numpy(clustered)) > kept(by_chance) + 0.2
+
+
+def test_a_layer_can_be_copied():
+    layer, x_BTD = split_layer(dense_layer(), top_k=4), some_tokens()
+    other = copy.deepcopy(layer)
+    assert torch.equal(layer(x_BTD, x_BTD)[0], other(x_BTD, x_BTD)[0])

@@ -1,0 +1,300 @@
+"""A dense model in groups of units computes what it computed, trains, and is made dense again."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from launch.cli import run as polyad
+from model.build import build_model, initial_values, read_model_config
+from model.emoe.clustering import normalized, objective
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model
+from tests.helpers.huggingface import save_reference
+from tests.helpers.runs import evaluation, newest, records, run, weights_of, write_config
+from train.evaluation.generate import Sampling, generate
+from train.exchange.convert import convert
+from train.exchange.split import Merging, Splitting
+from train.exchange.upcycle import Upcycling
+
+IMAGES = {"num_layers": 4, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
+MODELS = {
+    "gpt2": {
+        "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+        "vocab_size": 400,
+    },
+    "no-bias": {
+        "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+        "vocab_size": 400, "bias": False, "feed_forward": {"hidden_size": 48},
+    },
+    "vit": {"kind": "vit", "num_heads": 4} | IMAGES,
+    "mixer": {"kind": "mixer", "token_feed_forward": {"hidden_size": 24}} | IMAGES,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Dense models by name, their weights and biases far from initial values."""
+    folder = tmp_path_factory.mktemp("dense")
+    for name, section in MODELS.items():
+        config = read_model_config(section)
+        generator = torch.Generator().manual_seed(5)
+        weights = {
+            each: value + 0.1 * torch.randn(value.shape, generator=generator)
+            for each, value in initial_values(build_model(config), 3)
+        }
+        (folder / name).mkdir()
+        save_file(weights, folder / name / "model.safetensors")
+        tree = {"model": config.model_dump(mode="json")}
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(tree))
+    save_reference(folder / "huggingface", n_layer=4, n_inner=80)
+    return folder
+
+
+def logits_of(model, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    if model.config.kind == "gpt2":
+        given = torch.randint(400, (3, 32), generator=generator)
+    else:
+        given = torch.randn(3, 3, 16, 16, generator=generator, dtype=dtype)
+    with torch.no_grad():
+        return model.to(dtype)(given).logits
+
+
+CASES = [
+    ("gpt2", "num_experts=16,top_k=16"),
+    ("gpt2", "num_experts=8,top_k=8,blocks=[0,3],by=random,experts=grouped"),
+    ("no-bias", "num_experts=4,top_k=4,blocks=2"),
+    ("huggingface", "num_experts=8,top_k=8,blocks=[2]"),
+    ("vit", "num_experts=16,top_k=16,blocks=[1,3]"),
+    ("vit", "num_experts=8,top_k=8,experts=loop"),
+    ("mixer", "num_experts=16,top_k=16"),
+    ("mixer", "num_experts=6,top_k=6,section=token_feed_forward,blocks=[3]"),
+]
+
+
+@pytest.mark.parametrize(("source", "text"), CASES)
+def test_all_experts_give_the_dense_logits_and_merged_weights_are_bitwise_the_dense_ones(
+    sources, tmp_path, source, text
+):
+    result = convert(sources / source, tmp_path / "split", "polyad", Splitting(text))
+    assert "its outputs are the dense model's, but for rounding" in result["notes"]
+    dense, model = load_model(sources / source), load_model(tmp_path / "split")
+    assert result["parameters"] == sum(p.numel() for p in dense.parameters())
+    torch.testing.assert_close(logits_of(model), logits_of(dense), atol=1e-10, rtol=0)
+    single = (
+        logits_of(load_model(path), torch.float32)
+        for path in (tmp_path / "split", sources / source)
+    )
+    torch.testing.assert_close(*single, atol=1e-5, rtol=1e-5)
+    merged = convert(tmp_path / "split", tmp_path / "merged", "safetensors", Merging())
+    assert "every token uses all units again, as in the dense model" in merged["notes"]
+    again = load_model(tmp_path / "merged")
+    expected = load_model(sources / source).state_dict()
+    assert list(again.state_dict()) == list(expected)
+    assert all(torch.equal(again.state_dict()[name], expected[name]) for name in expected)
+
+
+def test_groups_are_those_of_directions_and_by_chance_others(sources, tmp_path):
+    found = {}
+    for by in ("clustering", "random"):
+        text = f"num_experts=16,top_k=4,blocks=[2],by={by}"
+        convert(sources / "gpt2", tmp_path / by, "polyad", Splitting(text))
+        checkpoint = Checkpoint(tmp_path / by)
+        keys_EFD = checkpoint.whole("blocks.2.feed_forward.experts.keys")
+        unit_U = checkpoint.buffer("blocks.2.feed_forward.unit")
+        assert sorted(unit_U.tolist()) == list(range(128))
+        dense = load_model(sources / "gpt2").blocks[2].feed_forward.up.weight
+        assert torch.equal(keys_EFD.flatten(0, 1), dense[unit_U])
+        group_U = torch.arange(128) // 8
+        found[by] = objective(normalized(keys_EFD.flatten(0, 1).double().numpy()), group_U.numpy())
+    assert found["clustering"] < 0.9 * found["random"]
+
+
+def test_a_seed_decides_and_blocks_are_grouped_on_their_own(sources, tmp_path):
+    def units(folder, text):
+        convert(sources / "gpt2", tmp_path / folder, "polyad", Splitting(text))
+        checkpoint = Checkpoint(tmp_path / folder)
+        return [checkpoint.buffer(f"blocks.{n}.feed_forward.unit") for n in range(2)]
+
+    for by in ("random", "clustering"):
+        text = f"num_experts=8,top_k=4,blocks=[0,1],by={by}"
+        one = units(f"{by}-one", text + ",seed=6")
+        same, other = units(f"{by}-same", text + ",seed=6"), units(f"{by}-other", text + ",seed=7")
+        assert all(map(torch.equal, one, same))
+        assert not torch.equal(one[0], other[0])
+        assert not torch.equal(one[0], one[1])
+
+
+def test_notes_say_what_makes_outputs_others(sources, tmp_path):
+    text = "num_experts=8,top_k=3,select=not_top_k,score=linear,capacity_factor=2.0,allow_leak=true"
+    notes = convert(sources / "gpt2", tmp_path / "new", "polyad", Splitting(text))["notes"]
+    assert (
+        "its outputs are not the dense model's: a token uses 5 of 8 experts; experts have the "
+        "weights of a learned score; capacity_factor drops tokens" in notes
+    )
+    merged = convert(tmp_path / "new", tmp_path / "merged", "polyad", Merging())
+    note = "every token uses all units again, as in the dense model without its learned scores"
+    assert note in merged["notes"]
+
+
+def test_a_split_model_goes_through_safetensors_and_a_merged_one_to_transformers(
+    sources, tmp_path, capfd
+):
+    text = "num_experts=8,top_k=4,blocks=[1]"
+    source = ["convert", str(sources / "huggingface")]
+    assert polyad([*source, str(tmp_path / "plain"), "--to", "safetensors", "--split", text]) == 0
+    plain = ["convert", str(tmp_path / "plain")]
+    assert polyad([*plain, str(tmp_path / "split"), "--to", "polyad"]) == 0
+    direct = load_model(tmp_path / "plain").state_dict()
+    again = load_model(tmp_path / "split").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in direct.items())
+    assert polyad([*plain, str(tmp_path / "x"), "--to", "huggingface"]) == 2
+    assert "emoe" in capfd.readouterr().err
+    command = [*plain, str(tmp_path / "back"), "--to", "huggingface", "--merge", "--json", "-"]
+    assert polyad(command) == 0
+    assert json.loads(capfd.readouterr().out)["format"] == "huggingface"
+    (theirs,) = (sources / "huggingface").glob("*.safetensors")
+    before, after = load_file(theirs), load_file(tmp_path / "back" / "model.safetensors")
+    shared = before.keys() & after.keys()
+    assert len(shared) > 40
+    assert all(torch.equal(before[name].float(), after[name]) for name in shared)
+
+
+def test_copied_experts_of_a_vit_are_the_dense_ones_but_for_the_form_of_gelu(sources, tmp_path):
+    # GMoE: copies with a cosine score.
+    text = "num_experts=4,top_k=2,score=cosine,placement=[1,3]"
+    result = convert(sources / "vit", tmp_path / "copies", "polyad", Upcycling(text))
+    (note,) = (note for note in result["notes"] if "at first" in note)
+    assert note.endswith("experts have GELU by tanh, and the dense layers gelu")
+    ours, theirs = (
+        logits_of(load_model(tmp_path / "copies")),
+        logits_of(load_model(sources / "vit")),
+    )
+    assert 0 < (ours - theirs).abs().max() < 5e-3
+
+
+REFUSED = [
+    ("top_k=2", ["num_experts is missing, as in num_experts=64,top_k=16,blocks=[8,10]"]),
+    ("num_experts=8,blcks=2", ["unknown key 'blcks'; the nearest is blocks"]),
+    ("num_experts=8,by=kmeans", ["by: 'kmeans' is not allowed", "clustering", "random"]),
+    ("num_experts=4,by=copies", ["--upcycle num_experts=4,top_k=2,score=cosine"]),
+    (
+        "num_experts=7,top_k=2",
+        ["model.feed_forward.num_experts: 7 does not divide the inner width 128", "4, 8"],
+    ),
+    ("num_experts=8,blocks=[1,4]", ["model.feed_forward.blocks: [1, 4] is not", "blocks 0 to 3"]),
+    ("num_experts=8,blocks=9", ["model.feed_forward.blocks: 9 is not", "blocks 0 to 3"]),
+    ("num_experts=8,top_k=9", ["model.feed_forward.top_k: 9 is more than"]),
+    ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
+    ("num_experts=8,seed=-1", ["seed: -1 is not allowed"]),
+    (
+        "num_experts=8,section=mlp",
+        ["section: 'mlp' is not allowed: model.kind: gpt2 has feed_forward"],
+    ),
+    ("num_experts=8,capacity_factor=1.5", ["allow_leak: true allows it"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
+    sources, tmp_path, capfd, text, words
+):
+    command = ["convert", str(sources / "gpt2"), str(tmp_path / "new"), "--to", "polyad"]
+    assert polyad([*command, f"--split={text}"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert all(word in line for word in [f"--split {text}: ", *words]), line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_dense_cannot_be_split_and_what_is_not_split_cannot_be_merged(
+    sources, tmp_path, capfd
+):
+    def refused(source, *options):
+        command = ["convert", str(source), str(tmp_path / "new"), "--to", "polyad", *options]
+        assert polyad(command) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert not (tmp_path / "new").exists()
+        return line
+
+    split = ("--split", "num_experts=8,top_k=4")
+    convert(sources / "gpt2", tmp_path / "split", "polyad", Splitting("num_experts=8,top_k=4"))
+    convert(sources / "gpt2", tmp_path / "sparse", "polyad", Upcycling("num_experts=4"))
+    capfd.readouterr()
+    for name, kind in {"split": "emoe", "sparse": "smoe"}.items():
+        line = refused(tmp_path / name, *split)
+        expected = f"{tmp_path / name}: model.feed_forward.kind: {kind!r} is not allowed: a dense"
+        assert expected in line
+    assert "model.feed_forward.kind: smoe; emoe is merged" in refused(
+        tmp_path / "sparse", "--merge"
+    )
+    assert "model.feed_forward.kind: dense; emoe" in refused(sources / "gpt2", "--merge")
+    assert "not allowed with argument" in refused(sources / "gpt2", "--merge", *split)
+
+
+def test_keys_that_are_nan_are_not_clustered(sources, tmp_path, capfd):
+    weights = load_file(sources / "gpt2" / "model.safetensors")
+    weights["blocks.1.feed_forward.up.weight"][3, 3] = torch.nan
+    (tmp_path / "nan").mkdir()
+    save_file(weights, tmp_path / "nan" / "model.safetensors")
+    text = (sources / "gpt2" / "config.yaml").read_text()
+    (tmp_path / "nan" / "config.yaml").write_text(text)
+    command = ["convert", str(tmp_path / "nan"), str(tmp_path / "new"), "--to", "polyad", "--split"]
+    assert polyad([*command, "num_experts=8,top_k=4"]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert "NaN or infinity in blocks.1.feed_forward.up.weight" in line
+    assert not (tmp_path / "new").exists()
+    assert polyad([*command, "num_experts=8,top_k=4,by=random"]) == 0
+
+
+@pytest.fixture(scope="module")
+def split_run(trained, tmp_path_factory):
+    """A trained dense run, with its tokenizer, in groups."""
+    folder = tmp_path_factory.mktemp("split") / "start"
+    text = "num_experts=16,top_k=16,blocks=[0,1]"
+    assert convert(trained("dense"), folder, "polyad", Splitting(text))["tokenizer"]
+    return folder
+
+
+@pytest.mark.distributed
+def test_it_is_evaluated_and_generates_as_the_dense_model(
+    workers, trained, split_run, prepared_path
+):
+    dense, ours = (
+        workers(1).run(evaluation, path, data=str(prepared_path))[0]
+        for path in (trained("dense"), split_run)
+    )
+    assert ours["loss"] == pytest.approx(dense["loss"], rel=1e-6)
+    options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
+    one, other = (generate(p, "def ", **options) for p in (trained("dense"), split_run))
+    assert one["token_ids"] == other["token_ids"]
+
+
+@pytest.mark.distributed
+def test_tuned_with_all_experts_it_is_merged_to_what_the_dense_model_is_tuned_to(
+    workers, trained, split_run, tmp_path, prepared_path
+):
+    def tuned(name, source, **changes):
+        (tmp_path / name).mkdir()
+        config = write_config(
+            tmp_path / name / "config.yaml", prepared_path, checkpoint__init_from=str(source),
+            optimizer__kind="sgd", evaluation__every=0, **changes,
+        )  # fmt: skip
+        assert workers(2).run(run, config) == [6, 6]
+        return tmp_path / name / "run"
+
+    section = yaml.safe_load((split_run / "config.yaml").read_text())["model"]["feed_forward"]
+    dense = tuned("dense", trained("dense"))
+    split = tuned("split", split_run, model__feed_forward=section, parallel__zero_stage=3)
+    losses = [[line["loss"] for line in records(each)] for each in (dense, split)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    convert(split, tmp_path / "merged", "polyad", Merging())
+    expected, merged = weights_of(newest(dense)), weights_of(tmp_path / "merged")
+    assert merged.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value, atol=2e-6, rtol=1e-5)
+    changed = [name for name, value in expected.items() if "feed_forward.up" in name]
+    before = weights_of(newest(trained("dense")))
+    assert not any(torch.equal(before[name], merged[name]) for name in changed)

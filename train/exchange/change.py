@@ -1,0 +1,196 @@
+"""What `polyad convert` can make of a model on its way: another kind of feed-forward."""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from model.build import ModelSizeError, build_model
+from model.config import Config
+from model.dense import DenseFeedForward, DenseFeedForwardConfig
+from model.settings import ModelSettings
+from parallel.checkpoint.tensor_folder import differing_shapes
+from parallel.weights import Weights
+from train.config.faults import describe
+from train.config.run import ModelSection, RunConfig
+from train.config.text import apply_override, settle
+from train.errors import ConfigError
+
+
+class Changed(Protocol):
+    """The weights of the other model, made one at a time, when they are asked for."""
+
+    folder: Path
+
+    def model_config(self) -> ModelSettings:
+        """Its configuration, complete."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its weights by name."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32."""
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A persistent buffer, whole."""
+
+    def note(self) -> str:
+        """Whether it computes what the model computed that it was made of."""
+
+
+class Change(Protocol):
+    """An option of `polyad convert` that makes another model."""
+
+    done: str
+    """What was done, as the state of a checkpoint names it."""
+    text: str
+    """The option's value."""
+
+    def error(self, message: str) -> ConfigError:
+        """An error about this option."""
+
+    def of(self, weights: Weights) -> Changed:
+        """The other model's weights.
+
+        Raises:
+            ConfigError: it cannot be made of these.
+        """
+
+
+class _Tree(Config):
+    """The place of `model` in a configuration, for errors that name whole keys."""
+
+    model: ModelSection
+
+
+class Option:
+    """An option whose value is keys: those of the new feed-forward, and some that say how.
+
+    Args:
+        name: of the option, with dashes.
+        text: as in `num_experts=8,top_k=2,placement=[1,3],seed=2`; values in YAML.
+        start: the class of the keys that say how.
+        feed_forward: the class of the feed-forward's.
+        example: what an error proposes.
+
+    Raises:
+        ConfigError: it names no number of experts, or a key that is unknown or twice there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        start: type[Config],
+        feed_forward: type[Config],
+        example: str = "num_experts=8,top_k=2",
+    ) -> None:
+        self.name, self.text = name, text
+        given, self.keys = dict[str, Any](), dict[str, Any]()
+        known = [*start.model_fields, *(k for k in feed_forward.model_fields if k != "kind")]
+        for part in re.split(r",(?![^\[]*\])", text):  # not at the commas of a list
+            key, sign, value = (piece.strip() for piece in part.partition("="))
+            if not sign:
+                raise self.error(f"{part.strip()!r} is not key=value, as in {example}")
+            if key not in known:
+                near = get_close_matches(key, known, 1)
+                end = f"the nearest is {near[0]}" if near else f"there are {', '.join(known)}"
+                raise self.error(f"unknown key {key!r}; {end}")
+            section = given if key in start.model_fields else self.keys
+            if key in section:
+                raise self.error(f"{key} stands twice")
+            try:
+                apply_override(section, f"{key}={value}")
+                section[key] = settle(section[key], None)
+            except ConfigError as error:
+                raise self.error(str(error)) from None
+        if "num_experts" not in self.keys:
+            raise self.error(f"num_experts is missing, as in {example}")
+        try:
+            self.start = start.model_validate(given)
+        except ValidationError as error:
+            raise self.error(describe(error, RunConfig)) from None
+
+    def error(self, message: str) -> ConfigError:
+        """An error about this value of the option."""
+        return ConfigError(f"{self.name} {self.text}: {message}")
+
+
+def dense_section(
+    option: Option, model: ModelSettings, given: str | None, folder: Path, verb: str
+) -> tuple[str, int]:
+    """The feed-forward that is changed, which has to be dense.
+
+    Args:
+        option: that changes it.
+        model: of the weights.
+        given: its name; None: a Mixer's channels, or the only one.
+        folder: where the weights are, for errors.
+        verb: what happens to it, for errors.
+
+    Returns:
+        Its name, and its inner width.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind.
+    """
+    known = [key.removeprefix("model.") for key in model.feed_forwards()]
+    if not known:
+        raise option.error(f"{folder}: model.kind: {model.kind} has no feed-forward")
+    section = known[-1] if given is None else given
+    if section not in known:
+        raise option.error(
+            f"section: {given!r} is not allowed: model.kind: {model.kind} has {' and '.join(known)}"
+        )
+    found = getattr(model, section)
+    if not isinstance(found, DenseFeedForwardConfig):
+        raise option.error(
+            f"{folder}: model.{section}.kind: {found.kind!r} is not allowed: a dense model is "
+            f"{verb}"
+        )
+    layer = build_model(model).get_submodule(f"blocks.0.{section}")
+    assert isinstance(layer, DenseFeedForward)
+    return section, layer.up.out_features
+
+
+def with_feed_forward(
+    option: Option, model: ModelSettings, section: str, keys: dict[str, Any]
+) -> ModelSettings:
+    """The configuration with another feed-forward.
+
+    Raises:
+        ConfigError: the keys are wrong, or do not fit the model.
+    """
+    tree = model.model_dump(mode="json") | {section: keys}
+    try:
+        return _Tree.model_validate({"model": tree}).model
+    except ValidationError as error:
+        raise option.error(describe(error, RunConfig)) from None
+
+
+def check_own(weights: Weights) -> None:
+    """Checks that weights are those of their configuration.
+
+    Raises:
+        ConfigError: they are not; the first few differences.
+    """
+    built = build_model(weights.model_config())
+    expected = {name: tuple(p.shape) for name, p in built.named_parameters()}
+    if differing := differing_shapes(weights.shapes(), expected):
+        raise ConfigError(f"{weights.folder}: is not of its configuration: {differing}")
+
+
+def built(option: Option, config: ModelSettings) -> nn.Module:
+    """The model on the meta device.
+
+    Raises:
+        ConfigError: it is larger than can be counted.
+    """
+    try:
+        return build_model(config)
+    except ModelSizeError:
+        raise option.error("asks for more numbers than a tensor can have") from None

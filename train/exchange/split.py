@@ -1,0 +1,256 @@
+"""`polyad convert --split`: the units of a dense model's feed-forwards in groups, as experts; and
+`--merge`: such a model as a dense one again.
+
+Nothing is added and nothing is lost: weights change their places, which are kept in a buffer, and
+back they are bitwise what they were. How they are grouped: `model/emoe/clustering.py`.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from model.build import build_model, initial_value
+from model.config import Config
+from model.emoe.clustering import balanced_kmeans, random_groups
+from model.emoe.config import EmergentMoEConfig
+from model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
+from model.initialization import seeded_generator
+from model.settings import ModelSettings
+from parallel.weights import Weights
+from train.config.run import RunConfig
+from train.errors import ConfigError
+from train.exchange.change import Option, built, check_own, dense_section, with_feed_forward
+
+UNIT = "unit"
+"""The name of the buffer that has the places."""
+
+
+class _Start(Config):
+    """Keys of `--split` that are not in the feed-forward's section."""
+
+    by: Literal["clustering", "random"] = "clustering"
+    """How units are grouped: by balanced k-means of their keys, or by chance."""
+    seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
+    """Of the clustering or of chance, and of a learned score."""
+    section: str | None = None
+    """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
+
+
+class Splitting(Option):
+    """The value of `--split`: keys of `model.feed_forward`, how units are grouped, and a seed.
+
+    Args:
+        text: as in `num_experts=64,top_k=16,blocks=[8,10],by=clustering`; values in YAML.
+
+    Raises:
+        ConfigError: it names no number of experts, a key that is unknown or twice there, or a way
+            to group that is none.
+    """
+
+    done = "split"
+    start: _Start
+
+    def __init__(self, text: str) -> None:
+        if re.search(r"\bby *= *copies\b", text):
+            raise ConfigError(
+                f"--split {text}: by: copies is not allowed: clustering and random are; experts "
+                f"that are copies come of --upcycle num_experts=4,top_k=2,score=cosine"
+            )
+        example = "num_experts=64,top_k=16,blocks=[8,10]"
+        super().__init__("--split", text, _Start, EmergentMoEConfig, example)
+
+    def of(self, weights: Weights) -> "Split":
+        """The split model's weights."""
+        return Split(weights, self)
+
+    def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
+        """The configuration of the split model.
+
+        Args:
+            dense: that of the dense one, complete.
+            folder: where its weights are, for errors.
+
+        Returns:
+            The name of the feed-forward that is split, and the configuration.
+
+        Raises:
+            ConfigError: that feed-forward is not dense, or groups like these do not fit it.
+        """
+        section, inner = dense_section(self, dense, self.start.section, folder, "split")
+        keys = {"kind": "emoe"} | self.keys
+        if keys.get("hidden_size") is None:
+            keys["hidden_size"] = inner
+        config = with_feed_forward(self, dense, section, keys)
+        if (found := getattr(config, section).hidden_size) != inner:
+            raise self.error(
+                f"model.{section}.hidden_size: {found} does not fit: the dense weights of {folder} "
+                f"have {inner} inner units"
+            )
+        return section, config
+
+
+class Split:
+    """A dense model's weights with the units of its feed-forwards in groups.
+
+    Args:
+        weights: the dense model's, of any format.
+        splitting: how they are grouped.
+
+    Raises:
+        ConfigError: they are not dense, or cannot be grouped so.
+    """
+
+    def __init__(self, weights: Weights, splitting: Splitting) -> None:
+        self.folder = weights.folder
+        self._weights, self._splitting = weights, splitting
+        section, self._config = splitting.model_config(weights.model_config(), self.folder)
+        self._pattern = re.compile(rf"(blocks\.\d+\.{section})\.(.+)")
+        found = getattr(self._config, section)
+        assert isinstance(found, EmergentMoEConfig)
+        self._feed_forward = found
+        check_own(weights)
+        self._model = built(splitting, self._config)
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        self._units: dict[str, torch.Tensor] = {}
+
+    def model_config(self) -> ModelSettings:
+        """The configuration of the split model, complete."""
+        return self._config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the split model's weights by name."""
+        return self._shapes
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32: the dense model's, with units in groups or as it is, or the first
+        value of a learned score.
+        """
+        if name in self._weights.shapes():
+            return self._weights.whole(name)
+        parts = self._pattern.fullmatch(name)
+        assert parts is not None
+        layer, dense_name = parts[1], DENSE_NAMES.get(parts[2])
+        if dense_name is None:
+            return initial_value(self._model, name, self._splitting.start.seed)
+        dense = self._weights.whole(f"{layer}.{dense_name}")
+        return split(dense_name, dense, self._unit(layer), self._feed_forward.num_experts)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """The places of units."""
+        parts = self._pattern.fullmatch(name)
+        assert parts is not None
+        assert parts[2] == UNIT
+        return self._unit(parts[1])
+
+    def _unit(self, layer: str) -> torch.Tensor:
+        """Of each place the number of the dense unit, in one layer."""
+        if layer not in self._units:
+            start, groups = self._splitting.start, self._feed_forward.num_experts
+            keys = self._weights.whole(name := f"{layer}.up.weight")
+            seed = seeded_generator(start.seed, name).initial_seed()
+            if start.by == "random":
+                group_U = random_groups(len(keys), groups, seed)
+            elif keys.isfinite().all():
+                group_U = balanced_kmeans(keys.double().numpy(), groups, seed)
+            else:
+                raise self._splitting.error(
+                    f"{self.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
+                    f"by=random does not look at them"
+                )
+            self._units[layer] = unit_order(torch.from_numpy(group_U))
+        return self._units[layer]
+
+    def note(self) -> str:
+        """Says whether the split model computes what the dense one does."""
+        feed_forward = self._feed_forward
+        reasons, used = [], feed_forward.used_experts()
+        if used < feed_forward.num_experts:
+            reasons.append(f"a token uses {used} of {feed_forward.num_experts} experts")
+        if feed_forward.score != "avg_k":
+            reasons.append("experts have the weights of a learned score")
+        if feed_forward.capacity_factor is not None:
+            reasons.append("capacity_factor drops tokens")
+        if reasons:
+            return f"its outputs are not the dense model's: {'; '.join(reasons)}"
+        return "its outputs are the dense model's, but for rounding"
+
+
+def is_split(model: ModelSettings) -> bool:
+    """Whether a model has feed-forwards in groups of units."""
+    return any(isinstance(each, EmergentMoEConfig) for each in model.feed_forwards().values())
+
+
+class Merging:
+    """`--merge`: a model with groups of units as a dense one."""
+
+    done, text = "merged", "true"
+
+    def error(self, message: str) -> ConfigError:
+        """An error about this option."""
+        return ConfigError(f"--merge: {message}")
+
+    def of(self, weights: Weights) -> "Merged":
+        """The dense model's weights."""
+        return Merged(weights, self)
+
+
+class Merged:
+    """The weights of a split model as those of a dense one.
+
+    Args:
+        weights: the split model's, of any format.
+        merging: the option.
+
+    Raises:
+        ConfigError: they are not split.
+    """
+
+    def __init__(self, weights: Weights, merging: Merging) -> None:
+        self.folder, self._weights = weights.folder, weights
+        split_config = weights.model_config()
+        sections = {
+            key.removeprefix("model."): each
+            for key, each in split_config.feed_forwards().items()
+            if isinstance(each, EmergentMoEConfig)
+        }
+        if not sections:
+            kinds = " and ".join(
+                f"{key}.kind: {each.kind}" for key, each in split_config.feed_forwards().items()
+            )
+            raise merging.error(f"{self.folder}: has {kinds or 'no feed-forward'}; emoe is merged")
+        self._is_learned = any(each.score != "avg_k" for each in sections.values())
+        dense: dict[str, Any] = {name: each.dense() for name, each in sections.items()}
+        self._config = split_config.model_copy(update=dense)
+        check_own(weights)
+        model = build_model(self._config)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def model_config(self) -> ModelSettings:
+        """The configuration of the dense model, complete."""
+        return self._config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the dense model's weights by name."""
+        return self._shapes
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32."""
+        if name in self._weights.shapes():
+            return self._weights.whole(name)
+        layer, *ends = name.rsplit(".", 2)
+        dense_name = ".".join(ends)
+        (stacked,) = (theirs for theirs, ours in DENSE_NAMES.items() if ours == dense_name)
+        unit_U = self._weights.buffer(f"{layer}.{UNIT}")
+        return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer that both models have."""
+        return self._weights.buffer(name)
+
+    def note(self) -> str:
+        """Says what is left out."""
+        left = " without its learned scores" if self._is_learned else ""
+        return f"every token uses all units again, as in the dense model{left}"
