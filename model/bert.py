@@ -151,8 +151,8 @@ class BertConfig(ModelSettings):
         return self.model_copy(update={"feed_forward": self.known_feed_forward()})
 
     def units_per_sample(self) -> int:
-        """Tokens that are read in a sample."""
-        return self.sequence_length
+        """Tokens that are read in a sample; 1 where a whole sequence is scored."""
+        return 1 if self.head.kind == "classification" else self.sequence_length
 
     def left_to_data(self) -> str | None:
         """The key of the vocabulary size or of the number of classes, unless they are set."""
@@ -177,25 +177,40 @@ class BertConfig(ModelSettings):
         return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
     def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one token, forward and backward.
+        """Counts the floating-point operations of training on one token, forward and backward, or
+        on one sequence of the full length where the head scores that.
 
         As GPT-2's: 6 for each weight and each token that it multiplies, and 12 D T for attention,
         which sees the whole sequence here. The language head multiplies the masked tokens alone,
         that of a class one token of a sequence.
 
         Returns:
-            FLOPs per token, a multiply-add counted as two.
+            FLOPs, a multiply-add counted as two.
 
         Raises:
             ValueError: The vocabulary size is None.
         """
-        width, length = self.hidden_size, self.sequence_length
-        weights, mixing = self._head_weights_of_sample() / length, 0
+        length = self.sequence_length
+        if self.head.kind == "classification":
+            return self.flops_of_sequence(length)
+        return self._flops_of_blocks(length) + round(6 * self._head_weights_of_sample() / length)
+
+    def flops_of_sequence(self, length: int) -> int:
+        """Counts those of training on one sequence that is scored as a whole.
+
+        Args:
+            length: Its tokens.
+        """
+        return length * self._flops_of_blocks(length) + 6 * self._head_weights_of_sample()
+
+    def _flops_of_blocks(self, length: int) -> int:
+        """Of one token of a sequence of this length."""
+        width, weights, mixing = self.hidden_size, 0, 0
         for feed_forward in self.block_feed_forwards():
             weights += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
             mixing += 12 * width * length
             mixing += feed_forward.mixing_flops_per_token(width, width // self.num_heads, length)
-        return round(6 * weights) + mixing
+        return 6 * weights + mixing
 
     def _head_weights_of_sample(self) -> int:
         """Weights of the head, each as often as it multiplies a token of a sample."""

@@ -358,6 +358,7 @@ def _write_tokenizer(weights: _Checked, staging: Path) -> None:
     if tokenizer is None:
         weights.notes.append("no tokenizer was found beside the weights or data: none was written")
         return
+    assert isinstance(weights.config, GPT2Config | BertConfig)
     tokenizer.save(staging / tokenizer.file_name)
     # Which of transformers' classes reads a SentencePiece model depends on the model.
     is_json = tokenizer.file_name == TOKENIZER_FILE
@@ -367,7 +368,7 @@ def _write_tokenizer(weights: _Checked, staging: Path) -> None:
         about
         | _special_tokens(weights.config, tokenizer)
         | {
-            "model_max_length": weights.config.units_per_sample(),
+            "model_max_length": weights.config.sequence_length,
             "clean_up_tokenization_spaces": False,
         },
     )

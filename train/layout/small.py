@@ -44,7 +44,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
         if name in model:
             fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
             _shrink_experts(model[name], cut, fewest, model["num_layers"])
-    if model.get("head", {}).get("kind") == "mumoe":
+    if (model.get("head") or {}).get("kind") == "mumoe":
         _shrink_factors(model["head"], cut)
     micro = min(train["micro_batch_size"], 2)
     accumulation = dims.accumulation_steps(train["global_batch_size"], train["micro_batch_size"])
@@ -66,7 +66,7 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
     model["hidden_size"] = heads * HEAD_WIDTH
     if model["kind"] in ("gpt2", "bert"):
         model |= {"sequence_length": TOKENS, "vocab_size": VOCABULARY}
-        if model.get("head", {}).get("kind") == "classification":
+        if (model.get("head") or {}).get("kind") == "classification":
             model["head"] |= {"num_classes": CLASSES, "dropout": 0.0}
     else:
         model |= {"image_size": PIXELS, "patch_size": PATCH, "num_classes": CLASSES}

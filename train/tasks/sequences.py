@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -21,12 +21,14 @@ from data.sequences.dataset import SequenceData
 from data.sequences.samples import SequenceBatch, TrainingRows
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer
+from model.bert import BertConfig
 from model.gpt2 import GPT2Config
 from model.heads import ClassificationHeadConfig
 from model.output import RoutingStats
 from model.settings import ModelSettings
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.huggingface_bert import BertWeights
 from parallel.weights import Weights, open_weights
 from train.errors import ConfigError
 from train.tasks.benchmark_metrics import METRICS, TITLES
@@ -36,8 +38,11 @@ from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
 from train.tasks.text import with_vocabulary
 from train.tasks.tokenizers import same_ids, tokenizer_of
 
+ScoringConfig: TypeAlias = GPT2Config | BertConfig
 HEAD = "head."
 """How the names of a head's parameters begin."""
+CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
+"""Those of a BERT's last layer, and of the one before it, which pre-training may have learned."""
 
 
 class SequenceTask(Task[SequenceBatch]):
@@ -53,7 +58,7 @@ class SequenceTask(Task[SequenceBatch]):
     scores = (Score("score", "score", 4), Score("loss", "loss", 4))
     validation_score: ClassVar[str] = "validation_score"
     higher_is_better = True
-    model: GPT2Config
+    model: ScoringConfig
 
     def __init__(self, data: SequenceData, sections: Sections) -> None:
         assert isinstance(sections.data, SequenceDataConfig)
@@ -64,6 +69,12 @@ class SequenceTask(Task[SequenceBatch]):
             _scoring(sections.model), data.tokenizer.vocab_size, f"{self.place} and data.tokenizer"
         )
         self.model = with_outputs(model, len(data.class_names) or 1, self.place)
+        two_texts = self.schema.pair is not None or bool(self.schema.choices)
+        if two_texts and isinstance(model, BertConfig) and model.num_segments < 2:
+            raise ConfigError(
+                f"model.num_segments: {model.num_segments} is not allowed with two texts in a "
+                f"sequence of {self.place}; 2 is"
+            )
 
     @classmethod
     def open(cls, sections: Sections) -> "SequenceTask":
@@ -316,11 +327,17 @@ class SequenceTask(Task[SequenceBatch]):
             )
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
-        """The head, unless the weights have one for these classes."""
+        """The head, unless the weights have one for these classes; but not a BERT's pooler."""
         head = getattr(weights.model_config(), "head", None)
         names = class_names_of(weights.folder) or []
         same = isinstance(head, ClassificationHeadConfig) and names == self.data.class_names
-        return () if same else (HEAD,)
+        if same:
+            return ()
+        # A folder of transformers' knows itself whether its pooler is there.
+        pooled = isinstance(weights, BertWeights) or any(
+            name.startswith(POOLER) for name in weights.shapes()
+        )
+        return (CLASSIFIER,) if pooled else (HEAD,)
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the rows in the training split."""
@@ -347,26 +364,31 @@ def _open(
     )
 
 
-def _scoring(model: ModelSettings) -> GPT2Config:
+def _scoring(model: ModelSettings) -> ScoringConfig:
     """The configuration of a model that scores whole sequences.
 
     Raises:
         ConfigError: It does not.
     """
-    if not isinstance(model, GPT2Config):
+    if not isinstance(model, ScoringConfig):
         raise ConfigError(
             f"data.kind: sequences is not allowed with model.kind: {model.kind}, which does not "
-            f"read tokens; gpt2 does"
+            f"read tokens; gpt2 and bert do"
         )
     if model.head is None:
         raise ConfigError(
             "model.head: null predicts the next token; data.kind: sequences needs "
             "{kind: classification}"
         )
+    if model.head.kind != "classification":
+        raise ConfigError(
+            f"model.head.kind: {model.head.kind} does not score sequences; data.kind: sequences "
+            f"needs classification"
+        )
     return model
 
 
-def with_outputs(model: GPT2Config, outputs: int, place: str) -> GPT2Config:
+def with_outputs(model: ScoringConfig, outputs: int, place: str) -> ScoringConfig:
     """Completes a model's configuration with the number of its outputs.
 
     Args:
@@ -377,7 +399,7 @@ def with_outputs(model: GPT2Config, outputs: int, place: str) -> GPT2Config:
     Raises:
         ConfigError: The model has another number.
     """
-    assert model.head is not None
+    assert isinstance(model.head, ClassificationHeadConfig)
     if model.head.num_classes not in (None, outputs):
         raise ConfigError(
             f"model.head.num_classes: {model.head.num_classes} is not {outputs}, the outputs that "
