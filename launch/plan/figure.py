@@ -84,12 +84,14 @@ def _panel(
     for point in points:
         about = (
             f"{point['processes']} GPUs: {point['units_per_second']:,.0f} {unit}s/s, "
-            f"{point['efficiency']:.0%} of the ideal, {in_bytes(point['memory_bytes'])} a process; "
-            f"{point['why']}"
+            f"{point['efficiency']:.0%} of the ideal, {in_bytes(point['memory_bytes'])} a process"
+            f"{'' if point['fits'] else ', which does not fit'}; {point['why']}"
         )
+        inside = colour if point["fits"] else "#fff"
         at_x, at_y = x(point["processes"]), y(point["units_per_second"])
         parts.append(
-            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3.5" fill="{colour}">'
+            f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3.5" fill="{inside}" '
+            f'stroke="{colour}">'
             f"<title>{escape(about)}</title></circle>"
         )
     end = f"{last['efficiency']:.0%} of {ideal:,.0f} {unit}s/s a GPU at {last['processes']}"

@@ -181,7 +181,7 @@ def _scaling(kind: str, points: list[dict[str, Any]], unit: str) -> list[str]:
             f"  {point['processes']:,} processes",
             f"{point['units_per_second']:,.0f}",
             f"{point['efficiency']:.0%}",
-            in_bytes(point["memory_bytes"]),
+            in_bytes(point["memory_bytes"]) + ("" if point["fits"] else ", too much"),
             point["why"],
         )
         for point in points

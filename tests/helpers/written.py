@@ -31,7 +31,17 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
 PAGES = (
-    *("prepare", "train", "many-hosts", "troubles", "evaluate", "convert", "lora", "experts"),
+    *(
+        "prepare",
+        "train",
+        "many-hosts",
+        "scaling",
+        "troubles",
+        "evaluate",
+        "convert",
+        "lora",
+        "experts",
+    ),
     *("images", "finetune", "studies"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""

@@ -150,9 +150,10 @@ def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, spl
     adapted = isinstance(weights, AdaptedCheckpoint)
     if not adapted and (to == "peft" or (merge and not split)):
         option = "--merge" if merge else "--to peft"
-        others = " and no feed-forward that was split" if merge else ""
+        others = " and no groups of units (model.feed_forward.kind: emoe)" if merge else ""
         raise ConfigError(
-            f"{option}: {source} holds no adapters{others}; a run with adapt.lora has adapters"
+            f"{option}: {source} holds no adapters{others}; a run with adapt.lora does"
+            + (", and what --split makes" if merge else "")
         )
     if merge and to == "peft":
         raise ConfigError("--merge: is not allowed with --to peft, which writes adapters alone")

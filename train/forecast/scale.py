@@ -36,7 +36,7 @@ def scaling(
     Returns:
         For `weak` and `strong` a point for each number of processes: `processes`,
         `units_per_second`, `step_seconds`, `efficiency` (throughput of a process over that of the
-        first point), `memory_bytes`, and `why`, the largest cost beside products.
+        first point), `memory_bytes`, `fits`, and `why`, the largest cost beside products.
     """
     points: dict[str, list[dict[str, Any]]] = {"weak": [], "strong": []}
     asked = list(_asked(config, machines, most))
@@ -57,6 +57,7 @@ def scaling(
             "units_per_second": rate,
             "step_seconds": layout.seconds,
             "memory_bytes": layout.memory,
+            "fits": layout.memory <= machines.device.memory,
             "why": layout.why,
         }
         first = (points[kind] or [point])[0]

@@ -2,22 +2,26 @@
 
 import pytest
 
+from train.config.rules import validate
 from train.config.run import parse_config
 from train.errors import ConfigError
 
 KEY = "model.feed_forward."
 
 
-def parse(*overrides):
+def run_of(*overrides):
     text = """
       run: {folder: runs/x}
       model: {num_layers: 4, hidden_size: 32, num_heads: 4, vocab_size: 61,
         feed_forward: {kind: emoe}}
       data: {path: data}
-      train: {steps: 1, global_batch_size: 1, micro_batch_size: 1}
+      train: {steps: 1, global_batch_size: 12, micro_batch_size: 1}
     """
-    keys = [f"model.feed_forward.{override}" for override in overrides]
-    return parse_config(text, keys, origin="run.yaml").model.feed_forward
+    return parse_config(text, overrides, origin="run.yaml")
+
+
+def parse(*overrides):
+    return run_of(*(f"{KEY}{override}" for override in overrides)).model.feed_forward
 
 
 def test_a_section_without_keys_splits_every_block_in_16_of_which_8_run():
@@ -69,3 +73,33 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, e
         parse(*overrides)
     (line,) = str(caught.value).splitlines()
     assert f"{KEY}{expected}" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "expected"),
+    [
+        (
+            ["parallel.zero_stage=3", "parallel.expert_parallel_size=2"], 2,
+            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: emoe and "
+            "parallel.expert_parallel_size: 2",
+        ),
+        (
+            ["parallel.expert_parallel_size=3"], 3,
+            f"parallel.expert_parallel_size: 3 does not divide {KEY}num_experts: 16",
+        ),
+        (
+            ["parallel.tensor_parallel_size=4", f"{KEY}hidden_size=32", f"{KEY}num_experts=16"], 4,
+            f"parallel.tensor_parallel_size: 4 does not divide {KEY}hidden_size / num_experts: 2",
+        ),
+        (["loss.load=0.1"], 1, "kind: smoe or emoe with router_noise above 0"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_groups_do_not_fit_is_refused(overrides, processes, expected):
+    with pytest.raises(ConfigError, match=r"parallel|loss") as caught:
+        validate(run_of(*overrides), processes)
+    assert expected in str(caught.value)
+
+
+def test_zero_3_is_allowed_where_every_process_has_all_groups():
+    assert validate(run_of("parallel.zero_stage=3"), 2).data_parallel_size == 2
+    assert validate(run_of("loss.load=0.1", f"{KEY}router_noise=1"), 1).world_size == 1

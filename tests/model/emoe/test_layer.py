@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from torch.nn.functional import gelu
 
 from model.build import build_model, materialize
 from model.dense import ACTIVATIONS, DenseFeedForward, DenseFeedForwardConfig
-from model.emoe.clustering import balanced_kmeans
+from model.emoe.clustering import balanced_kmeans, random_groups
 from model.emoe.config import EmergentMoEConfig
 from model.emoe.layer import EmergentMoE
 from model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
@@ -223,29 +222,52 @@ def test_blocks_that_are_not_split_are_dense_and_names_say_which_are(small_confi
     assert model.blocks[0].feed_forward.unit.tolist() == list(range(40))
 
 
-def test_clustered_keys_keep_more_of_the_activation_than_random_ones():
-    # Keys in 16 bundles of 8; tokens look like one of them.
+def trained_layer():
+    """A dense layer that has learned what belongs to each of 16 bundles of tokens; such tokens."""
     generator = torch.Generator().manual_seed(0)
     middles = torch.randn(EXPERTS, WIDTH, generator=generator)
-    bundle_U = torch.arange(UNITS) % EXPERTS
-    dense = dense_layer(bias=False)
-    noise = torch.randn(UNITS, WIDTH, generator=generator)
-    dense.up.weight.data = 0.3 * (middles[bundle_U] + 0.5 * noise)
-    x_BTD = middles[torch.randint(EXPERTS, (1, 200), generator=generator)]
-    x_BTD = x_BTD + 0.5 * torch.randn(x_BTD.shape, generator=generator)
-    active_BTU = gelu(dense.up(x_BTD), approximate="tanh").abs()
+    targets = torch.randn(EXPERTS, WIDTH, generator=generator)
 
-    def kept(group_U):
-        layer = split_layer(dense, top_k=4)
-        unit_U = unit_order(group_U)
-        layer.experts.keys.data = split("up.weight", dense.up.weight.data, unit_U, EXPERTS)
+    def tokens(count):
+        bundle = torch.randint(EXPERTS, (count,), generator=generator)
+        x_ND = middles[bundle] + 0.5 * torch.randn(count, WIDTH, generator=generator)
+        return x_ND, targets[bundle]
+
+    layer = dense_layer()
+    optimizer = torch.optim.Adam(layer.parameters(), 3e-3)
+    for _ in range(300):
+        x_ND, y_ND = tokens(128)
+        loss = (layer(x_ND, x_ND)[0] - y_ND).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5  # of 1 that the targets vary by
+    return layer, tokens(500)[0].unsqueeze(0)
+
+
+def test_clustered_keys_of_a_trained_layer_keep_more_of_the_activation_than_random_ones():
+    dense, x_BTD = trained_layer()
+    active_NU = dense.activation(dense.up(x_BTD))[0].abs()
+
+    def kept(group_U, top_k):
+        layer = split_layer(dense, top_k=top_k)
+        weight = dense.up.weight.data
+        layer.experts.keys.data = split("up.weight", weight, unit_order(group_U), EXPERTS)
         chosen = layer.route(x_BTD).selected.expert_ids_NK
-        mask_NE = torch.zeros(200, EXPERTS).scatter(1, chosen, 1.0)
-        return ((active_BTU[0] * mask_NE[:, group_U]).sum() / active_BTU.sum()).item()
+        mask_NE = torch.zeros(500, EXPERTS).scatter(1, chosen, 1.0)
+        return ((active_NU * mask_NE[:, group_U]).sum() / active_NU.sum()).item()
 
-    by_chance = torch.randperm(UNITS, generator=generator) % EXPERTS
-    clustered = balanced_kmeans(dense.up.weight.detach().double().numpy(), EXPERTS, 0)
-    assert kept(torch.from_numpy(clustered)) > kept(by_chance) + 0.2
+    keys = dense.up.weight.detach().double().numpy()
+    for top_k in (4, 8):
+        clustered, by_chance = (
+            [kept(torch.from_numpy(make(seed)), top_k) for seed in range(3)]
+            for make in (
+                lambda seed: balanced_kmeans(keys, EXPERTS, seed),
+                lambda seed: random_groups(UNITS, EXPERTS, seed),
+            )
+        )
+        print(f"kept with {top_k} of {EXPERTS}: {clustered} clustered, {by_chance} by chance")
+        assert min(clustered) > max(by_chance) > top_k / EXPERTS
 
 
 def test_a_layer_can_be_copied():

@@ -227,11 +227,9 @@ def test_what_is_not_dense_cannot_be_split_and_what_is_not_split_cannot_be_merge
         line = refused(tmp_path / name, *split)
         expected = f"{tmp_path / name}: model.feed_forward.kind: {kind!r} is not allowed: a dense"
         assert expected in line
-    assert "model.feed_forward.kind: smoe; emoe is merged" in refused(
-        tmp_path / "sparse", "--merge"
-    )
-    assert "model.feed_forward.kind: dense; emoe" in refused(sources / "gpt2", "--merge")
-    assert "not allowed with argument" in refused(sources / "gpt2", "--merge", *split)
+    assert "no adapters and no groups of units" in refused(tmp_path / "sparse", "--merge")
+    assert "no adapters and no groups of units" in refused(sources / "gpt2", "--merge")
+    assert "no adapters and no groups of units" in refused(sources / "gpt2", "--merge", *split)
 
 
 def test_keys_that_are_nan_are_not_clustered(sources, tmp_path, capfd):
