@@ -1,4 +1,4 @@
-"""Labelled sequences with BERT: it learns, reads two texts as segments, and padding does nothing."""
+"""Labelled sequences with BERT: it learns, two texts are segments, and padding does nothing."""
 
 import json
 
