@@ -89,7 +89,14 @@ def test_a_block_is_the_papers_formula_with_whole_tensors(name, num_experts, gat
     torch.testing.assert_close(stats.effective_experts, entropy_M.exp().mean())
     assert stats.levels == tuple(num_experts)
     assert stats.load_E.sum().item() == pytest.approx(len(levels))
-    others = {"balance_loss", "z_loss", "dropped", "effective_neighbours", "head_entropy_A"}
+    others = {
+        "balance_loss",
+        "z_loss",
+        "dropped",
+        "effective_neighbours",
+        "head_entropy_A",
+        "tokens",
+    }
     others |= {"importance_loss", "load_loss", "score_mean_S", "score_square_S"}
     if len(levels) == 1:
         others.add("level_entropy_L")
