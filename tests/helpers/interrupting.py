@@ -12,10 +12,10 @@ def slow_saves(folder: Path, rank: int) -> None:
     """Has every save take a second more, with a file `saving` there from its beginning."""
     save = Saver.save
 
-    def slow(self, *arguments):
+    def slow(self, *arguments, **named):
         (folder / "saving").touch()
         time.sleep(1.0)
-        save(self, *arguments)
+        save(self, *arguments, **named)
 
     Saver.save = slow  # type: ignore[method-assign]
 

@@ -276,7 +276,7 @@ def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, mo
 
     found = [document.text for document in open_source(str(texts)).documents()]
     source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
-    monkeypatch.setattr("data.text.prepare.open_splits", lambda *_, **__: {"train": source})
+    monkeypatch.setattr("data.text.job.open_splits", lambda *_, **__: {"train": source})
     with pytest.raises(DataError, match="hub:a/b: the server went away"):
         prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
     (kept,) = tmp_path.glob(".out.partial-*")
