@@ -90,6 +90,7 @@ LAYOUTS = [
 """Collectives of DeepSpeed, megatron-core, autograd and ours, at once and beside others."""
 
 
+@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("file", "overrides"), LAYOUTS)
 def test_real_steps_send_what_is_forecast_and_their_parts_add_up(workers, file, overrides):

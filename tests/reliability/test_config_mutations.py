@@ -131,7 +131,7 @@ def try_overrides(path: Path, times: int) -> None:
     for _ in range(times):
         words = []
         for _ in range(chance.choice((1, 1, 2))):
-            key = chance.choice(known)
+            key = chance.choice(known if chance.random() < 0.5 else list(now))
             values = [json.dumps(now[key])] if key in now and chance.random() < 0.2 else VALUES
             word = f"{key}={chance.choice(values)}"
             words.append(spoiled(word, chance) if chance.random() < 0.2 else word)
