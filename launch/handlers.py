@@ -239,7 +239,7 @@ def study(options: Namespace) -> None:
     prepare_environment()
     from launch.study.figure import check_figure, figure
     from launch.study.run import describe_study, study
-    from launch.study.tables import plan_table, result_table
+    from launch.study.tables import plans_table, result_table
 
     check_json_path(options.json)
     if options.figure is not None:
@@ -247,7 +247,7 @@ def study(options: Namespace) -> None:
     with only_results_on_stdout() as stdout:
         if options.dry_run:
             plan = describe_study(options.study)
-            show(plan, plan_table(plan), options.json, stdout)
+            show(plan, plans_table(plan), options.json, stdout)
             return
         result = study(options.study)
         if options.figure is not None:

@@ -33,7 +33,8 @@ def prepared(study: Study) -> str:
         prepare_images(data.source, data.path, held_out=held_out, overwrite=False)
     if data is None or study.has_images:
         task = open_task(study.baseline.config.for_task())
-        task.check_split(split)
+        for wanted in {split, *(["validation"] if study.has_grid else [])}:
+            task.check_split(wanted)
         return task.fingerprint
     if data.source is not None and data.tokenizer is not None:
         prepare(
@@ -51,6 +52,10 @@ def prepared(study: Study) -> str:
         raise ConfigError(
             f"{study.file}: split: {split} has no text in {data.path}; take another, or prepare "
             f"the text with some"
+        )
+    if study.has_grid and not found.manifest.splits["validation"].tokens:
+        raise ConfigError(
+            f"{study.file}: grid: needs a validation split to choose by, and {data.path} has none"
         )
     return found.manifest.fingerprint
 

@@ -85,9 +85,10 @@ def figure(result: Mapping[str, Any]) -> str:
     Returns:
         The text of an SVG file.
     """
-    leaks = {name: v["leak"] for name, v in result["variants"].items() if v["leak"]}
+    leaks = {name: v["leak"] for name, v in result["variants"].items() if v.get("leak")}
+    panels = _panels_of_tasks(result) if "tasks" in result else _panels(result)
     drawings: list[tuple[float, Callable[[float, float], list[str]]]] = [
-        (_panel_height(panel), partial(_draw_panel, panel)) for panel in _panels(result)
+        (_panel_height(panel), partial(_draw_panel, panel)) for panel in panels
     ]
     if leaks:
         drawings.append((LEAK_HEIGHT, partial(_draw_leaks, leaks, _colours(result))))
@@ -134,13 +135,34 @@ def _panels(result: Mapping[str, Any]) -> list[Panel]:
     return [panel for panel in panels if panel.rows]
 
 
+def _panels_of_tasks(result: Mapping[str, Any]) -> list[Panel]:
+    """The difference of the mean over tasks, and of each task."""
+    score, beside = result["scores"][0], result["baseline"]
+    note = "dots: seeds; bar: 95% interval of the mean"
+    rows = [
+        _difference_row(name, colour, found)
+        for name, colour in _colours(result).items()
+        if (found := result["variants"][name]["difference"]) is not None
+    ]
+    title = f"Mean {score['title']} over tasks less that of {beside}"
+    panels = [Panel(title, note, rows, from_zero=True)]
+    panels += [
+        _differences(found, score["name"], f"{task}: {score['title']} less that of {beside}", note)
+        for task, found in result["tasks"].items()
+    ]
+    return [panel for panel in panels if panel.rows]
+
+
+def _difference_row(name: str, colour: str, found: Mapping[str, Any]) -> PanelRow:
+    return PanelRow(name, colour, found["differences"], found["mean"], found["low"], found["high"])
+
+
 def _differences(result: Mapping[str, Any], measure: str, title: str, note: str) -> Panel:
     rows = []
     for name, colour in _colours(result).items():
         found = result["variants"][name]["differences"].get(measure)
         if found is not None:
-            span = (found["mean"], found["low"], found["high"])
-            rows.append(PanelRow(name, colour, found["differences"], *span))
+            rows.append(_difference_row(name, colour, found))
     return Panel(title, note, rows, from_zero=True)
 
 

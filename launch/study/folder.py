@@ -141,7 +141,8 @@ def read_result(run: Run) -> dict[str, Any] | None:
     task = run.study.task
     units = f"{task.unit.name}s"
     scores = (score.name for score in task.scores)
-    return _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second"))
+    found = _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second"))
+    return {"point": "", "validation": None} | found
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

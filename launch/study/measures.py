@@ -19,7 +19,7 @@ from typing import Any
 from launch.records import last_fluctuation, read_records
 from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
-from train.study.study import Run, Study
+from train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives, those that are read here."""
@@ -137,9 +137,16 @@ def _settings(run: Run, **given: Any) -> dict[str, Any]:
     return {"split": run.study.config.split, "attack": None, "leak": None} | given
 
 
-def all_measures(study: Study) -> list[Measure]:
-    """Of all runs, seed by seed."""
-    return [measure for run in study.runs for measure in measures_of(run)]
+def all_measures(study: Study, chosen: Mapping[str, Variant]) -> list[Measure]:
+    """Of the runs that are compared, seed by seed.
+
+    Args:
+        study: whose.
+        chosen: the point of each variant's grid that is compared, of those for which it is known.
+    """
+    kept = [variant.name for variant in chosen.values()]
+    runs = (run for run in study.runs(chosen) if run.variant.name in kept)
+    return [measure for run in runs for measure in measures_of(run)]
 
 
 def forget(run: Run) -> None:

@@ -14,16 +14,20 @@ Run = Mapping[str, Any]
 BySeed = Mapping[int, Run]
 
 
-def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]:
+def summarize(
+    plan: Mapping[str, Any], results: Sequence[Run], chosen: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Compares variants over the seeds that are finished.
 
     Args:
         plan: of the study: variants with their sizes, baseline and seeds.
         results: of finished runs, in the order of the study.
+        chosen: the best point of each variant for which it is known; None: no variant has a grid.
 
     Returns:
         JSON values: for each variant with a finished run its sizes, means and spread over seeds,
-        and the difference to the baseline over the seeds that both have finished.
+        and the difference to the baseline over the seeds that both have finished. `runs` are those
+        that are compared, `swept` those of other points of a grid.
 
     Raises:
         RunError: runs were scored on different tokens.
@@ -33,11 +37,13 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]
     if len(scored) > 1:
         raise RunError(f"runs were scored on different numbers of {units}: {sorted(scored)}")
     averaged = [*scores, "training_loss", f"{units}_per_second"]
+    points = dict.fromkeys(plan["groups"], "") if chosen is None else chosen
+    compared = [result for result in results if points.get(result["variant"]) == result["point"]]
     by_variant = {
-        name: {result["seed"]: result for result in results if result["variant"] == name}
-        for name in plan["variants"]
+        name: {result["seed"]: result for result in compared if result["variant"] == name}
+        for name in points
     }
-    baseline = by_variant[plan["baseline"]]
+    baseline = by_variant.get(plan["baseline"], {})
     environment = describe_environment(1)
     return {
         "study": plan["study"],
@@ -46,19 +52,72 @@ def summarize(plan: Mapping[str, Any], results: Sequence[Run]) -> dict[str, Any]
         "unit": plan["unit"],
         "scores": plan["scores"],
         "seeds": plan["seeds"],
-        "finished": len(results) == len(plan["runs"]),
+        "swept_seeds": plan["swept_seeds"],
+        "finished": len(results) == plan["num_runs"],
         f"{units}_scored": min(scored, default=0),
         "confidence": CONFIDENCE,
         "variants": {
-            name: plan["variants"][name] | _compared(runs, baseline, averaged)
+            name: plan["variants"][f"{name}/{points[name]}".rstrip("/")]
+            | {"point": points[name]}
+            | _compared(runs, baseline, averaged)
             for name, runs in by_variant.items()
             if runs
         },
-        "runs": list(results),
+        "runs": compared,
+        "swept": [result for result in results if result not in compared],
         "environment": {
             key: environment[key] for key in ("git_commit", "versions", "platform", "gpus")
         },
     }
+
+
+def over_tasks(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> dict[str, Any]:
+    """Compares variants by the mean of their scores over tasks.
+
+    Args:
+        results: of each task that was begun, as `summarize` makes them.
+        tasks: the names of all, in the order of the study.
+
+    Returns:
+        JSON values: `tasks` as they are, and of each variant that is finished on all of them the
+        mean of the first score over tasks: its spread over seeds, and the difference to the
+        baseline's of the same seeds.
+    """
+    first = results[tasks[0]]
+    score, baseline = first["scores"][0]["name"], first["baseline"]
+    of_seeds = {
+        name: found
+        for name in first["variants"]
+        if (found := _means_over_tasks([results.get(task) for task in tasks], name, score))
+    }
+    variants = {}
+    for name, means in of_seeds.items():
+        pairs = {s: (m, of_seeds[baseline][s]) for s, m in means.items() if baseline in of_seeds}
+        variants[name] = {
+            "mean": spread(list(means.values()))._asdict() | {"values": list(means.values())},
+            "difference": _paired(pairs) if name != baseline and pairs else None,
+        }
+    return {
+        **{key: first[key] for key in ("study", "baseline", "unit", "scores", "seeds")},
+        "finished": len(results) == len(tasks) and all(r["finished"] for r in results.values()),
+        "variants": variants,
+        "tasks": dict(results),
+    }
+
+
+def _means_over_tasks(
+    results: Sequence[Mapping[str, Any] | None], variant: str, score: str
+) -> dict[int, float]:
+    """By seed the mean over tasks; of seeds that are finished on all."""
+    by_task = [
+        {run["seed"]: run[score] for run in found["runs"] if run["variant"] == variant}
+        for found in results
+        if found is not None
+    ]
+    if len(by_task) < len(results):
+        return {}
+    seeds = [seed for seed in by_task[0] if all(seed in known for known in by_task)]
+    return {seed: statistics.fmean(known[seed] for known in by_task) for seed in seeds}
 
 
 def _compared(runs: BySeed, baseline: BySeed, averaged: Sequence[str]) -> dict[str, Any]:

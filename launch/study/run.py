@@ -10,12 +10,15 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from launch.child import STOPPED, polyad
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+from launch.study.choice import Results, choose, grids, validation_score
 from launch.study.data import model_of, prepared
 from launch.study.folder import (
     RESULTS,
@@ -27,7 +30,7 @@ from launch.study.folder import (
     write_record,
 )
 from launch.study.measures import all_measures, forget, read_measures
-from launch.study.results import summarize
+from launch.study.results import over_tasks, summarize
 from launch.study.tables import (
     finished_line,
     measure_line,
@@ -36,16 +39,16 @@ from launch.study.tables import (
     progress_line,
     trained_line,
 )
+from model.settings import ModelSettings
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.verification import newest_that_opens
 from train.config.describe import describe
 from train.config.plan import plan_run
 from train.config.rules import validate
 from train.errors import RunError, stopped
-from train.study.study import Run, Study, load_study
-
-Results = dict[tuple[str, int], dict[str, Any]]
-"""Of finished runs, by variant and seed."""
+from train.loop.best import is_over
+from train.state import TrainState
+from train.study.study import Run, Study, load_studies
 
 
 def describe_study(file: Path) -> dict[str, Any]:
@@ -55,14 +58,17 @@ def describe_study(file: Path) -> dict[str, Any]:
         file: the study.
 
     Returns:
-        JSON values: the variants' sizes and the state of every run.
+        JSON values: the variants' sizes and the state of every run; of a study with tasks those of
+        each under its name.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    study = load_study(file)
-    check_folder(study)
-    return _plan(study)
+    studies = load_studies(file)
+    for study in studies.values():
+        check_folder(study)
+    plans = {name: _plan(study, _finished(study)) for name, study in studies.items()}
+    return plans.get("") or {"study": str(file), "tasks": plans}
 
 
 def study(file: Path) -> dict[str, Any]:
@@ -72,44 +78,85 @@ def study(file: Path) -> dict[str, Any]:
         file: the study.
 
     Returns:
-        The comparison, as `summarize` makes it.
+        The comparison, as `summarize` makes it, of tasks as `over_tasks`.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong. Nothing was started.
         RunError: a run failed; those that are finished stay.
         Stopped: or KeyboardInterrupt, as a signal asked; the run that was going on has ended.
     """
-    study = load_study(file)
-    check_folder(study)
-    with locked(study):
-        fingerprint = prepared(study)
-        check_data(study, fingerprint)
-        plan = _plan(study)
-        results = {
-            (run.variant.name, run.seed): result
-            for run in study.runs
-            if (result := read_result(run)) is not None
-        }
-        for run in study.runs:
-            if _key(run) not in results:
-                plan_run(Path(study.config.base), run.overrides, 1)
-        _say("\n".join([plan_table(plan), *nothing_left(study, results)]))
-        write_record(study, fingerprint)
-        for number, run in enumerate(study.runs, start=1):
-            if _key(run) in results:
-                continue
-            _say("\n== " + progress_line(run, number, len(plan["runs"]), _left(study, results)))
-            results[_key(run)] = _finish(run)
-            beside = results.get((study.config.baseline, run.seed))
-            _say(finished_line(run, results[_key(run)], beside))
-            _write_results(study, plan, results)
-        _measure(study, plan, results)
-        return _write_results(study, plan, results)
+    studies = load_studies(file)
+    for study in studies.values():
+        check_folder(study)
+    with ExitStack() as locks:
+        for study in studies.values():
+            locks.enter_context(locked(study))
+        fingerprints = {name: prepared(study) for name, study in studies.items()}
+        plans = {}
+        for name, study in studies.items():
+            check_data(study, fingerprints[name])
+            plans[name] = _check_runs(study)
+        found: dict[str, dict[str, Any]] = {}
+        for name, study in studies.items():
+            if name:
+                _say(f"\n=== task {name}, {len(found) + 1} of {len(studies)}")
+            write_record(study, fingerprints[name])
+            found[name] = result = _train_and_compare(study, plans[name])
+            if name:
+                result = over_tasks(found, [*studies])
+                write_json(Path(study.config.folder) / RESULTS, result)
+        return result
+
+
+def _finished(study: Study) -> Results:
+    """The results that are there, of all points of the grid."""
+    every = (
+        Run(variant=variant, seed=seed, study=study)
+        for seed in study.config.seeds
+        for variant in study.variants.values()
+    )
+    return {_key(run): result for run in every if (result := read_result(run)) is not None}
+
+
+def _check_runs(study: Study) -> dict[str, Any]:
+    """Plans the study, and every run that is not finished, as far as it is known."""
+    results = _finished(study)
+    plan = _plan(study, results)
+    for run in _unfinished(study, results):
+        plan_run(Path(study.config.base), run.overrides, 1)
+    return plan
+
+
+def _train_and_compare(study: Study, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs what is left of one task."""
+    results = _finished(study)
+    _say("\n".join([plan_table(plan), *nothing_left(study, results)]))
+    while left := _unfinished(study, results):
+        run = left[0]
+        _say("\n== " + progress_line(run, len(results) + 1, study.num_runs, _left(study, results)))
+        results[_key(run)] = _finish(run)
+        _say(finished_line(run, results[_key(run)], _beside(study, run, results)))
+        _write_results(study, plan, results)
+    _measure(study, plan, results)
+    return _write_results(study, plan, results)
+
+
+def _unfinished(study: Study, results: Results) -> list[Run]:
+    """The runs that are known and not finished."""
+    runs = study.runs(choose(study, results))
+    return [run for run in runs if _key(run) not in results]
+
+
+def _beside(study: Study, run: Run, results: Results) -> Mapping[str, Any] | None:
+    """The baseline's result with the same seed, at the point that is compared."""
+    chosen = choose(study, results).get(study.config.baseline)
+    return None if chosen is None else results.get((chosen.name, run.seed))
 
 
 def _measure(study: Study, plan: Mapping[str, Any], results: Results) -> None:
     """Takes the measures of finished runs that are not there yet."""
-    missing = [measure for measure in all_measures(study) if measure.read() is None]
+    wanted = all_measures(study, choose(study, results))
+    missing = [measure for measure in wanted if measure.read() is None]
     took: dict[str, list[float]] = {}
     for number, measure in enumerate(missing, start=1):
         left = _seconds_left(took, [m.kind for m in missing[number - 1 :]])
@@ -122,16 +169,17 @@ def _measure(study: Study, plan: Mapping[str, Any], results: Results) -> None:
         _write_results(study, plan, results)
 
 
-def _plan(study: Study) -> dict[str, Any]:
-    variants, unit = {}, study.task.unit.name
+def _plan(study: Study, results: Results) -> dict[str, Any]:
+    unit, chosen = study.task.unit.name, choose(study, results)
+    variants, models = {}, _models(study)
     for name, variant in study.variants.items():
-        config = variant.config.model_copy(update={"model": model_of(study, variant)})
+        config = variant.config.model_copy(update={"model": models[name]})
         described = describe(config, validate(config, 1))
         variants[name] = {
             key: described["model"][key]
             for key in ("parameters", "active_parameters", f"flops_per_{unit}")
         } | {"training": described["training"]}
-    measures = all_measures(study)
+    measures = all_measures(study, chosen)
     return {
         "study": str(study.file),
         "folder": str(study.folder),
@@ -139,7 +187,10 @@ def _plan(study: Study) -> dict[str, Any]:
         "unit": unit,
         "scores": [score._asdict() for score in study.task.scores],
         "seeds": study.config.seeds,
+        "swept_seeds": study.swept_seeds,
+        "groups": {name: [v.name for v in points] for name, points in study.groups.items()},
         "variants": variants,
+        "num_runs": study.num_runs,
         "runs": [
             {
                 "variant": run.variant.name,
@@ -147,13 +198,25 @@ def _plan(study: Study) -> dict[str, Any]:
                 "finished": run.result_file.exists(),
                 "step": _step(run),
             }
-            for run in study.runs
+            for run in study.runs(chosen)
         ],
         "measures": {
             "wanted": len(measures),
             "taken": sum(measure.read() is not None for measure in measures),
         },
     }
+
+
+def _models(study: Study) -> dict[str, ModelSettings]:
+    """The model of each variant, with what the data decides; once for all that open the same."""
+    opened: dict[str, ModelSettings] = {}
+    found = {}
+    for name, variant in study.variants.items():
+        key = repr(variant.config.for_task())
+        if key not in opened:
+            opened[key] = model_of(study, variant)
+        found[name] = opened[key]
+    return found
 
 
 def _step(run: Run) -> int:
@@ -165,9 +228,13 @@ def _step(run: Run) -> int:
 def _is_trained(run: Run) -> bool:
     """Whether all steps are done, and the validation after the last one was not cut short."""
     newest = newest_that_opens(run.folder / "checkpoints")
-    if newest is None or newest.training_step < run.variant.config.train.steps:
+    config = run.variant.config
+    if newest is None or newest.state.unfinished is not None:
         return False
-    return newest.state.unfinished is None
+    is_done = newest.training_step >= config.train.steps
+    return is_done or is_over(
+        TrainState.from_json(newest.state.model_dump()), config.evaluation.patience
+    )
 
 
 def _finish(run: Run) -> dict[str, Any]:
@@ -178,8 +245,8 @@ def _finish(run: Run) -> dict[str, Any]:
     else:
         _polyad(run, "train", run.study.config.base, *run.overrides)
     scores = run.result_file.with_suffix(".evaluation")
-    split = ("--split", run.study.config.split)
-    _polyad(run, "evaluate", str(run.folder), *split, "--json", str(scores))
+    which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
+    _polyad(run, "evaluate", str(run.folder), *which, "--json", str(scores))
     evaluation = json.loads(scores.read_text(encoding="utf-8"))
     scores_of, unit = run.study.task.scores, run.study.task.unit.name
     if evaluation[scores_of[0].name] is None:
@@ -188,8 +255,10 @@ def _finish(run: Run) -> dict[str, Any]:
         )
     records = read_records(run.folder)
     result = {
-        "variant": run.variant.name,
+        "variant": run.variant.group,
+        "point": run.variant.point,
         "seed": run.seed,
+        "validation": validation_score(run.study, records),
         **{score.name: evaluation[score.name] for score in scores_of},
         f"{unit}s_scored": evaluation[f"{unit}s_scored"],
         "step": evaluation["step"],
@@ -224,13 +293,16 @@ def _polyad(run: Run, *arguments: str) -> None:
         )
 
 
-def _left(study: Study, results: Mapping[tuple[str, int], Mapping[str, Any]]) -> float:
+def _left(study: Study, results: Results) -> float:
     """Seconds until the study is done, by the runs that are; NaN before the first one."""
     took: dict[str, list[float]] = {}
     for (name, _), result in results.items():
         if result["seconds"] is not None:
-            took.setdefault(name, []).append(result["seconds"])
-    return _seconds_left(took, [r.variant.name for r in study.runs if _key(r) not in results])
+            took.setdefault(study.variants[name].group, []).append(result["seconds"])
+    runs = {name: len(study.swept_seeds) * len(points) for name, points in study.groups.items()}
+    rest = len(study.config.seeds) - len(study.swept_seeds)
+    done = Counter(study.variants[name].group for name, _ in results)
+    return _seconds_left(took, [n for n in runs for _ in range(runs[n] + rest - done[n])])
 
 
 def _seconds_left(took: Mapping[str, Sequence[float]], names: Sequence[str]) -> float:
@@ -243,8 +315,11 @@ def _seconds_left(took: Mapping[str, Sequence[float]], names: Sequence[str]) -> 
 
 
 def _write_results(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    done = [run for run in study.runs if _key(run) in results]
-    found = summarize(plan, [results[_key(run)] | read_measures(run) for run in done])
+    chosen = choose(study, results)
+    done = [run for run in study.runs(chosen) if _key(run) in results]
+    runs = [results[_key(run)] | read_measures(run) for run in done]
+    found = summarize(plan, runs, {group: variant.point for group, variant in chosen.items()})
+    found["grids"] = grids(study, results)
     found["split"] = study.config.split
     found["attack"] = study.config.attack and study.config.attack.model_dump()
     write_json(study.folder / RESULTS, found)

@@ -12,22 +12,35 @@ from train.study.study import Run, Study
 Row = tuple[str, ...]
 
 
+def plans_table(plan: Mapping[str, Any]) -> str:
+    """What `describe_study` found: one plan, or those of all tasks.
+
+    Args:
+        plan: of the study.
+    """
+    if "tasks" not in plan:
+        return plan_table(plan)
+    return "\n\n".join(f"task {name}\n{plan_table(each)}" for name, each in plan["tasks"].items())
+
+
 def plan_table(plan: Mapping[str, Any]) -> str:
     """The variants and what is to be done.
 
     Args:
         plan: of the study.
     """
-    variants = plan["variants"]
-    base, unit = variants[plan["baseline"]], plan["unit"]
-    rows: list[Row] = [
-        ("variant", "parameters", f"of one {unit}", "beside", f"FLOPs/{unit}", "beside")
-    ]
+    groups, unit = plan["groups"], plan["unit"]
+    variants = {name: plan["variants"][points[0]] for name, points in groups.items()}
+    base = variants[plan["baseline"]]
+    has_grid = any(len(points) > 1 for points in groups.values())
+    head = ("parameters", f"of one {unit}", "beside", f"FLOPs/{unit}", "beside")
+    rows: list[Row] = [("variant", *(("points",) if has_grid else ()), *head)]
     for name, variant in variants.items():
         size, flops = variant["parameters"], variant[f"flops_per_{unit}"]
         rows.append(
             (
                 name,
+                *((f"{len(groups[name])}",) if has_grid else ()),
                 f"{size:,}",
                 f"{variant['active_parameters']:,}",
                 _share(size, base["parameters"]),
@@ -41,12 +54,15 @@ def plan_table(plan: Mapping[str, Any]) -> str:
     training, measures = base["training"], plan["measures"]
     wanted, taken = measures["wanted"], measures["taken"]
     also = f"{wanted} measures of them: {taken} taken, {wanted - taken} to take\n" if wanted else ""
+    swept = ", ".join(str(seed) for seed in plan["swept_seeds"])
+    swept = f", all points with {swept}" if has_grid else ""
+    count = plan["num_runs"]
     return (
         f"{align(rows)}\n"
-        f"{len(runs)} runs ({len(variants)} variants, seeds "
-        f"{', '.join(str(seed) for seed in plan['seeds'])}) of {training['steps']:,} steps of "
-        f"{training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
-        f"{len(runs) - finished - begun} to begin\n{also}"
+        f"{count} runs ({len(variants)} variants, seeds "
+        f"{', '.join(str(seed) for seed in plan['seeds'])}{swept}) of {training['steps']:,} steps "
+        f"of {training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
+        f"{count - finished - begun} to begin\n{also}"
         f"beside: {plan['baseline']}; in {plan['folder']}"
     )
 
@@ -65,7 +81,7 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
     lines = []
     for name, variant in study.variants.items():
         seeds = [f"{seed}" for seed in study.config.seeds if (name, seed) in finished]
-        if seeds:
+        if seeds and not variant.point:
             each = study.folder / "runs" / name / "seed-N"
             lines.append(
                 f"{name}: nothing is left to do of seed{'s' * (len(seeds) > 1)} "
@@ -98,7 +114,7 @@ def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, An
     """What a run came to, beside the baseline's of the same seed where that is finished."""
     name, beside = run.study.config.baseline, ""
     first, *others = run.study.task.scores[:2]
-    if baseline is not None and run.variant.name != name:
+    if baseline is not None and run.variant.group != name:
         difference = result[first.name] - baseline[first.name]
         beside = f" ({difference:+.{first.digits}f} beside {name})"
     more = "".join(f", {score.title} {result[score.name]:.2f}" for score in others)
@@ -113,13 +129,16 @@ def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
     """The comparison.
 
     Args:
-        result: what `summarize` made.
+        result: what `summarize` made, or `over_tasks`.
         markdown: for a page instead of a terminal.
     """
+    if "tasks" in result:
+        return tasks_table(result, markdown=markdown)
     table = _markdown if markdown else align
     variants, score = result["variants"], result["scores"][0]["name"]
     found = [
         _score_rows(variants, result["scores"]),
+        _grid_rows(result),
         _attacked_rows(variants, result["scores"]),
         _cost_rows(variants, result["unit"]),
         _routing_rows(variants, score),
@@ -128,6 +147,55 @@ def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
         _honest_rows(variants),
     ]
     return "\n\n".join([*(table(rows) for rows in found if len(rows) > 1), _notes(result)])
+
+
+def tasks_table(result: dict[str, Any], *, markdown: bool = False) -> str:
+    """The comparison over tasks: each variant's score on each, their mean, and its difference.
+
+    Args:
+        result: what `over_tasks` made.
+        markdown: for a page instead of a terminal.
+    """
+    table = _markdown if markdown else align
+    tasks, first = result["tasks"], result["scores"][0]
+    name, digits = first["name"], first["digits"]
+    rows: list[Row] = [
+        ("variant", *tasks, "mean", "difference", "95% interval", "pairs"),
+    ]
+    for variant in next(iter(tasks.values()))["variants"]:
+        of_tasks = [found["variants"].get(variant) for found in tasks.values()]
+        cells = [_pm(found[name], digits) if found else "" for found in of_tasks]
+        over = result["variants"].get(variant)
+        mean = _pm(over["mean"], digits) if over else ""
+        beside = _difference_cells(over["difference"] if over else None, digits)
+        rows.append((variant, *cells, mean, *beside))
+    parts = [table(rows)]
+    for task, found in tasks.items():
+        if len(differences := _score_rows(found["variants"], found["scores"])) > 1:
+            parts.append(f"{task}\n{table(differences)}")
+        if len(grids := _grid_rows(found)) > 1:
+            parts.append(table(grids))
+    baseline = result["baseline"]
+    return "\n\n".join(parts) + (
+        f"\n\nmean ± standard deviation over seeds, of the {first['title']} on the "
+        f"{next(iter(tasks.values()))['split']} split of each task\ndifference: the mean over "
+        f"tasks less {baseline}'s of the same seed; interval: of its mean, by the t distribution "
+        f"over pairs; * leaves 0 out"
+    )
+
+
+def _grid_rows(result: Mapping[str, Any]) -> list[Row]:
+    """The points of grids, with the validation that the best was chosen by."""
+    rows: list[Row] = [("grid", "best", "validation of each point")]
+    for name, points in result["grids"].items():
+        if name in result["variants"]:
+            digits = result["scores"][0]["digits"]
+            said = ", ".join(
+                f"{point}: {'none' if score is None else f'{score:.{digits}f}'}"
+                for point, score in points.items()
+            )
+            rows.append((name, result["variants"][name]["point"], said))
+    return rows
 
 
 def _score_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -270,7 +338,11 @@ def _notes(result: Mapping[str, Any]) -> str:
     seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
     score, units = result["scores"][0], f"{result['unit']}s"
     in_unit = f" in {score['unit']}" if score["unit"] else ""
-    notes = [
+    notes = []
+    if result["grids"]:
+        swept = ", ".join(str(seed) for seed in result["swept_seeds"])
+        notes.append(f"grid: chosen by the mean on the validation split, seeds {swept}")
+    notes += [
         f"mean ± standard deviation over {seeds} seeds; {score['title']}{in_unit} on the "
         f"{result[f'{units}_scored']:,} {units} of the {result['split']} split",
         f"difference: {score['title']} less {name}'s of the same seed, which saw the same batches; "

@@ -75,7 +75,9 @@ def settle(tree: Any, annotation: Any) -> Any:
     if isinstance(tree, Written):
         return tree.text if _is_text(annotation) else tree.value
     if isinstance(tree, list):
-        return [settle(value, annotation) for value in tree]  # the classes are found within a list
+        # The classes of a configuration are found within a list.
+        inner = Any if get_args(annotation) == (Any,) else annotation
+        return [settle(value, inner) for value in tree]
     if not isinstance(tree, dict):
         return tree
     if get_origin(annotation) is dict:

@@ -6,7 +6,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from data.errors import MAX_NAME_BYTES, check_path
 from model.config import Config
@@ -82,27 +82,54 @@ class StudyConfig(Config):
     --specialization` does."""
     common: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys that every run has other than the base."""
+    tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """By name, the dotted keys that make the task, `data.path` and the like: every variant is
+    trained on each, and compared on each and on their mean. Without any there is one."""
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    """Dotted keys with the values that are tried: every variant is trained with each combination,
+    and is compared with the one that is best on the validation split."""
+    grids: dict[str, dict[str, list[Any]]] = Field(default_factory=dict)
+    """By the name of a variant, more such keys that it alone has."""
+    grid_seeds: Annotated[int, Field(ge=1)] | None = None
+    """The first seeds, with which all combinations are trained; the others train the best one
+    alone. null: all seeds."""
     variants: dict[str, dict[str, Any]]
     """By name, the dotted keys that make the variant; in the order of the tables."""
 
-    @field_validator("variants")
+    @field_validator("variants", "tasks")
     @classmethod
-    def _names_can_be_folders(cls, variants: dict[str, Any]) -> dict[str, Any]:
-        for name in variants:
+    def _names_can_be_folders(cls, named: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        for name in named:
             if not re.fullmatch(NAME, name) or len(name.encode()) > MAX_NAME_BYTES:
                 raise ValueError(
-                    f"variants: {shown(name)} is not allowed: letters, digits and any of _ . + - "
-                    f"are, a letter or digit first, at most {MAX_NAME_BYTES} bytes"
+                    f"{info.field_name}: {shown(name)} is not allowed: letters, digits and any of "
+                    f"_ . + - are, a letter or digit first, at most {MAX_NAME_BYTES} bytes"
                 )
-        return variants
+        return named
 
-    @field_validator("variants", mode="before")
+    @field_validator("variants", "tasks", mode="before")
     @classmethod
-    def _nothing_is_no_keys(cls, variants: Any) -> Any:
+    def _nothing_is_no_keys(cls, named: Any) -> Any:
         """`dense:` without a value is a variant without keys of its own."""
-        if not isinstance(variants, dict):
-            return variants
-        return {str(name): keys if keys is not None else {} for name, keys in variants.items()}
+        if not isinstance(named, dict):
+            return named
+        return {str(name): keys if keys is not None else {} for name, keys in named.items()}
+
+    @model_validator(mode="after")
+    def _grids_belong_to_variants(self) -> "StudyConfig":
+        for name in self.grids:
+            if name not in self.variants:
+                raise ValueError(f"grids: {shown(name)} is no variant: {', '.join(self.variants)}")
+        grids = {"grid": self.grid} | {f"grids.{name}": each for name, each in self.grids.items()}
+        for where, grid in grids.items():
+            for key, values in grid.items():
+                if not values:
+                    raise ValueError(f"{where}.{key}: [] is not allowed: at least one value is")
+        if self.grid_seeds is not None and not 1 <= self.grid_seeds <= len(self.seeds):
+            raise ValueError(
+                f"grid_seeds: {self.grid_seeds} is not allowed with {len(self.seeds)} seeds"
+            )
+        return self
 
     @field_validator("seeds")
     @classmethod

@@ -1,7 +1,8 @@
 """A study, read and checked: its variants and its runs. `polyad study`.
 
-A run of the study is the base file with `common`, the variant's own keys, a seed, a folder and the
-study's data. Runs of one seed are a pair, so variants may differ in everything but the batches.
+A run of the study is the base file with `common`, the keys of a task, the variant's own, those of a
+point of the grid, a seed, a folder and the study's data. Runs of one seed are a pair, so variants
+may differ in everything but the batches.
 """
 
 import json
@@ -15,7 +16,6 @@ from pydantic import ValidationError
 
 from data.config import DataConfig
 from data.images.config import ImageDataConfig
-from model.config_yaml import Written
 from model.smoe.config import SparseMoEConfig
 from train.config.environment import check_compiler
 from train.config.faults import describe
@@ -24,11 +24,13 @@ from train.config.run import RunConfig, config_of, read_tree
 from train.config.text import DOTTED_KEY, apply_override, flatten, settle
 from train.errors import ConfigError, shown
 from train.study.config import StudyConfig, StudyData
+from train.study.grid import Point, as_written, points
 from train.tasks.registry import TASKS, task_class
 from train.tasks.task import Task
 
 SET_BY_THE_STUDY = ("seed", "run", "data")
-"""Sections that no variant may set: the seed, the folder and the data of a run."""
+"""Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
+data."""
 SAME_IN_EVERY_VARIANT = (
     # Keys that decide the batches, or the scored tokens and their context.
     "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
@@ -38,16 +40,31 @@ WITHOUT_EFFECT = (
     "seed", "run", "data", "log", "checkpoint.every", "evaluation.every",
     "evaluation.max_windows", "evaluation.batch_size", "parallel.timeout_minutes",
 )  # fmt: skip
+OF_THE_BEST = ("evaluation.every", "evaluation.max_windows")
+"""Those of them that decide which checkpoint is the best, or when a run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A variant of the run, checked as far as possible without the data."""
 
-    name: str
+    group: str
+    """Its name in the study's file."""
+    point: str
+    """The name of its point of the grid; empty if it has none."""
     overrides: tuple[str, ...]
     """`key=value` over the base, those of `common` among them."""
     config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """The name that it has alone, and the path of its runs."""
+        return f"{self.group}/{self.point}" if self.point else self.group
+
+    @property
+    def scores_best(self) -> bool:
+        """Whether its runs keep the best checkpoint, which then is the one that is scored."""
+        return self.config.checkpoint.keep_best
 
     @property
     def leaks(self) -> bool:
@@ -94,17 +111,28 @@ class Study:
 
     file: Path
     config: StudyConfig
+    task_name: str
+    """Which of the file's tasks; empty if it has none."""
     variants: dict[str, Variant]
+    """By `Variant.name`: each point of the grid by itself."""
 
     @property
     def folder(self) -> Path:
-        """The study's."""
-        return Path(self.config.folder)
+        """The study's, or that of its task in there."""
+        return _folder(self.config, self.task_name)
+
+    @property
+    def groups(self) -> dict[str, list[Variant]]:
+        """The points of the grid of each variant that the file names."""
+        found: dict[str, list[Variant]] = {}
+        for variant in self.variants.values():
+            found.setdefault(variant.group, []).append(variant)
+        return found
 
     @property
     def baseline(self) -> Variant:
-        """The variant that the others are compared with."""
-        return self.variants[self.config.baseline]
+        """The variant that the others are compared with, at the first point of its grid."""
+        return self.groups[self.config.baseline][0]
 
     @property
     def task(self) -> type[Task[Any]]:
@@ -112,16 +140,40 @@ class Study:
         return task_class(self.baseline.config.data.kind)
 
     @property
+    def has_grid(self) -> bool:
+        """Whether any variant has several points."""
+        return any(len(points) > 1 for points in self.groups.values())
+
+    @property
+    def swept_seeds(self) -> list[int]:
+        """The seeds with which the whole grid is trained."""
+        return self.config.seeds[: self.config.grid_seeds]
+
+    @property
     def has_images(self) -> bool:
         """Whether the data of all runs are images."""
         return isinstance(self.baseline.config.data, ImageDataConfig)
 
-    @property
-    def runs(self) -> Iterator["Run"]:
-        """All runs in their order: seed by seed, so that there is soon something to compare."""
+    def runs(self, chosen: Mapping[str, Variant]) -> Iterator["Run"]:
+        """The runs in their order: seed by seed, so that there is soon something to compare.
+
+        Args:
+            chosen: the best point of each variant's grid, of those for which it is known. With the
+                seeds after `swept_seeds` only these are trained.
+        """
         for seed in self.config.seeds:
-            for variant in self.variants.values():
-                yield Run(variant=variant, seed=seed, study=self)
+            for group, variants in self.groups.items():
+                if seed not in self.swept_seeds and len(variants) > 1:
+                    variants = [chosen[group]] if group in chosen else []
+                for variant in variants:
+                    yield Run(variant=variant, seed=seed, study=self)
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs there are in all."""
+        swept = len(self.swept_seeds)
+        rest = len(self.config.seeds) - swept
+        return sum(len(variants) * swept + rest for variants in self.groups.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +186,14 @@ class Run:
 
     def __str__(self) -> str:
         """The name of the run in messages."""
-        return f"{self.variant.name}, seed {self.seed}"
+        task = f"{self.study.task_name}, " if self.study.task_name else ""
+        point = f" at {self.variant.point}" if self.variant.point else ""
+        return f"{task}{self.variant.group}{point}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
         """The run's own, as `run.folder`."""
-        return _run_folder(self.study.config, self.variant.name, self.seed)
+        return _run_folder(self.study.folder, self.variant.name, self.seed)
 
     @property
     def result_file(self) -> Path:
@@ -156,8 +210,12 @@ class Run:
         ]
 
 
-def _run_folder(study: StudyConfig, variant: str, seed: int) -> Path:
-    return Path(study.folder) / "runs" / variant / f"seed-{seed}"
+def _folder(study: StudyConfig, task: str) -> Path:
+    return Path(study.folder, task)
+
+
+def _run_folder(study: Path, variant: str, seed: int) -> Path:
+    return study / "runs" / variant / f"seed-{seed}"
 
 
 def _place(study: StudyConfig, folder: str, kind: str) -> list[str]:
@@ -169,11 +227,14 @@ def _place(study: StudyConfig, folder: str, kind: str) -> list[str]:
     return place
 
 
-def load_study(file: Path) -> Study:
+def load_studies(file: Path) -> dict[str, Study]:
     """Reads a study and checks every variant as far as it can be without data.
 
     Args:
         file: YAML.
+
+    Returns:
+        A study for each of the file's tasks, by its name; one without a name where it has none.
 
     Raises:
         ConfigError: one line names the key, and the variant where it is one's.
@@ -185,19 +246,54 @@ def load_study(file: Path) -> Study:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
     with _named(f"{file}: base"):
         base_tree = read_tree(Path(config.base))
-        kind = _kind(base_tree)
-        place = _place(config, config.folder, kind)
+    if not config.tasks:
+        return {"": _load(file, config, base_tree, "", ())}
+    if config.data is not None:
+        raise ConfigError(f"{file}: data: is not allowed beside tasks, which name the data")
+    studies = {}
+    for name, keys in config.tasks.items():
+        where = f"{file}: tasks.{name}"
+        overrides = tuple(_overrides(keys, where, allowed=("data",)))
+        studies[name] = _load(file, config, base_tree, name, overrides)
+    return studies
+
+
+def load_study(file: Path) -> Study:
+    """Reads a study without tasks, or with one; see `load_studies`."""
+    (study,) = load_studies(file).values()
+    return study
+
+
+def _load(
+    file: Path, config: StudyConfig, base_tree: dict[str, Any], task: str, of_task: tuple[str, ...]
+) -> Study:
+    """One task of a study."""
+    folder = _folder(config, task)
+    place = _place(config, str(folder), _kind(base_tree))
+    with _named(f"{file}: base"):
         config_of(base_tree, place, origin=config.base)
-    _check_source(config.data, kind, file)
     common = _overrides(config.common, f"{file}: common")
     with _named(f"{file}: common"):
         config_of(base_tree, [*common, *place], origin=config.base)
+    if task:
+        with _named(f"{file}: tasks.{task}"):
+            kind = config_of(base_tree, [*common, *of_task, *place], origin=config.base).data.kind
+    else:
+        kind = _kind(base_tree)
+    _check_source(config.data, kind, file)
     variants = {}
     for name, own in config.variants.items():
         where = f"{file}: variants.{name}"
-        overrides = (*common, *_overrides(own, where))
-        variants[name] = _variant(name, base_tree, overrides, config, where)
-    _check_pairs(variants, config.baseline, file)
+        overrides = (*common, *of_task, *_overrides(own, where))
+        for point in _points(config, name, file):
+            there = where + (f" at {point.name}" if point.name else "")
+            values = tuple(f"{key}={as_written(value)}" for key, value in point.keys.items())
+            variant = _variant(
+                (name, point.name), base_tree, (*overrides, *values), (config, folder), there
+            )
+            variants[variant.name] = variant
+    study = Study(file=file, config=config, task_name=task, variants=variants)
+    _check_pairs(variants, study.baseline.name, file)
     _check_leak(config, variants, file)
     if config.attack is not None and task_class(kind).attack is None:
         raise ConfigError(f"{file}: attack: is not allowed with data.kind: {kind}")
@@ -205,7 +301,16 @@ def load_study(file: Path) -> Study:
         raise ConfigError(
             f"{file}: specialization: true is not allowed with data.kind: {kind}; images has it"
         )
-    return Study(file=file, config=config, variants=variants)
+    return study
+
+
+def _points(config: StudyConfig, variant: str, file: Path) -> list[Point]:
+    """The points of a variant's grid, each of which sets what no variant sets."""
+    grid = config.grid | config.grids.get(variant, {})
+    for where, keys in (("grid", config.grid), (f"grids.{variant}", config.grids.get(variant, {}))):
+        _overrides(keys, f"{file}: {where}")
+    with _named(f"{file}: grid"):
+        return points(grid)
 
 
 def _kind(base: Mapping[str, Any]) -> str:
@@ -233,16 +338,24 @@ def _check_source(data: StudyData | None, kind: str, file: Path) -> None:
 
 
 def _variant(
-    name: str, base: dict[str, Any], overrides: tuple[str, ...], study: StudyConfig, where: str
+    name: tuple[str, str],
+    base: dict[str, Any],
+    overrides: tuple[str, ...],
+    place: tuple[StudyConfig, Path],
+    where: str,
 ) -> Variant:
+    """A variant, by its name and that of its point, in a study and the folder of its task."""
+    study, folder = place
     with _named(where):
-        longest = str(_run_folder(study, name, max(study.seeds)))
-        place = _place(study, longest, _kind(base))
-        config = config_of(base, [*overrides, *place], origin=study.base)
+        longest = str(_run_folder(folder, "/".join(filter(None, name)), max(study.seeds)))
+        config = config_of(
+            base, [*overrides, *_place(study, longest, _kind(base))], origin=study.base
+        )
         validate(config, 1)
         check_compiler(config)
         config.model.filled()
-    return Variant(name=name, overrides=overrides, config=config)
+    group, point = name
+    return Variant(group=group, point=point, overrides=overrides, config=config)
 
 
 @contextmanager
@@ -254,25 +367,18 @@ def _named(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _overrides(tree: Mapping[str, Any], where: str) -> list[str]:
+def _overrides(tree: Mapping[str, Any], where: str, allowed: Sequence[str] = ()) -> list[str]:
     """Dotted keys as `key=value`; JSON is YAML."""
     for key in tree:
         if not DOTTED_KEY.fullmatch(key):
             raise ConfigError(f"{where}: {shown(key)} is not a key, as train.steps is one")
         section = key.partition(".")[0]
-        if section in SET_BY_THE_STUDY:
+        if section in SET_BY_THE_STUDY and section not in allowed:
             raise ConfigError(
                 f"{where}: {key}: is not allowed, the study sets {section} itself: see seeds, "
-                f"folder and data"
+                f"folder, data and tasks"
             )
-    return [f"{key}={_as_written(value)}" for key, value in tree.items()]
-
-
-def _as_written(value: Any) -> str:
-    """A value as YAML that reads back as the same value, also for a folder called 0012."""
-    if isinstance(value, Written):
-        return value.text
-    return json.dumps(value, default=lambda written: written.value)
+    return [f"{key}={as_written(value)}" for key, value in tree.items()]
 
 
 def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> None:
@@ -291,7 +397,9 @@ def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> 
 
 def _defining_keys(config: RunConfig) -> dict[str, Any]:
     flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
-    return {key: value for key, value in flat.items() if not _below(key, WITHOUT_EFFECT)}
+    judged = config.checkpoint.keep_best or config.evaluation.patience is not None
+    counted = OF_THE_BEST if judged else ()
+    return {k: v for k, v in flat.items() if k in counted or not _below(k, WITHOUT_EFFECT)}
 
 
 def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path) -> None:

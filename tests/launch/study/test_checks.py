@@ -100,6 +100,34 @@ def variants(**own: Any) -> dict[str, Any]:
             {"variants": variants(model__feed_forward=LEAKY | {"allow_leak": False})},
             ["variants.b: ", "causal_graph: false", "allow_leak: true allows it"],
         ),
+        # A grid, and tasks.
+        (
+            {"grid": {"optimizer.learning_rate": []}},
+            ["grid.optimizer.learning_rate: []", "at least"],
+        ),
+        ({"grid": {"seed": [1]}}, ["grid: seed: is not allowed, the study sets seed itself"]),
+        (
+            {"grid": {"optimizer.learning_rat": [1]}},
+            ["variants.dense at ", "optimizer.learning_rat"],
+        ),
+        (
+            {"grid": {"optimizer.learning_rate": [0.01, -1]}},
+            ["variants.dense at learning_rate=-1: ", "optimizer.learning_rate: -1 is not"],
+        ),
+        (
+            {"grid": {"optimizer.learning_rate": [0.01, 0.01]}},
+            ["grid: learning_rate=0.01 is there twice"],
+        ),
+        ({"grids": {"c": {"train.tf32": [True]}}}, ["grids: 'c' is no variant: dense, cp"]),
+        ({"grid": {"train.steps": [4, 5]}}, ["variants.dense/steps=5: train.steps: 5 is not"]),
+        ({"grid_seeds": 2}, ["grid_seeds: 2 is not allowed with 1 seeds"]),
+        ({"tasks": {"a/b": {}}, "data": None}, ["tasks: 'a/b' is not allowed: letters"]),
+        ({"tasks": {"a": {"data.path": "x"}}}, ["data: is not allowed beside tasks"]),
+        ({"tasks": {"a": {"seed": 1}}, "data": None}, ["tasks.a: seed: is not allowed"]),
+        (
+            {"tasks": {"a": {"data.pth": "x"}}, "data": None},
+            ["tasks.a: ", "unknown key data.pth; the nearest is data.path"],
+        ),
         # These would be runs, but not pairs of runs.
         ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),
         (

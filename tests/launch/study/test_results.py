@@ -14,7 +14,7 @@ def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
     """As a finished run leaves it."""
     values = {"perplexity": 2.0, "bits_per_byte": 1.0, "tokens_scored": 50, "training_loss": 1.0}
     return {
-        **{"variant": variant, "seed": seed, "loss": loss, "tokens_per_second": 10.0},
+        **{"variant": variant, "point": "", "seed": seed, "loss": loss, "tokens_per_second": 10.0},
         **{"routing": {}, "seconds": 1.0, **values, **more},
     }
 
@@ -26,6 +26,9 @@ def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
         **{"study": "s.yaml", "folder": "s", "baseline": names[0], "seeds": list(seeds)},
         "unit": "token",
         "scores": [score._asdict() for score in LanguageModelling.scores],
+        "groups": {name: [name] for name in names},
+        "swept_seeds": list(seeds),
+        "num_runs": len(names) * len(seeds),
         "variants": {name: sizes for name in names},
         "runs": [{"variant": name, "seed": seed} for seed in seeds for name in names],
     }
@@ -76,7 +79,7 @@ def test_runs_scored_on_different_tokens_are_not_compared() -> None:
 
 
 def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
-    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test"}
+    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "grids": {}}
     table = result_table(found)
     head, dense, cp, *rest = table.splitlines()
     assert len(head) == len(cp)
@@ -89,7 +92,7 @@ def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
 
 
 def test_markdown_has_as_many_columns_in_every_row() -> None:
-    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test"}
+    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "grids": {}}
     losses = result_table(found, markdown=True).split("\n\n")[0].splitlines()
     assert [line.count("|") for line in losses] == [7, 7, 7, 7]
     assert losses[1] == "|---|---:|---:|---:|---:|---:|"
@@ -131,7 +134,7 @@ MEASURED = [
     ),
 ]
 SUMMARY = summarize(plan("plain", "leaky"), MEASURED) | {
-    **{"split": "validation", "attack": {"rate": 0.1, "seed": 0}},
+    **{"split": "validation", "grids": {}, "attack": {"rate": 0.1, "seed": 0}},
 }
 
 

@@ -1,0 +1,115 @@
+"""Which point of a grid a variant is compared with, and the comparison over tasks; by hand."""
+
+import math
+
+import pytest
+
+from launch.study.choice import Results, choose, grids, validation_score
+from launch.study.results import over_tasks, summarize
+from launch.study.tables import result_table
+from tests.launch.study.conftest import WriteStudy
+from tests.launch.study.test_results import plan, result
+from train.study.study import Study, load_study
+
+RATES = {"optimizer.learning_rate": [0.1, 0.2]}
+
+
+@pytest.fixture
+def study(write_study: WriteStudy) -> Study:
+    """Two variants with two points each, both tried with the first two of three seeds."""
+    return load_study(write_study(seeds=[1, 2, 3], grid=RATES, grid_seeds=2))
+
+
+def results_of(**scores: list[float | None]) -> Results:
+    """Validation losses of dense at 0.1 and 0.2 and of cp, as `cp_1`, by seed from 1."""
+    return {
+        (f"{name[:-2]}/learning_rate=0.{name[-1]}", seed): {"validation": score}
+        for name, found in scores.items()
+        for seed, score in enumerate(found, start=1)
+    }
+
+
+def test_a_grid_is_trained_with_its_seeds_and_the_best_point_with_the_others(study: Study) -> None:
+    names = [f"{v}/learning_rate={rate}" for v in ("dense", "cp") for rate in (0.1, 0.2)]
+    assert list(study.variants) == names
+    assert study.num_runs == 2 * 4 + 2
+    swept = [(run.variant.name, run.seed) for run in study.runs({})]
+    assert swept == [(name, seed) for seed in (1, 2) for name in names]
+    chosen = {"dense": study.variants[names[1]], "cp": study.variants[names[2]]}
+    rest = [(run.variant.name, run.seed) for run in study.runs(chosen)][8:]
+    assert rest == [(names[1], 3), (names[2], 3)]
+    folder = next(iter(study.runs({}))).folder
+    assert folder == study.folder / "runs/dense/learning_rate=0.1/seed-1"
+
+
+def test_the_best_mean_of_the_sweep_is_chosen_of_a_loss_the_lowest(study: Study) -> None:
+    # dense: means 2.5 and 2.4; cp: the sweep is not finished.
+    found = results_of(dense_1=[1.0, 4.0], dense_2=[2.4, 2.4], cp_1=[1.0, 1.0], cp_2=[2.0])
+    assert {group: v.point for group, v in choose(study, found).items()} == {
+        "dense": "learning_rate=0.2"
+    }
+    assert grids(study, found)["dense"] == {"learning_rate=0.1": 2.5, "learning_rate=0.2": 2.4}
+    assert grids(study, found)["cp"]["learning_rate=0.2"] is None
+
+
+def test_a_run_without_a_finite_validation_is_worse_than_any(study: Study) -> None:
+    found = results_of(dense_1=[1.0, None], dense_2=[90.0, 90.0])
+    assert choose(study, found)["dense"].point == "learning_rate=0.2"
+    assert grids(study, found)["dense"]["learning_rate=0.1"] == math.inf
+
+
+def test_the_validation_is_the_last_one_or_the_best_that_was_kept(write_study: WriteStudy) -> None:
+    records = [{"validation_loss": 3.0}, {}, {"validation_loss": 2.0}, {"validation_loss": 2.5}]
+    last = load_study(write_study())
+    best = load_study(write_study(common={"checkpoint.keep_best": True}))
+    assert validation_score(last, records) == 2.5
+    assert validation_score(best, records) == 2.0
+    assert validation_score(best, [{}]) is None
+
+
+def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
+    runs = [
+        *(
+            result("dense", 1, 4.0),
+            result("cp", 1, 3.0, point="k=1"),
+            result("cp", 1, 9.0, point="k=2"),
+        ),
+        *(result("dense", 2, 5.0), result("cp", 2, 4.0, point="k=1")),
+    ]
+    of_study = plan("dense", "cp", seeds=(1, 2))
+    of_study["variants"] |= {f"cp/k={k}": of_study["variants"]["cp"] for k in (1, 2)}
+    found = summarize(of_study, runs, {"dense": "", "cp": "k=1"})
+    assert found["variants"]["cp"]["point"] == "k=1"
+    assert found["variants"]["cp"]["loss"]["mean"] == 3.5
+    assert found["variants"]["cp"]["difference"]["differences"] == [-1.0, -1.0]
+    assert [run["loss"] for run in found["swept"]] == [9.0]
+    table = result_table(found | {"split": "test", "grids": {"cp": {"k=1": 2.0, "k=2": 2.5}}})
+    assert "cp k=1 k=1: 2.0000, k=2: 2.5000" in " ".join(table.split())
+    assert "grid: chosen by the mean on the validation split, seeds 1, 2" in table
+
+
+def test_variants_are_compared_by_their_mean_over_tasks() -> None:
+    tasks = {}
+    for task, losses in {"one": (4.0, 5.0, 3.0, 4.5), "two": (2.0, 2.0, 1.5, 1.0)}.items():
+        dense, cp = losses[:2], losses[2:]
+        runs = [result("dense", s, loss) for s, loss in zip((1, 2), dense, strict=True)]
+        runs += [result("cp", s, loss) for s, loss in zip((1, 2), cp, strict=True)]
+        found = summarize(plan("dense", "cp", seeds=(1, 2)), runs)
+        tasks[task] = found | {"split": "test", "grids": {}}
+    found = over_tasks(tasks, ["one", "two"])
+    # Means over tasks: dense 3 and 3.5, cp 2.25 and 2.75; differences -0.75 and -0.75.
+    assert found["finished"]
+    assert found["variants"]["dense"]["mean"]["values"] == [3.0, 3.5]
+    assert found["variants"]["cp"]["mean"]["mean"] == 2.5
+    assert found["variants"]["cp"]["difference"]["differences"] == [-0.75, -0.75]
+    head, dense_row, cp_row = result_table(found).splitlines()[:3]
+    assert head.split()[:4] == ["variant", "one", "two", "mean"]
+    assert dense_row.split()[:2] == ["dense", "4.5000"]
+    assert "-0.7500 ± 0.0000" in cp_row
+
+
+def test_a_task_that_is_not_finished_leaves_no_mean() -> None:
+    found = summarize(plan("dense", "cp"), [result("dense", 1, 4.0)])
+    over = over_tasks({"one": found | {"split": "test", "grids": {}}}, ["one", "two"])
+    assert (over["finished"], over["variants"]) == (False, {})
+    assert "4.0000" in result_table(over)
