@@ -11,6 +11,7 @@ from launch.cli import run
 from train.config.run import load_config
 from train.config.text import flatten
 from train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
+from train.study.study import load_studies
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -23,6 +24,8 @@ STUDY_NAMES = [path.name for path in STUDIES]
 EXPECTED = {
     "bert/base.yaml": (8, 30522, 109_514_298),  # as Google's, without the second task
     "bert/small.yaml": (1, 8192, 1_677_056),
+    "finetune/bert-base-sst2.yaml": (8, 2, 109_483_778),
+    "finetune/bert-large-sst2.yaml": (8, 2, 335_143_938),
     "finetune/clip-b32-celeba-cp.yaml": (1, 40, 88_034_816),
     "finetune/clip-b32-linear.yaml": (8, 1000, 88_225_768),
     "finetune/clip-b32-mumoe-cp.yaml": (8, 1000, 88_226_289),
@@ -34,6 +37,7 @@ EXPECTED = {
     "finetune/gpt2-124m-sst2.yaml": (8, 2, 124_339_200),
     "finetune/gpt2-small-banking77.yaml": (1, 77, 5_341_952),
     "finetune/gpt2-small-sst2.yaml": (1, 2, 5_322_752),
+    "finetune/smoe-medium-sst2.yaml": (2, 2, 121_305_984),
     "gpt2/10b-mumoe-cp.yaml": (64, 50257, 9_880_178_176),
     "gpt2/10b-smoe-64.yaml": (64, 50257, 10_176_696_320),
     "gpt2/124m-emoe.yaml": (8, 50257, 124_337_664),  # the dense model's
@@ -76,6 +80,12 @@ EXPECTED = {
     "wikitext103/switch-medium.yaml": (8, 267735, 215_548_000),
     "wikitext103/xmoe-medium.yaml": (8, 267735, 215_531_782),
 }
+# Of a study whose data comes from elsewhere: its runs.
+EXPECTED_TASKS = {
+    f"glue-{model}{lora}.yaml": 8 * 3 * (3 + 3 * 6)
+    for model in ("gpt2", "bert-base", "bert-large")
+    for lora in ("", "-lora")
+} | {"smoe-finetune.yaml": 3 * 3 * 4}
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
     "mixer.yaml": (
@@ -126,14 +136,22 @@ EXPECTED_STUDIES = {
 
 def test_every_shipped_config_is_listed_here() -> None:
     assert sorted(EXPECTED) == NAMES
-    assert sorted(EXPECTED_STUDIES) == STUDY_NAMES
+    assert sorted(EXPECTED_STUDIES | EXPECTED_TASKS) == STUDY_NAMES
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=STUDY_NAMES)
+@pytest.mark.parametrize("name", EXPECTED_TASKS)
+def test_a_shipped_study_of_tasks_is_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # its base is relative to that
+    studies = load_studies(ROOT / "configs" / "studies" / name)
+    assert sum(study.num_runs for study in studies.values()) == EXPECTED_TASKS[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED_STUDIES)
 def test_a_shipped_study_is_valid(
-    path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runs, parameters = EXPECTED_STUDIES[path.name]
+    path = ROOT / "configs" / "studies" / name
+    runs, parameters = EXPECTED_STUDIES[name]
     tree = yaml.safe_load(path.read_text())
     assert (ROOT / tree["base"]).is_file()
     # Elsewhere: here the study may have been run.

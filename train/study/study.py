@@ -270,16 +270,11 @@ def _load(
     """One task of a study."""
     folder = _folder(config, task)
     place = _place(config, str(folder), _kind(base_tree))
-    with _named(f"{file}: base"):
-        config_of(base_tree, place, origin=config.base)
+    with _named(f"{file}: tasks.{task}" if task else f"{file}: base"):
+        kind = config_of(base_tree, [*of_task, *place], origin=config.base).data.kind
     common = _overrides(config.common, f"{file}: common")
     with _named(f"{file}: common"):
-        config_of(base_tree, [*common, *place], origin=config.base)
-    if task:
-        with _named(f"{file}: tasks.{task}"):
-            kind = config_of(base_tree, [*common, *of_task, *place], origin=config.base).data.kind
-    else:
-        kind = _kind(base_tree)
+        config_of(base_tree, [*common, *of_task, *place], origin=config.base)
     _check_source(config.data, kind, file)
     variants = {}
     for name, own in config.variants.items():
