@@ -14,14 +14,16 @@ from data.errors import DataError, listed, nearest
 
 
 def _each_once(names: list[str] | None) -> list[str] | None:
-    for number, name in enumerate(names or ()):
-        if name in (names or ())[:number]:
+    if names is None:
+        return None
+    for number, name in enumerate(names):
+        if name in names[:number]:
             raise ValueError(f"{name!r} stands there twice; each domain once is")
-    return names
+    return sorted(names)
 
 
 LeaveOut = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_each_once)]
-"""Names of domains, or None."""
+"""Names of domains, sorted, as their order means nothing; or None."""
 
 
 def check_leave_out(

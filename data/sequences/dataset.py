@@ -157,7 +157,7 @@ class SequenceData:
     @property
     def left_out(self) -> list[str]:
         """Names of the domains that are not trained on."""
-        return sorted(self.settings.leave_out or ())
+        return self.settings.leave_out or []
 
     def domains(self, name: str) -> list[str] | None:
         """The domain of each row of a split; None: rows have no domains."""
