@@ -12,6 +12,21 @@ from data.errors import DataError
 from data.sampler import loader_of
 
 
+class Numbered(Dataset[tuple[Any, int]]):
+    """Samples, each with the number that it was asked for by.
+
+    Args:
+        samples: The samples.
+    """
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self._samples = samples
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        """A sample and its number."""
+        return self._samples[number], number
+
+
 def evaluation_batches(
     samples: Dataset[Any],
     total: int,

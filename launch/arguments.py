@@ -23,6 +23,12 @@ def prepare_arguments(parser: Parser) -> None:
         "default: 0.01 where the data set has no validation split beside a test",
     )
     add(
+        "--domains",
+        action="store_true",
+        help="for --images: SOURCE is a folder, or a .zip of one, with a folder for each domain, "
+        "and in these one for each class; the held-out share is taken from each domain",
+    )
+    add(
         "--source",
         help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
         "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "

@@ -16,12 +16,14 @@ from launch.parser import UsageError
 def prepare(options: Namespace) -> None:
     """`polyad prepare`."""
     given = vars(options)
-    images, held_out = given.pop("images"), given.pop("held_out")
+    images, held_out, domains = (given.pop(name) for name in ("images", "held_out", "domains"))
     if images is not None:
-        _prepare_images(images, held_out, given)
+        _prepare_images(images, held_out, domains, given)
         return
     if held_out is not None:
         raise UsageError(f"--held-out: {held_out} means nothing without --images")
+    if domains:
+        raise UsageError("--domains: means nothing without --images")
     missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
@@ -41,7 +43,9 @@ def prepare(options: Namespace) -> None:
         stdout.write(prepared_table(manifest, options.output, seconds) + "\n")
 
 
-def _prepare_images(source: str, held_out: float | None, given: dict[str, Any]) -> None:
+def _prepare_images(
+    source: str, held_out: float | None, domains: bool, given: dict[str, Any]
+) -> None:
     for name, value in given.items():
         if name not in ("output", "overwrite") and value not in _TEXT_DEFAULTS.get(name, (None,)):
             option = _TEXT_OPTIONS.get(name, name.replace("_", "-"))
@@ -51,7 +55,11 @@ def _prepare_images(source: str, held_out: float | None, given: dict[str, Any]) 
     with only_results_on_stdout() as stdout:
         started = time.monotonic()
         manifest = prepare_images(
-            source, given["output"], held_out=held_out, overwrite=given["overwrite"]
+            source,
+            given["output"],
+            held_out=held_out,
+            domains=domains,
+            overwrite=given["overwrite"],
         )
         rows = list(prepared_rows(manifest, given["output"], time.monotonic() - started))
         width = max(len(name) for name, _ in rows)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from data.config import Config, DataSettings
+from data.domains import LeaveOut
 from data.errors import check_path
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -64,6 +65,10 @@ class ImageDataConfig(DataSettings):
 
     path: str
     """Folder made by `polyad prepare --images`: an index of the images, and their classes."""
+
+    leave_out: LeaveOut = None
+    """Domains that are not trained on: `test` is then all of their images, and train and validation
+    are those of the others; null: none."""
 
     verify: bool = True
     """Whether training also checks in the background that the index and the files that it was made

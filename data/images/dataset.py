@@ -2,18 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from data.domains import check_classes, check_leave_out
 from data.errors import DataError, listed, user_path
 from data.images.decoding import Pixels
 from data.images.manifest import MANIFEST_FILE, ImageManifest
 from data.images.shards import ROW, Reader, Rows
 
+TEST = "test"
 WINDOW = 16
 """Row groups of compressed parquet that are read, and shuffled, together."""
 
@@ -49,6 +51,10 @@ class ImageSplit:
             labels = _attributes(folder, name, len(labels), classes)
         self.labels = labels
         """The class of each image; of images with attributes 0 or 1 of each, [images, K]."""
+        self.domains: npt.NDArray[np.integer] | None = None
+        """The number of each image's domain; None: there are none."""
+        if manifest.domain_names:
+            self.domains = _domains(folder, name, len(labels), len(manifest.domain_names))
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -95,6 +101,56 @@ class ImageSplit:
         )
 
 
+class ChosenImages:
+    """Some images of several splits, one split after the other.
+
+    Args:
+        splits: Of one folder, with domains.
+        left_out: Numbers of domains.
+        inside: Whether the images of these are taken; else those of all others.
+    """
+
+    def __init__(
+        self, splits: Sequence[ImageSplit], left_out: Sequence[int], *, inside: bool
+    ) -> None:
+        self._splits = splits
+        numbers, labels, domains = [], [], []
+        for split in splits:
+            assert split.domains is not None
+            taken = np.flatnonzero(np.isin(split.domains, left_out, invert=not inside))
+            numbers.append(taken)
+            labels.append(split.labels[taken])
+            domains.append(split.domains[taken])
+        self._split_of = np.repeat(np.arange(len(splits)), [len(taken) for taken in numbers])
+        self._number_of = np.concatenate(numbers)
+        self.labels: npt.NDArray[np.integer] = np.concatenate(labels)
+        self.domains: npt.NDArray[np.integer] = np.concatenate(domains)
+
+    @property
+    def identity(self) -> object:
+        """Differs where the places of images do."""
+        return [split.identity for split in self._splits]
+
+    def __len__(self) -> int:
+        """Counts the images."""
+        return len(self._number_of)
+
+    def decode(self, number: int) -> Pixels:
+        """The pixels of an image [H, W, 3]."""
+        return self._split(number).decode(int(self._number_of[number]))
+
+    def name_of(self, number: int) -> str:
+        """An image's file, or its shard and name."""
+        return self._split(number).name_of(int(self._number_of[number]))
+
+    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
+        """All numbers in random order; no source with domains is read by row groups."""
+        return generator.permutation(len(self))
+
+    def _split(self, number: int) -> ImageSplit:
+        return self._splits[int(self._split_of[number])]
+
+
 def _bytes(path: Path) -> npt.NDArray[np.uint8]:
     try:
         return np.memmap(path, np.uint8, "r")
@@ -108,6 +164,14 @@ def _attributes(folder: Path, name: str, images: int, classes: int) -> npt.NDArr
     if values.shape != (images, classes):
         raise DataError(f"{path}: is damaged; prepare the images again")
     return values
+
+
+def _domains(folder: Path, name: str, images: int, domains: int) -> npt.NDArray[np.integer]:
+    path = folder / f"{name}.domains.npy"
+    numbers: npt.NDArray[np.integer] = _mapped(path, np.dtype("<i4"))
+    if len(numbers) != images or not 0 <= numbers.min() <= numbers.max() < domains:
+        raise DataError(f"{path}: is damaged; prepare the images again")
+    return numbers
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], dimensions: int = 1) -> npt.NDArray[Any]:
@@ -128,40 +192,77 @@ class ImageData:
     Args:
         path: The folder.
         manifest: What it holds.
+        leave_out: Domains that are not trained on, and are the test split; empty: none.
     """
 
-    def __init__(self, path: Path, manifest: ImageManifest) -> None:
+    def __init__(self, path: Path, manifest: ImageManifest, leave_out: Sequence[str] = ()) -> None:
         self.path, self.manifest = path, manifest
+        self.left_out = [name for name in manifest.domain_names if name in leave_out]
+        """Names of domains, in the order of the folder."""
 
     @classmethod
-    def open(cls, path: str | Path) -> "ImageData":
+    def open(cls, path: str | Path, leave_out: Sequence[str] | None = None) -> "ImageData":
         """Opens a folder, and checks that what it was made of is there as it was.
 
+        Args:
+            path: The folder.
+            leave_out: See the class; None: no domain.
+
         Raises:
-            DataError: It is not such a folder, or a shard is missing or has another size.
+            DataError: It is not such a folder, a shard is missing or has another size, or these
+                domains cannot be left out.
         """
         folder = user_path(path)
-        data = cls(folder, ImageManifest.read(folder))
+        manifest = ImageManifest.read(folder)
+        place = f"data.path: {folder}"
+        made_by = "images prepared by `polyad prepare --images FOLDER --domains`"
+        check_leave_out(leave_out, manifest.domain_names, place, made_by)
+        data = cls(folder, manifest, leave_out or ())
         for shard, reason in data._changed_shards():
             raise DataError(f"data.path: {folder}: {shard}: {reason}; prepare it again")
+        data._check_classes()
         return data
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the training images and the classes."""
-        return self.manifest.fingerprint
+        """A digest of the training images, the classes, and the domains left out."""
+        known = self.manifest.fingerprint
+        if not self.left_out:
+            return known
+        return hashlib.sha256(json.dumps([known, self.left_out]).encode()).hexdigest()
 
-    def split(self, name: str) -> ImageSplit:
-        """Opens a split.
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits there are."""
+        if self.left_out:
+            return [*(name for name in self.manifest.splits if name != TEST), TEST]
+        return list(self.manifest.splits)
+
+    def split(self, name: str) -> ImageSplit | ChosenImages:
+        """Opens a split: with domains left out, what the others have of it, or all that those have.
 
         Raises:
             DataError: There is none of that name.
         """
-        if name not in self.manifest.splits:
-            raise DataError(
-                f"{self.path}: has no {name} split; it has {listed(self.manifest.splits)}"
-            )
-        return ImageSplit(self.path, name, self.manifest)
+        if name not in self.splits:
+            raise DataError(f"{self.path}: has no {name} split; it has {listed(self.splits)}")
+        if not self.left_out:
+            return ImageSplit(self.path, name, self.manifest)
+        sources = list(self.manifest.splits) if name == TEST else [name]
+        numbers = [self.manifest.domain_names.index(domain) for domain in self.left_out]
+        splits = [ImageSplit(self.path, source, self.manifest) for source in sources]
+        return ChosenImages(splits, numbers, inside=name == TEST)
+
+    def _check_classes(self) -> None:
+        """Checks that the domains left out have no class of their own."""
+        if not self.left_out:
+            return
+        names, test = self.manifest.class_names, self.split(TEST)
+        trained = [names[label] for label in np.unique(self.split("train").labels)]
+        for domain in self.left_out:
+            inside = test.domains == self.manifest.domain_names.index(domain)
+            classes = [names[label] for label in np.unique(test.labels[inside])]
+            check_classes(domain, classes, trained)
 
     def bytes_to_verify(self) -> int:
         """Bytes of the index."""

@@ -20,6 +20,7 @@ class FileSplit:
     def __init__(self, files: Sequence[LabelledFile]) -> None:
         self._files = files
         self.labels: npt.NDArray[np.integer] = np.array([file.label for file in files])
+        self.domains: npt.NDArray[np.integer] | None = None
 
     @property
     def identity(self) -> str:

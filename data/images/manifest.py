@@ -5,6 +5,7 @@ SPLIT.npy           rows (shard, offset, size, label), see `data.images.shards`
 SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
 SPLIT.attributes.npy    0 or 1 of each attribute of each image, where images have attributes
+SPLIT.domains.npy   the number of each image's domain, where images have domains
 """
 
 import hashlib
@@ -30,6 +31,8 @@ class ImageSplitInfo(Config):
     images: Count
     per_class: list[Count]
     """Images of each class, or with each attribute."""
+    per_domain: list[Count] = Field(default_factory=list)
+    """Images of each domain; empty: there are none."""
     grouped: bool = False
     """Whether it is read by whole row groups, and shuffled by them."""
 
@@ -51,6 +54,8 @@ class ImageManifest(Config):
     class_names: list[str]
     has_attributes: bool = False
     """Whether an image has any number of the classes, which are then attributes."""
+    domain_names: list[str] = Field(default_factory=list)
+    """Empty: images have no domains."""
     splits: dict[str, ImageSplitInfo]
     shards: list[Shard]
     held_out: str | None = None

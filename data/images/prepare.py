@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,33 +21,8 @@ from data.images.manifest import (
 from data.images.shards import ROW, Entry, Rows, Shard
 from data.images.sources.found import Found
 from data.images.sources.opening import open_images
+from data.images.splits import Listed, missing_classes, split_images
 from data.progress import Progress, Report
-
-HELD_OUT = 0.01
-"""Share of the training images that are held out where the data set has no validation split that
-is not its test: big_vision's train[99%:]."""
-_SEED = 0
-"""Of the choice of held-out images: the same for everybody."""
-
-
-class Listed(NamedTuple):
-    """The images of a split."""
-
-    rows: Rows
-    names: list[str]
-    attributes: npt.NDArray[np.uint8] | None = None
-    """0 or 1 of each attribute of each image; None: images have one class."""
-
-    def take(self, numbers: npt.NDArray[np.integer]) -> "Listed":
-        """Some of them."""
-        attributes = None if self.attributes is None else self.attributes[numbers]
-        return Listed(self.rows[numbers], [self.names[number] for number in numbers], attributes)
-
-    def per_class(self, classes: int) -> list[int]:
-        """Images of each class, or with each attribute."""
-        if self.attributes is not None:
-            return [int(count) for count in self.attributes.sum(0, dtype=np.int64)]
-        return [int(count) for count in np.bincount(self.rows["label"], minlength=classes)]
 
 
 def prepare_images(
@@ -56,6 +30,7 @@ def prepare_images(
     output: str | Path,
     *,
     held_out: float | None = None,
+    domains: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> ImageManifest:
@@ -68,6 +43,8 @@ def prepare_images(
         output: The folder to make.
         held_out: Share of the training images that become the validation split; None: 0.01 where
             the data set has no validation split of its own beside a test.
+        domains: Whether the source has a folder for each domain, and in these one for each class;
+            images are then held out within each domain.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -81,10 +58,11 @@ def prepare_images(
     if held_out is not None and not 0 < held_out < 1:
         raise DataError(f"--held-out: {held_out} is not allowed: above 0 and below 1")
     output = user_path(output).resolve()
-    request = hashlib.sha256(json.dumps([source, held_out]).encode()).hexdigest()
+    asked = [source, held_out, *(["domains"] if domains else [])]
+    request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
     _check_output(output, request, overwrite)
     progress = Progress(report)
-    found = open_images(source, output)
+    found = open_images(source, output, domains=domains)
     kept = _kept(output, request, found.shards)
     if kept is not None:
         progress.say(f"{output}: was prepared from the same images; it is kept")
@@ -95,7 +73,9 @@ def prepare_images(
         progress.close()
     names = _class_names(source, found, listed)
     listed = _labelled(source, listed, len(names))
-    splits, said = _split(listed, held_out)
+    for domain, missing in missing_classes(listed["train"], names, found.domain_names):
+        progress.say(f"{domain}: has no image of {missing}")
+    splits, said = split_images(listed, held_out, found.domain_names)
     return _written(output, source, request, found, names, splits, said)
 
 
@@ -141,6 +121,7 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
         progress.start(f"index {split}", found.total_bytes)
         rows: list[tuple[int, int, int, int]] = []
         attributes: list[npt.NDArray[np.uint8]] = []
+        domains: list[int] = []
         names: list[str] = []
         done = 0
         for entry in found.splits[split]():
@@ -149,11 +130,14 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
             names.append(entry.name)
             if entry.attributes is not None:
                 attributes.append(entry.attributes)
+            if entry.domain is not None:
+                domains.append(entry.domain)
             done += entry.size
             progress.update(done)
         progress.say(f"index {split}: {len(rows):,} images")
         of_each = np.stack(attributes) if attributes else None
-        listed[split] = Listed(np.array(rows, dtype=ROW), names, of_each)
+        of_domain = np.array(domains, dtype=np.int32) if domains else None
+        listed[split] = Listed(np.array(rows, dtype=ROW), names, of_each, of_domain)
     if not listed.get("train") or not len(listed["train"].rows):
         raise DataError("--images: the source has no training images")
     return listed
@@ -202,36 +186,6 @@ def _labelled(source: str, listed: dict[str, Listed], classes: int) -> dict[str,
     return kept
 
 
-def _split(
-    listed: dict[str, Listed], held_out: float | None
-) -> tuple[dict[str, Listed], str | None]:
-    """The splits of the folder: what is validated with is never the data set's test."""
-    if held_out is None and {"validation", "test"} <= listed.keys():
-        return listed, None
-    share = HELD_OUT if held_out is None else held_out
-    train = listed["train"]
-    count = max(1, round(share * len(train.rows)))
-    if count >= len(train.rows):
-        raise DataError(
-            f"--held-out: {share} of {len(train.rows):,} images leaves none to train on"
-        )
-    order = np.random.Generator(np.random.PCG64(_SEED)).permutation(len(train.rows))
-    said = (
-        f"validation: {count:,} of the {len(train.rows):,} training images, drawn with the seed "
-        f"{_SEED}"
-    )
-    splits = {"train": train.take(np.sort(order[count:])),
-              "validation": train.take(np.sort(order[:count]))}  # fmt: skip
-    if "test" in listed:
-        splits["test"] = listed["test"]
-        if "validation" in listed:
-            said += "; the data set's own validation split is left out"
-    elif "validation" in listed:
-        splits["test"] = listed["validation"]
-        said += "; test: the data set's validation split"
-    return splits, said
-
-
 def _written(
     output: Path,
     source: str,
@@ -254,14 +208,18 @@ def _written(
         ]
         if each.attributes is not None:
             files.append(_save(output / f"{split}.attributes.npy", each.attributes))
+        if each.domains is not None:
+            files.append(_save(output / f"{split}.domains.npy", each.domains))
     manifest = ImageManifest(
         source=source,
         class_names=names,
         has_attributes=found.has_attributes,
+        domain_names=found.domain_names,
         splits={
             split: ImageSplitInfo(
                 images=len(each.rows),
                 per_class=each.per_class(len(names)),
+                per_domain=each.per_domain(len(found.domain_names)),
                 grouped=split in found.grouped or (said is not None and bool(found.grouped)),
             )
             for split, each in splits.items()
@@ -269,19 +227,21 @@ def _written(
         shards=list(found.shards),
         held_out=said,
         request=request,
-        fingerprint=_fingerprint(splits["train"], names),
+        fingerprint=_fingerprint(splits["train"], names, found.domain_names),
         files={path.name: record_of(path) for path in files},
     )
     _replace(output / MANIFEST_FILE, manifest.to_json().encode())
     return manifest
 
 
-def _fingerprint(train: Listed, names: list[str]) -> str:
+def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> str:
     digest = hashlib.sha256(json.dumps(names).encode())
     digest.update(np.ascontiguousarray(train.rows["size"]).tobytes())
     digest.update(np.ascontiguousarray(train.rows["label"]).tobytes())
     if train.attributes is not None:
         digest.update(np.ascontiguousarray(train.attributes).tobytes())
+    if train.domains is not None:
+        digest.update(json.dumps(domain_names).encode() + train.domains.tobytes())
     for name in train.names:
         digest.update(os.fsencode(name) + b"\n")
     return digest.hexdigest()
@@ -325,6 +285,11 @@ def prepared_rows(
     names = manifest.class_names
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     yield "attributes" if manifest.has_attributes else "classes", f"{len(names):,}: {shown}"
+    if manifest.domain_names:
+        counts = np.sum([about.per_domain for about in manifest.splits.values()], axis=0)
+        each_of = zip(manifest.domain_names, counts.tolist(), strict=True)
+        shown = ", ".join(f"{name} {images:,}" for name, images in each_of)
+        yield "domains", f"{len(manifest.domain_names)}: {shown}"
     if manifest.held_out:
         yield "held out", manifest.held_out
     yield "folder", str(output)

@@ -37,6 +37,10 @@ class Images(Protocol):
         """The class of each image, or 0 or 1 of each of its attributes [images, K]."""
 
     @property
+    def domains(self) -> npt.NDArray[np.integer] | None:
+        """The number of each image's domain; None: there are none."""
+
+    @property
     def identity(self) -> object:
         """Differs where orders do."""
 
@@ -162,6 +166,12 @@ class EvaluationImages(Dataset[ImageBatch]):
     def __len__(self) -> int:
         """Counts the images."""
         return len(self._numbers)
+
+    @property
+    def domains(self) -> npt.NDArray[np.integer] | None:
+        """The number of each image's domain; None: there are none."""
+        domains = self._images.domains
+        return None if domains is None else domains[np.asarray(self._numbers)]
 
     def subset(self, numbers: Sequence[int]) -> "EvaluationImages":
         """Some of them, in the order of their numbers here."""

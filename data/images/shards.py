@@ -58,6 +58,8 @@ class Entry(NamedTuple):
     name: str
     attributes: npt.NDArray[np.uint8] | None = None
     """0 or 1 of each attribute; None: the image has one class."""
+    domain: int | None = None
+    """The number of its domain; None: the source has none."""
 
 
 class Reader:

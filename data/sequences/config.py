@@ -5,6 +5,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from data.config import Config, DataSettings
+from data.domains import LeaveOut
 from data.errors import check_path
 from data.sequences.schemas import BENCHMARKS, METRICS_OF, Metric, Schema, TaskKind
 
@@ -23,6 +24,9 @@ class ColumnNames(Config):
 
     choices: list[str] | None = Field(default=None, min_length=1)
     """Of multiple choice: a column for each choice, or one with lists of them; null: none."""
+
+    domain: str | None = None
+    """The name of the row's domain, as a category or a source; null: rows have no domains."""
 
 
 def _known(name: str | None) -> str | None:
@@ -56,8 +60,13 @@ class SequenceDataConfig(DataSettings):
     """The scores, whose mean is the validation score; null: the benchmark's, else accuracy, or
     Pearson's and Spearman's correlation of numbers."""
 
+    leave_out: LeaveOut = None
+    """Domains that are not trained on: `test` is then all of their rows, and train and validation
+    are those of the others; null: none."""
+
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the training rows that is held out where there is no validation split."""
+    """Share of the training rows, or of those of each domain, that is held out where there is no
+    validation split."""
 
     tokenizer: Annotated[str | None, AfterValidator(check_path)] = None
     """A tokenizer file, the folder of one, or its name on the hub; null: that of
@@ -88,6 +97,7 @@ class SequenceDataConfig(DataSettings):
                 pair=self.columns.pair,
                 label=self.columns.label,
                 choices=tuple(self.columns.choices or ()),
+                domain=self.columns.domain,
             )
         return schema
 

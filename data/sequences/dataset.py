@@ -9,6 +9,7 @@ import numpy as np
 
 from data.errors import DataError, listed
 from data.sequences.config import SequenceDataConfig
+from data.sequences.domains import domains_of, held_out_of_each, without_domains
 from data.sequences.encoding import Form, encode_rows, form_of
 from data.sequences.labels import (
     Labels,
@@ -103,7 +104,13 @@ class SequenceData:
             if not len(table):
                 raise DataError(f"{table.place}: has no rows")
         if settings.held_out and "train" in tables and "validation" not in tables:
-            tables["train"], tables["validation"] = held_out(tables["train"], settings.held_out)
+            train, share = tables["train"], settings.held_out
+            tables["train"], tables["validation"] = (
+                held_out_of_each(train, schema.domain, share)
+                if schema.domain
+                else held_out(train, share)
+            )
+        tables = without_domains(tables, schema, settings.leave_out, settings.path)
         return cls(
             settings,
             tables,
@@ -147,6 +154,16 @@ class SequenceData:
         self.check_split(name)
         return len(self._tables[name])
 
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the domains that are not trained on."""
+        return self.settings.leave_out or []
+
+    def domains(self, name: str) -> list[str] | None:
+        """The domain of each row of a split; None: rows have no domains."""
+        column = self.schema.domain
+        return None if column is None else domains_of(self._tables[name], column)
+
     @functools.cache  # noqa: B019  # a run has one
     def encoded(self, name: str) -> Encoded:
         """The rows of a split as token ids, with their labels."""
@@ -158,10 +175,13 @@ class SequenceData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of the token ids and labels of the training rows, and of the classes."""
+        """A digest of the token ids and labels of the training rows, of the classes, and of the
+        domains left out."""
         rows, digest = self.encoded("train"), hashlib.sha256()
         assert rows.labels_N is not None
         digest.update(json.dumps([self.schema.task, self.class_names, rows.choices]).encode())
+        if self.left_out:
+            digest.update(json.dumps(self.left_out).encode())
         for array in (rows.pieces.ids_S, rows.pieces.starts_R1, rows.labels_N):
             digest.update(array.tobytes())
         return digest.hexdigest()

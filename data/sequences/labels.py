@@ -42,8 +42,7 @@ def class_names(table: Table, column: str) -> list[str]:
     Raises:
         DataError: There are no labels, or there is one class only.
     """
-    values = _known(table, column)
-    found = {_named(table, value, row) for row, value in enumerate(values)}
+    found = set(labels_in_words(table, column))
     if table.class_names is not None:
         names = list(table.class_names)
     else:
@@ -55,6 +54,19 @@ def class_names(table: Table, column: str) -> list[str]:
             f"one class there is nothing to learn"
         )
     return names
+
+
+def labels_in_words(table: Table, column: str) -> list[str]:
+    """The name of each row's class.
+
+    Args:
+        table: Of any split.
+        column: Of the labels.
+
+    Raises:
+        DataError: A label is missing.
+    """
+    return [_named(table, value, row) for row, value in enumerate(_known(table, column))]
 
 
 def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:

@@ -34,6 +34,7 @@ class Schema(NamedTuple):
     pair: str | None = None
     label: str = "label"
     choices: tuple[str, ...] = ()
+    domain: str | None = None
     task: TaskKind = "classification"
     metrics: tuple[Metric, ...] = METRICS_OF["classification"]
     source: str | None = None

@@ -64,7 +64,7 @@ def read_tables(path: str, schema: Schema) -> dict[str, Table]:
         DataError: There is no such source, or it cannot be read.
     """
     wanted = [schema.text, schema.label, *schema.choices]
-    wanted += [schema.pair] if schema.pair else []
+    wanted += [name for name in (schema.pair, schema.domain) if name]
     folder = user_path(path)
     if folder.is_file():
         return {_split_of(folder, schema) or "train": _read_files([folder], wanted)}

@@ -33,6 +33,8 @@ EXPECTED = {
     "finetune/dino-s16-linear.yaml": (8, 1000, 22_050_664),
     "finetune/dino-s16-mumoe-cp.yaml": (8, 1000, 22_051_041),
     "finetune/dino-s16-mumoe-tr.yaml": (8, 1000, 22_051_364),
+    "finetune/domainbed-vit-s16-emoe.yaml": (1, 7, 21_668_359),  # the dense model's
+    "finetune/domainbed-vit-s16.yaml": (1, 7, 21_668_359),
     "finetune/gpt2-124m-banking77.yaml": (8, 77, 124_396_800),
     "finetune/gpt2-124m-sst2.yaml": (8, 2, 124_339_200),
     "finetune/gpt2-small-banking77.yaml": (1, 77, 5_341_952),

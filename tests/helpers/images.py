@@ -4,11 +4,11 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -109,6 +109,31 @@ def arrow(root: Path, each: int = 8) -> Path:
         ),
     )
     datasets.DatasetDict({"train": data}).save_to_disk(str(root))
+    return root
+
+
+DOMAINS: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "blurred": lambda image: image.filter(ImageFilter.GaussianBlur(1)),
+    "grey": lambda image: image.convert("L").convert("RGB"),
+    "inverted": ImageOps.invert,
+    "plain": lambda image: image,
+}
+
+
+def domain_tree(root: Path, sizes: Mapping[str, Mapping[str, int]]) -> Path:
+    """A folder for each class below one for each domain, with images of 8 x 8 pixels.
+
+    Args:
+        root: The folder to make.
+        sizes: How many images each class of each domain has.
+    """
+    for domain, classes in sizes.items():
+        for label, count in classes.items():
+            folder = root / domain / label
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                image = DOMAINS[domain](picture(CLASSES.index(label), number, (8, 8)))
+                (folder / f"{number:03}.png").write_bytes(encoded(image, "PNG"))
     return root
 
 

@@ -78,6 +78,7 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         (["prepare", "--source", "x"], ["--output"]),
         (["prepare", "--source", "x", "--output", "y"], ["--tokenizer", "--images"]),
         (["prepare", "--images", "x", "--output", "y", "--streaming"], ["--streaming", "--images"]),
+        (["prepare", "--domains", "--source", "x", "--output", "y"], ["--domains", "--images"]),
         (["launch", "x.yaml"], ["--processes-per-node"]),
         (["launch", "x.yaml", "--processes-per-node", "two"], ["'two'", "at least 1"]),
         (["validate", "x.yaml", "--process", "2"], ["--process", "nearest is --processes"]),

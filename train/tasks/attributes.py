@@ -11,7 +11,8 @@ from torch import Tensor
 
 from data.images.config import AttributeDataConfig
 from parallel import comm
-from train.tasks.images import Counted, ImageClassification
+from train.tasks.counting import Counted
+from train.tasks.images import ImageClassification
 from train.tasks.task import Score
 
 

@@ -1,6 +1,6 @@
 """Image classification: one of the classes of a folder of images.
 
-Shapes: B images of a micro-batch, C channels, H x W pixels, K classes, S bins of confidence.
+Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
 
 import copy
@@ -8,13 +8,13 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from data.evaluation import evaluation_batches
+from data.evaluation import Numbered, evaluation_batches
 from data.images.config import ImageDataConfig
 from data.images.dataset import ImageData
 from data.images.noise import GaussianNoise
@@ -25,6 +25,8 @@ from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import Weights
 from train.errors import ConfigError
+from train.tasks.counting import Counted, CountedClasses, CountedDomains
+from train.tasks.domains import domain_records, domain_rows
 from train.tasks.mixing import mix_images, normalize, soft_targets
 from train.tasks.task import (
     Kept,
@@ -39,23 +41,6 @@ from train.tasks.task import (
 
 CLASSES_FILE = "classes.json"
 """The file of a checkpoint with the names of its classes, in their order."""
-BINS = 15
-"""Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
-
-
-class Counted(Protocol):
-    """Sums over images that all scores follow from."""
-
-    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
-        """Counts images; none may be filling."""
-
-    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
-        """The scores over all processes, with `images_scored`.
-
-        Args:
-            world: This process.
-            names: Of the classes.
-        """
 
 
 class ImageProbe:
@@ -150,13 +135,14 @@ class ImageClassification(Task[ImageBatch]):
                 f"in pairs (data.augmentation.{key}: {getattr(settings.augmentation, key):g}); an "
                 f"even number is allowed, or data.augmentation.{key}: 0"
             )
-        return cls(ImageData.open(settings.path), sections)
+        return cls(ImageData.open(settings.path, settings.leave_out), sections)
 
     @classmethod
     def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "ImageClassification":
         """Opens images to score a checkpoint with."""
-        assert isinstance(sections.data, ImageDataConfig)
-        task = cls(ImageData.open(sections.data.path), sections)
+        settings = sections.data
+        assert isinstance(settings, ImageDataConfig)
+        task = cls(ImageData.open(settings.path, settings.leave_out), sections)
         task.check_weights(checkpoint, "checkpoint")
         return task
 
@@ -172,7 +158,7 @@ class ImageClassification(Task[ImageBatch]):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the training images and of the names of the classes."""
+        """A digest of the training images, the names of the classes, and the domains left out."""
         return self.data.fingerprint
 
     @functools.cached_property
@@ -220,12 +206,12 @@ class ImageClassification(Task[ImageBatch]):
     @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""
-        return "validation" in self.data.manifest.splits
+        return "validation" in self.data.splits
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
-        """Accuracies and loss of the validation split, or of its first images."""
+        """Accuracies and loss of the validation split, or of some of it, and of each domain."""
         found = self.score(
             model,
             "validation",
@@ -234,7 +220,8 @@ class ImageClassification(Task[ImageBatch]):
             report=report,
             most=self._max_images,
         )
-        return {f"validation_{name}": found[name] for name in self.validated}
+        whole = {f"validation_{name}": found[name] for name in self.validated}
+        return whole | domain_records(found["per_domain"], self.validated)
 
     def counting(self, device: torch.device) -> Counted:
         """Sums for the scores of a split.
@@ -267,14 +254,18 @@ class ImageClassification(Task[ImageBatch]):
 
         Returns:
             Also `calibration_error`, the expected calibration error over 15 bins of confidence
-            (Guo et al. 2017), and of each class `accuracy` and `images`.
+            (Guo et al. 2017), of each class `accuracy` and `images`, and of each domain
+            (`per_domain`) `images` and the scores.
         """
         images = self.held_out(split)
         total = len(images) if most is None else min(len(images), most)
-        spread = torch.utils.data.Subset(images, [n * len(images) // total for n in range(total)])
+        chosen = [n * len(images) // total for n in range(total)]
+        spread = Numbered(torch.utils.data.Subset(images, chosen))
         counted = self.counting(world.device)
+        domains_N = None if images.domains is None else images.domains[chosen]
+        of_domains = CountedDomains(domains_N, lambda: self.counting(world.device))
         done = 0
-        for batch, counts_B in evaluation_batches(
+        for (batch, numbers_B), counts_B in evaluation_batches(
             spread,
             total,
             batch_size,
@@ -285,19 +276,30 @@ class ImageClassification(Task[ImageBatch]):
             pixels_BCHW, labels_B = (
                 each.to(world.device) for each in (batch.images_BCHW, batch.labels_B)
             )
-            counts_B = counts_B.to(world.device)
+            numbers_B, counts_B = numbers_B[counts_B], counts_B.to(world.device)
             logits_BK = model(self.inputs(pixels_BCHW)).logits.float()[counts_B]
             labels_B = labels_B[counts_B]
             targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
-            counted.add(logits_BK, labels_B, self._loss(logits_BK, targets_BK))
+            losses_B = self._loss(logits_BK, targets_BK)
+            counted.add(logits_BK, labels_B, losses_B)
+            of_domains.add(logits_BK, labels_B, losses_B, numbers_B)
             done += len(counts_B) * world.data_parallel_size
             if report is not None:
                 report(min(1.0, done / total))
+        manifest = self.data.manifest
         return {
-            **counted.result(world, self.data.manifest.class_names),
+            **counted.result(world, manifest.class_names),
+            "per_domain": {
+                manifest.domain_names[number]: {
+                    "images": each["images_scored"],
+                    **{score.name: each[score.name] for score in self.scores},
+                }
+                for number, each in of_domains.results(world, manifest.class_names)
+            },
+            "left_out": self.data.left_out,
             "images_in_split": len(images),
             "image_size": self.model.image_size,
-            "held_out": self.data.manifest.held_out,
+            "held_out": manifest.held_out,
         }
 
     def units_of(self, split: str) -> int:
@@ -333,8 +335,9 @@ class ImageClassification(Task[ImageBatch]):
 
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Scores, the worst classes, and what was held out of what."""
-        rows = super().score_rows(result)
+        """Scores, those of each domain, the worst classes, and what was held out of what."""
+        titles = {score.name: score.title for score in cls.scores}
+        rows = [*super().score_rows(result), *domain_rows(result, "images", titles)]
         worst = sorted(
             (each["accuracy"], name)
             for name, each in result[cls.each_of[0]].items()
@@ -376,59 +379,6 @@ class ImageClassification(Task[ImageBatch]):
         total = self.units_of(split)
         count = min(total, units)
         return ImageProbe(self, split, [number * total // count for number in range(count)])
-
-
-class CountedClasses:
-    """Sums over images that have one class each.
-
-    Args:
-        classes: K.
-        device: Of the logits.
-    """
-
-    def __init__(self, classes: int, device: torch.device) -> None:
-        self._totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
-        self._bins_S3 = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
-        self._classes_K2 = torch.zeros(classes, 2, dtype=torch.float64, device=device)
-
-    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
-        """Counts images; none may be filling."""
-        highest_B5 = logits_BK.topk(min(5, logits_BK.shape[-1]), dim=-1).indices
-        hits_B5 = highest_B5 == labels_B.unsqueeze(-1)
-        right_B = hits_B5[:, 0].double()
-        ones_B = torch.ones_like(right_B)
-        sums = (losses_B.double(), right_B, hits_B5.any(-1).double(), ones_B)
-        self._totals_4 += torch.stack([each_B.sum() for each_B in sums])
-        confidence_B = logits_BK.softmax(-1).amax(-1).double()
-        bin_B = (confidence_B * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-        self._bins_S3.index_add_(0, bin_B, torch.stack([confidence_B, right_B, ones_B], dim=-1))
-        self._classes_K2.index_add_(0, labels_B, torch.stack([right_B, ones_B], dim=-1))
-
-    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
-        """The scores over all processes.
-
-        Args:
-            world: This process.
-            names: Of the classes.
-        """
-        parts = [self._totals_4, self._bins_S3.flatten(), self._classes_K2.flatten()]
-        summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
-        totals_4, bins, classes = torch.split(summed, [len(part) for part in parts])
-        loss, right, among_five, count = totals_4.tolist()
-        bins_S3 = bins.view(BINS, 3)
-        gap_S = (bins_S3[:, 0] - bins_S3[:, 1]).abs()
-        per_class = {
-            name: {"accuracy": hits / images if images else None, "images": int(images)}
-            for name, (hits, images) in zip(names, classes.view(-1, 2).tolist(), strict=True)
-        }
-        return {
-            "top1": right / count,
-            "top5": among_five / count,
-            "loss": loss / count,
-            "calibration_error": float(gap_S.sum()) / count,
-            "images_scored": int(count),
-            "per_class": per_class,
-        }
 
 
 def with_classes(model: ImageModelSettings, data: ImageData, place: str) -> ImageModelSettings:

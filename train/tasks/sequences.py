@@ -33,6 +33,7 @@ from parallel.weights import Weights, open_weights
 from train.errors import ConfigError
 from train.tasks.benchmark_metrics import METRICS, TITLES
 from train.tasks.cross_entropy import cross_entropy
+from train.tasks.domains import domain_records, domain_rows
 from train.tasks.images import CLASSES_FILE, class_names_of
 from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
 from train.tasks.text import with_vocabulary
@@ -183,12 +184,13 @@ class SequenceTask(Task[SequenceBatch]):
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
-        """The score, the metrics that it is the mean of, and the loss."""
+        """The score, the metrics that it is the mean of, and the loss; of each domain too."""
         found = self.score(
             model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
         )
-        told = dict.fromkeys(("score", "loss", *self.schema.metrics))
-        return {f"validation_{name}": found[name] for name in told}
+        told = list(dict.fromkeys(("score", "loss", *self.schema.metrics)))
+        whole = {f"validation_{name}": found[name] for name in told}
+        return whole | domain_records(found["per_domain"], told)
 
     @torch.no_grad()
     def score(
@@ -213,7 +215,8 @@ class SequenceTask(Task[SequenceBatch]):
 
         Returns:
             Each metric, `score`, their mean, `loss`, and of classes `per_class`: how many samples
-            have it, how many were predicted to, and how many of those are right.
+            have it, how many were predicted to, and how many of those are right; and of domains
+            `per_domain`: their samples and the same scores.
         """
         rows = self.data.held_out(split, most)
         total = len(rows)
@@ -245,14 +248,20 @@ class SequenceTask(Task[SequenceBatch]):
         predictions_N, labels_N, losses_N = comm.sum_over_samples(found_N3, world).cpu().T.numpy()
         if self.schema.task != "regression":
             predictions_N, labels_N = (x.round().astype(int) for x in (predictions_N, labels_N))
-        metrics: dict[str, float] = {
-            name: METRICS[name](labels_N, predictions_N) for name in self.schema.metrics
-        }
+        found_N = (labels_N, predictions_N, losses_N)
+        domains = self.data.domains(split)
+        domains_N = np.array([domains[rows.row_of(n)] for n in range(total)] if domains else [])
         return {
-            "score": float(np.mean(list(metrics.values()))),
-            **metrics,
-            "metrics": list(metrics),
-            "loss": float(losses_N.mean()),
+            **self._scores(*found_N),
+            "metrics": list(self.schema.metrics),
+            "per_domain": {
+                str(domain): {
+                    "sequences": int((domains_N == domain).sum()),
+                    **self._scores(*(each_N[domains_N == domain] for each_N in found_N)),
+                }
+                for domain in np.unique(domains_N)
+            },
+            "left_out": self.data.left_out,
             "sequences_scored": total,
             "sequences_in_split": self.data.size(split),
             "cut_off": self.data.encoded(split).pieces.cut,
@@ -260,6 +269,14 @@ class SequenceTask(Task[SequenceBatch]):
             "task": self.schema.task,
             "per_class": self._per_class(labels_N, predictions_N),
         }
+
+    def _scores(self, labels_N: Any, predictions_N: Any, losses_N: Any) -> dict[str, float]:
+        """The metrics of samples, their mean, and the mean loss."""
+        metrics: dict[str, float] = {
+            name: METRICS[name](labels_N, predictions_N) for name in self.schema.metrics
+        }
+        score = float(np.mean(list(metrics.values())))
+        return {"score": score, **metrics, "loss": float(losses_N.mean())}
 
     def _per_class(self, labels_N: Any, predictions_N: Any) -> dict[str, dict[str, int]]:
         return {
@@ -281,12 +298,14 @@ class SequenceTask(Task[SequenceBatch]):
 
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The metrics, the loss, the worst classes, and what was cut off."""
+        """The metrics, the loss, those of domains, the worst classes, and what was cut off."""
         rows = [(TITLES[name], f"{result[name]:.4f}") for name in result["metrics"]]
         if len(rows) > 1:
             rows.append(("their mean", f"{result['score']:.4f}"))
         unit = "squared error" if result["task"] == "regression" else "nats a sequence"
         rows.append(("loss", f"{result['loss']:.4f} {unit}"))
+        titles = {name: TITLES[name] for name in result["metrics"]} | {"loss": "loss"}
+        rows += domain_rows(result, "sequences", titles)
         found = [
             (each["right"] / each["sequences"], name, each)
             for name, each in result["per_class"].items()

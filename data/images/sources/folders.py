@@ -5,6 +5,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from data.errors import DataError, listed
 from data.images.shards import Entry, Shard
@@ -21,11 +22,11 @@ def open_folder(root: Path) -> Found:
         DataError: There are no folders of classes, or splits have other classes.
     """
     root = root.resolve()
-    below = {entry.name: entry for entry in root.iterdir() if _is_folder(entry)}
-    splits = _splits(below)
+    below = {entry.name: entry for entry in root.iterdir() if is_folder(entry)}
+    splits = split_folders(below)
     places = {split: below[name] for split, name in splits.items()} or {"train": root}
     classes = {
-        split: sorted(entry.name for entry in place.iterdir() if _is_folder(entry))
+        split: sorted(entry.name for entry in place.iterdir() if is_folder(entry))
         for split, place in places.items()
     }
     names = _same_classes(str(root), classes)
@@ -34,9 +35,7 @@ def open_folder(root: Path) -> Found:
 
     def entries(shard: int, place: Path) -> Iterator[Entry]:
         for name in names:
-            with os.scandir(place / name) as scanned:
-                files = sorted((f.name, f.stat().st_size) for f in scanned if _is_image(f.name))
-            for file, size in files:
+            for file, size in folder_images(place / name):
                 yield Entry(shard, 0, size, number[name], f"{name}/{file}")
 
     return Found(
@@ -55,20 +54,16 @@ def open_zip(path: Path) -> Found:
     Raises:
         DataError: It is no zip, or has no folders of classes.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [m for m in archive.infolist() if _is_image(m.filename)]
-    except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"{path}: cannot be read as a zip file: {error}") from None
+    members = zip_images(path)
     parts = {member.filename: PurePosixPath(member.filename).parts for member in members}
     depth = min((len(part) for part in parts.values()), default=0)
     if depth < 2:
         raise DataError(f"{path}: has no images in folders of classes")
     tops = {part[0] for part in parts.values()}
-    if depth > 2 and len(tops) == 1 and not _splits(tops):
+    if depth > 2 and len(tops) == 1 and not split_folders(tops):
         parts = {name: part[1:] for name, part in parts.items()}  # one folder around everything
         tops = {part[0] for part in parts.values()}
-    splits: Mapping[str, str | None] = _splits(tops) or {"train": None}
+    splits: Mapping[str, str | None] = split_folders(tops) or {"train": None}
     chosen = {
         split: {
             name: part[0 if top is None else 1]
@@ -81,51 +76,93 @@ def open_zip(path: Path) -> Found:
         str(path), {split: sorted(set(each.values())) for split, each in chosen.items()}
     )
     number = {name: label for label, name in enumerate(names)}
-    size = path.stat().st_size
-    shards = [
-        Shard(path=str(path.resolve()), kind="range", size=size),
-        Shard(path=str(path.resolve()), kind="zip", size=size),
-    ]
 
     def entries(split: str) -> Iterator[Entry]:
         with path.open("rb") as file:
-            for member in sorted(members, key=lambda m: m.filename):
-                if member.filename not in chosen[split]:
-                    continue
-                label = number[chosen[split][member.filename]]
-                if member.compress_type == zipfile.ZIP_STORED:
-                    offset = _stored_at(file, member, path)
-                    yield Entry(0, offset, member.file_size, label, member.filename)
-                else:
-                    yield Entry(1, 0, member.file_size, label, member.filename)
+            for member in members:
+                if member.filename in chosen[split]:
+                    label = number[chosen[split][member.filename]]
+                    yield zip_entry(file, member, path, label)
 
     return Found(
-        shards=shards,
+        shards=zip_shards(path),
         splits={split: lambda split=split: entries(split) for split in splits},  # type: ignore[misc]
         class_names=names,
         total_bytes=sum(member.file_size for member in members),
     )
 
 
-def _stored_at(file: object, member: zipfile.ZipInfo, path: Path) -> int:
+def zip_images(path: Path) -> list[zipfile.ZipInfo]:
+    """The images in a zip file, by their names.
+
+    Raises:
+        DataError: It is no zip.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [m for m in archive.infolist() if is_image(m.filename)]
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{path}: cannot be read as a zip file: {error}") from None
+    return sorted(members, key=lambda m: m.filename)
+
+
+def zip_shards(path: Path) -> list[Shard]:
+    """A zip file as the shards that `zip_entry` means: of stored images, and of compressed ones."""
+    size = path.stat().st_size
+    return [
+        Shard(path=str(path.resolve()), kind="range", size=size),
+        Shard(path=str(path.resolve()), kind="zip", size=size),
+    ]
+
+
+def zip_entry(
+    file: BinaryIO, member: zipfile.ZipInfo, path: Path, label: int, domain: int | None = None
+) -> Entry:
+    """An image of a zip file.
+
+    Args:
+        file: The zip, open.
+        member: The image.
+        path: Of the zip, for errors.
+        label: Its class.
+        domain: Its domain, if there are any.
+
+    Raises:
+        DataError: Its header is damaged.
+    """
+    name, size = member.filename, member.file_size
+    if member.compress_type == zipfile.ZIP_STORED:
+        return Entry(0, _stored_at(file, member, path), size, label, name, domain=domain)
+    return Entry(1, 0, size, label, name, domain=domain)
+
+
+def folder_images(folder: Path) -> list[tuple[str, int]]:
+    """Names and sizes of the images in a folder, by their names."""
+    with os.scandir(folder) as scanned:
+        return sorted((f.name, f.stat().st_size) for f in scanned if is_image(f.name))
+
+
+def _stored_at(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
     """Where the bytes of a stored member begin: after its local header."""
-    file.seek(member.header_offset)  # type: ignore[attr-defined]
-    header = file.read(30)  # type: ignore[attr-defined]
+    file.seek(member.header_offset)
+    header = file.read(30)
     if len(header) < 30 or not header.startswith(b"PK\x03\x04"):
         raise DataError(f"{path}: {member.filename}: its header is damaged")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     return member.header_offset + 30 + int(name_length) + int(extra_length)
 
 
-def _is_folder(entry: Path) -> bool:
+def is_folder(entry: Path) -> bool:
+    """Whether this is a folder that is not hidden."""
     return entry.is_dir() and not entry.name.startswith(".")
 
 
-def _is_image(name: str) -> bool:
+def is_image(name: str) -> bool:
+    """Whether a file's name is an image's."""
     return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES and "__MACOSX" not in name
 
 
-def _splits(below: Iterable[str]) -> dict[str, str]:
+def split_folders(below: Iterable[str]) -> dict[str, str]:
     """The folder of each split, if any folder is called like one."""
     found: dict[str, str] = {}
     for name in sorted(below):

@@ -29,6 +29,8 @@ class Found:
     """None: numbers, as many as there are labels."""
     has_attributes: bool = False
     """Whether an image has any number of the classes, which are then attributes."""
+    domain_names: list[str] = field(default_factory=list)
+    """Empty: images have no domains."""
     grouped: frozenset[str] = field(default_factory=frozenset)
     """Splits that are read by whole row groups."""
     total_bytes: int = 0

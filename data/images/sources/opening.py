@@ -8,6 +8,7 @@ from data.errors import DataError, user_path
 from data.images.shards import png
 from data.images.sources.arrow import open_arrow
 from data.images.sources.attributes import attribute_list, open_attributes
+from data.images.sources.domains import open_domains
 from data.images.sources.folders import open_folder, open_zip
 from data.images.sources.found import Found
 from data.images.sources.parquet import open_parquet
@@ -21,16 +22,19 @@ KNOWN = (
 )
 
 
-def open_images(source: str, output: Path) -> Found:
+def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
     """Opens a source.
 
     Args:
         source: What the user wrote.
         output: The prepared folder, for what has to be written first.
+        domains: Whether it has a folder for each domain, and in these one for each class.
 
     Raises:
         DataError: It is not there, or of no known kind.
     """
+    if domains:
+        return open_domains(source)
     if source == DIGITS:
         return open_folder(_digits(output / "files"))
     if source.startswith(HUB) and not user_path(source.removeprefix(HUB)).is_dir():

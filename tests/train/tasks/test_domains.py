@@ -1,0 +1,343 @@
+"""Training on some domains and scoring the one left out, of images and of sequences."""
+
+import csv
+import io
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from sklearn.metrics import accuracy_score, f1_score
+from torch.nn.functional import cross_entropy
+
+from data.images.dataset import ImageData
+from data.images.prepare import prepare_images
+from data.text.prepare import prepare
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model
+from tests.helpers import images as pictures
+from tests.helpers import sequences as made
+from tests.helpers.runs import evaluation, records, run, run_expecting_error
+from train.config.run import load_config
+from train.evaluation.evaluate import result_table
+from train.tasks.sequences import SequenceTask
+
+pytestmark = pytest.mark.distributed
+
+TRAINING = {
+    "seed": 3,
+    "train": {"steps": 12, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32"},
+    "optimizer": {"kind": "adamw", "learning_rate": 0.01, "clip_grad_norm": 1.0},
+    "schedule": {"kind": "constant"},
+    "checkpoint": {"every": 6},
+    "evaluation": {"every": 6},
+    "log": {"trackers": []},
+}  # fmt: skip
+VIT = {
+    "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16,
+    "num_heads": 2, "feed_forward": {"kind": "emoe", "num_experts": 4, "top_k": 2, "blocks": [1]},
+}  # fmt: skip
+GPT = {
+    "kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "sequence_length": 64,
+    "feed_forward": {"kind": "dense"}, "head": {"kind": "classification"},
+}  # fmt: skip
+SIZES = {
+    domain: {label: 9 + 2 * number for label in pictures.CLASSES}
+    for number, domain in enumerate(pictures.DOMAINS)
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("domains")
+    tree = pictures.domain_tree(root / "all", SIZES)
+    prepare_images(str(tree), root / "out", held_out=0.2, domains=True, report=lambda line: None)
+    return root
+
+
+@pytest.fixture
+def config(tmp_path, data):
+    path = tmp_path / "images.yaml"
+    path.write_text(yaml.safe_dump(TRAINING | {
+        "run": {"folder": str(tmp_path / "run")},
+        "model": VIT,
+        "data": {
+            "kind": "images", "path": str(data / "out"), "normalization": "half",
+            "evaluation_resize": 1.0, "leave_out": ["grey"],
+        },
+    }))  # fmt: skip
+    return path
+
+
+def by_hand(run_folder, files):
+    """Accuracy, loss and number of images of each domain, by a plain loop over the files."""
+    model = load_model(run_folder / "checkpoints" / "step-00000012")
+    found: dict[str, list[tuple[torch.Tensor, int]]] = {}
+    for file in files:
+        pixels = torch.tensor(np.asarray(Image.open(file).convert("RGB")))
+        x_BCHW = (pixels.permute(2, 0, 1)[None].float() / 255 - 0.5) / 0.5
+        with torch.no_grad():
+            logits = model(x_BCHW).logits[0]
+        label = pictures.CLASSES.index(file.parent.name)
+        found.setdefault(file.parent.parent.name, []).append((logits, label))
+    scores = {}
+    for domain, rows in found.items():
+        logits = torch.stack([each for each, _ in rows])
+        labels = torch.tensor([label for _, label in rows])
+        scores[domain] = {
+            "images": len(rows),
+            "top1": float((logits.argmax(-1) == labels).float().mean()),
+            "loss": float(cross_entropy(logits, labels)),
+        }
+    return scores
+
+
+def test_images_are_scored_by_domain_and_two_processes_are_one(workers, config, data, tmp_path):
+    one = workers(1)
+    assert one.run(run, config) == [12]
+    folder = tmp_path / "run"
+    held = [
+        Path(split.name_of(n))
+        for split in [ImageData.open(data / "out", ["grey"]).split("validation")]
+        for n in range(len(split))
+    ]
+    whole = sorted((data / "all" / "grey").rglob("*.png"))
+    for split, files in (("validation", held), ("test", whole)):
+        expected = by_hand(folder, files)
+        results = [
+            *one.run(evaluation, folder, split=split, overrides=("evaluation.batch_size=5",)),
+            *workers(2).run(evaluation, folder, split=split),
+        ]
+        for result in results:
+            assert list(result["per_domain"]) == sorted(expected)
+            assert result["left_out"] == ["grey"]
+            assert result["images_scored"] == len(files)
+            for domain, scores in expected.items():
+                ours = result["per_domain"][domain]
+                assert ours["images"] == scores["images"]
+                assert ours["top1"] == pytest.approx(scores["top1"])
+                assert ours["loss"] == pytest.approx(scores["loss"], abs=1e-5)
+            mean = sum(d["top1"] * d["images"] for d in result["per_domain"].values()) / len(files)
+            assert result["top1"] == pytest.approx(mean)
+        first, *others = (result["per_domain"] for result in results)
+        for other in others:
+            for domain, scores in first.items():
+                assert other[domain] == pytest.approx(scores, abs=1e-6)
+    # What training tells of its validation is what evaluation finds; a class of errors the table.
+    last, found = records(folder)[-1], one.run(evaluation, folder)[0]
+    assert {key for key in last if key.startswith("validation_top1")} == {
+        "validation_top1", *(f"validation_top1/{d}" for d in ("blurred", "inverted", "plain")),
+    }  # fmt: skip
+    for domain, scores in found["per_domain"].items():
+        assert last[f"validation_loss/{domain}"] == pytest.approx(scores["loss"], abs=1e-6)
+    lines = result_table(found).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("by domain"))
+    assert lines[start].split()[2:] == ["images", "top-1", "top-5", "loss", "calibration", "error"]
+    names = [line.split()[0] for line in lines[start + 1 : start + 4]]
+    assert names == ["blurred", "inverted", "plain"]
+    assert len({len(line) for line in lines[start : start + 4]}) == 1
+    assert "grey: the test split" in lines[start + 4]
+
+
+def test_some_images_of_validation_are_scored_by_domain(workers, config, tmp_path):
+    workers(1).run(run, config, "evaluation.max_windows=4", "train.steps=1")
+    told = {k for k in records(tmp_path / "run")[-1] if k.startswith("validation_top1/")}
+    assert 0 < len(told) <= 3
+
+
+def test_a_run_goes_on_with_the_same_domains_left_out(workers, config, data, tmp_path):
+    one = workers(1)
+    assert one.run(run, config, "train.steps=6") == [6]
+    for other in ('["plain"]', '["grey", "plain"]', "null"):
+        _, text, status = one.run(run_expecting_error, config, f"data.leave_out={other}")[0]
+        assert status == 2
+        assert "holds another run: data.leave_out: ['grey'] there" in text
+        assert "\n" not in text
+    assert one.run(run, config) == [12]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('data.leave_out=["gray"]', "'gray' is no domain of data.path"),
+        ("data.leave_out=[]", "data.leave_out: "),
+        ('data.leave_out=["grey", "grey"]', "'grey' stands there twice"),
+        ("data.leave_out=grey", "data.leave_out: "),
+    ],
+)
+def test_bad_keys_are_one_line_and_status_2(workers, config, override, said):
+    _, text, status = workers(1).run(run_expecting_error, config, override)[0]
+    assert status == 2
+    assert said in text
+    assert "\n" not in text
+
+
+@pytest.fixture
+def sequences(tmp_path):
+    """A configuration of rows with domains; one of them is left out."""
+    made.byte_tokenizer(tmp_path)
+    for seed, (name, count) in enumerate((("train", 60), ("dev", 25), ("test", 13))):
+        drawn = random.Random(seed).choices(("books", "films", "games"), k=count)
+        pairs = zip(made.rows(count, seed), drawn, strict=True)
+        made.write(tmp_path / "table" / f"{name}.csv", [row | {"from": d} for row, d in pairs])
+    path = tmp_path / "sequences.yaml"
+    path.write_text(yaml.safe_dump(TRAINING | {
+        "run": {"folder": str(tmp_path / "run")},
+        "model": GPT,
+        "data": {
+            "kind": "sequences", "path": str(tmp_path / "table"), "columns": {"domain": "from"},
+            "tokenizer": str(tmp_path / "tokenizer.json"), "metrics": ["accuracy", "macro_f1"],
+            "leave_out": ["films"],
+        },
+    }))  # fmt: skip
+    return path
+
+
+def test_sequences_are_scored_by_domain_and_two_processes_are_one(workers, sequences, tmp_path):
+    one = workers(1)
+    assert one.run(run, sequences) == [12]
+    folder = tmp_path / "run"
+    for split, tables, stay in (
+        ("validation", ("dev",), False), ("test", ("train", "dev", "test"), True),
+    ):  # fmt: skip
+        rows = []
+        for name in tables:
+            with (tmp_path / "table" / f"{name}.csv").open(newline="") as file:
+                rows += [r for r in csv.DictReader(file) if (r["from"] == "films") == stay]
+        expected = sequences_by_hand(folder, rows)
+        results = [
+            *one.run(evaluation, folder, split=split),
+            *workers(2).run(evaluation, folder, split=split),
+        ]
+        for result in results:
+            assert result["sequences_scored"] == len(rows)
+            assert result["per_domain"].keys() == expected.keys()
+            for domain, scores in expected.items():
+                ours = result["per_domain"][domain]
+                assert ours == pytest.approx(scores, abs=1e-5), (split, domain)
+        assert results[0]["per_domain"].keys() == results[1]["per_domain"].keys()
+    last, found = records(folder)[-1], one.run(evaluation, folder)[0]
+    for domain in ("books", "games"):
+        assert last[f"validation_accuracy/{domain}"] == found["per_domain"][domain]["accuracy"]
+    assert "  games" in result_table(found)
+    _, text, status = one.run(run_expecting_error, sequences, 'data.leave_out=["books"]')[0]
+    assert status == 2
+    assert "holds another run: data.leave_out: ['films'] there, ['books'] here" in text
+
+
+def sequences_by_hand(run_folder, rows):
+    """The scores of each domain by a plain loop over rows, one at a time."""
+    checkpoint = Checkpoint(run_folder / "checkpoints" / "step-00000012")
+    parsed = load_config(run_folder / "config.yaml")
+    task = SequenceTask.open_held_out(parsed.for_task(), checkpoint)
+    model, names = load_model(checkpoint.folder), sorted(made.WORDS)
+    scores = {}
+    for domain in {row["from"] for row in rows}:
+        mine = [row for row in rows if row["from"] == domain]
+        with torch.no_grad():
+            ids = [torch.tensor([task.data.tokenizer.encode(row["text"])]) for row in mine]
+            logits = torch.stack([model(each).logits[0] for each in ids])
+        labels = torch.tensor([names.index(row["label"]) for row in mine])
+        predicted = logits.argmax(-1)
+        accuracy = accuracy_score(labels, predicted)
+        f1 = f1_score(labels, predicted, average="macro", zero_division=0)
+        scores[domain] = {
+            "sequences": len(mine),
+            "accuracy": accuracy,
+            "macro_f1": f1,
+            "score": (accuracy + f1) / 2,
+            "loss": float(cross_entropy(logits, labels)),
+        }
+    return scores
+
+
+def polyad(*arguments):
+    command = [sys.executable, "-m", "launch", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def cifar_tree(archive_path, root, each):
+    """Images of CIFAR-10 as they are, grey, blurred and inverted: other images in each domain."""
+    with zipfile.ZipFile(archive_path) as archive:
+        names = sorted(name for name in archive.namelist() if name.startswith("train/"))
+        for number, (domain, change) in enumerate(pictures.DOMAINS.items()):
+            for name in names:
+                _, label, file = name.split("/")
+                if file.endswith(".jpg") and int(Path(file).stem) // each == number:
+                    image = change(Image.open(io.BytesIO(archive.read(name))).convert("RGB"))
+                    folder = root / domain / label
+                    folder.mkdir(parents=True, exist_ok=True)
+                    image.save(folder / f"{Path(file).stem}.png")
+    return root
+
+
+@pytest.mark.slow
+def test_real_images_are_learned_by_the_command_line(shared, tmp_path):
+    tree = cifar_tree(shared / "cifar10" / "cifar10_subset_6k.zip", tmp_path / "all", 40)
+    out, folder = tmp_path / "out", tmp_path / "run"
+    said = polyad("prepare", "--images", tree, "--output", out, "--held-out", "0.2", "--domains")
+    assert "domains     4: blurred 400, grey 400, inverted 400, plain 400" in said
+    config = tmp_path / "config.yaml"
+    vit = VIT | {"image_size": 32, "patch_size": 8, "hidden_size": 64, "num_heads": 4}
+    train = {"steps": 60, "global_batch_size": 64, "micro_batch_size": 64}
+    section = {"kind": "images", "path": str(out), "leave_out": ["inverted"]}
+    config.write_text(yaml.safe_dump(TRAINING | {
+        "run": {"folder": str(folder)}, "model": vit, "train": train, "data": section,
+        "optimizer": {"learning_rate": 0.002}, "checkpoint": {"keep_best": True},
+        "evaluation": {"every": 20, "batch_size": 100},
+    }))  # fmt: skip
+    polyad("train", config)
+    best = ("evaluate", folder, "--best", "--json", "-")
+    for split, domains in (("validation", ("blurred", "grey", "plain")), ("test", ("inverted",))):
+        result = json.loads(polyad(*best, "--split", split))
+        counts = {d: 400 if split == "test" else 80 for d in domains}
+        assert {d: s["images"] for d, s in result["per_domain"].items()} == counts
+        if split == "validation":
+            assert result["top1"] > 0.15  # a guess is right in 0.1
+
+
+@pytest.mark.slow
+def test_real_sequences_are_learned_by_the_command_line(shared, tmp_path):
+    """SST-2, whose domains are short, middling and long sentences."""
+    counts: dict[str, dict[str, int]] = {}
+    for split in ("train", "dev", "test"):
+        lines = (shared / "sst2" / f"stsa.binary.{split}").read_text(encoding="utf-8").splitlines()
+        table = []
+        for label, text in (line.split(" ", 1) for line in lines):
+            words = len(text.split())
+            domain = "short" if words < 14 else "middling" if words < 24 else "long"
+            table.append({"text": text, "label": label, "length": domain})
+            of_split = counts.setdefault(split, {})
+            of_split[domain] = of_split.get(domain, 0) + 1
+        made.write(tmp_path / "table" / f"{split}.csv", table)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(row["text"] for row in table))
+    prepare(str(texts), "train:500", tmp_path / "tokens", report=lambda line: None)
+    config, folder = tmp_path / "config.yaml", tmp_path / "run"
+    section = {
+        "kind": "sequences", "path": str(tmp_path / "table"), "leave_out": ["long"],
+        "tokenizer": str(tmp_path / "tokens"), "columns": {"domain": "length"},
+    }  # fmt: skip
+    train = {"steps": 60, "global_batch_size": 32, "micro_batch_size": 32}
+    config.write_text(yaml.safe_dump(TRAINING | {
+        "run": {"folder": str(folder)}, "model": GPT, "data": section, "train": train,
+        "evaluation": {"every": 30, "batch_size": 64}, "checkpoint": {"keep_best": True},
+    }))  # fmt: skip
+    polyad("train", config)
+    best = ("evaluate", folder, "--best", "--json", "-")
+    held = json.loads(polyad(*best))["per_domain"]
+    assert {d: s["sequences"] for d, s in held.items()} == {
+        d: n for d, n in counts["dev"].items() if d != "long"
+    }
+    test = json.loads(polyad(*best, "--split", "test"))
+    assert test["sequences_scored"] == sum(each["long"] for each in counts.values())
+    assert test["per_domain"]["long"]["accuracy"] == test["accuracy"]
