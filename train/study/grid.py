@@ -55,4 +55,4 @@ def _name(keys: Mapping[str, Any]) -> str:
 
 def _plain(text: str) -> str:
     """A value without what a folder's name should not have."""
-    return re.sub(r"[^\w.+-]+", "-", text.strip("[]{}\""))
+    return re.sub(r"[^\w.+-]+", "-", text.strip('[]{}"'))
