@@ -87,7 +87,7 @@ EXPECTED_TASKS = {
     f"glue-{model}{lora}.yaml": 8 * 3 * (3 + 3 * 6)
     for model in ("gpt2", "bert-base", "bert-large")
     for lora in ("", "-lora")
-} | {"smoe-finetune.yaml": 3 * 3 * 4}
+} | {"domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3), "smoe-finetune.yaml": 3 * 3 * 4}
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
     "mixer.yaml": (
