@@ -48,9 +48,7 @@ def test_scores_of_classes_are_those_of_scikit_learn():
     names = [f"class {n}" for n in range(6)]
     scores = scores_of_predictions(names, labels, found)
     assert list(scores) == names
-    expected = precision_recall_fscore_support(
-        labels, found, labels=range(6), zero_division=np.nan
-    )
+    expected = precision_recall_fscore_support(labels, found, labels=range(6), zero_division=np.nan)
     for number, (precision, recall, f1, held) in enumerate(zip(*expected, strict=True)):
         ours = scores[names[number]]
         for value, theirs in ((ours.precision, precision), (ours.recall, recall), (ours.f1, f1)):

@@ -50,7 +50,7 @@ class Lean(NamedTuple):
     expert: str
     group: str
     """The class."""
-    count: float
+    tokens: float
     """Tokens of the class that the expert gets; of a muMoE the sum of their coefficients."""
     share: float
     """Of what experts get of the class, this one's part."""
@@ -103,7 +103,7 @@ class LevelByClass:
             Lean(
                 expert=self.experts[s],
                 group=self.groups[y],
-                count=float(self.counts_SY[s, y]),
+                tokens=float(self.counts_SY[s, y]),
                 share=float(share_SY[s, y]),
                 share_of_all=float(share_S[s]),
                 lift=float(share_SY[s, y] / share_S[s]),

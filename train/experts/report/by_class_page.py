@@ -125,7 +125,7 @@ def _leaning(leaning: Sequence[Lean]) -> str:
         return '<p class="note">Too few tokens to say to which class an expert leans.</p>'
     rows = [
         [
-            *(escape(each.expert), escape(each.group), number(each.count)),
+            *(escape(each.expert), escape(each.group), number(each.tokens)),
             *(f"{100 * share:.1f}%" for share in (each.share, each.share_of_all)),
             f"{each.lift:.2f}",
         ]

@@ -131,7 +131,7 @@ def _confusion(read: ClassPass) -> str:
         rows = [
             [
                 *(escape(name) for name in (each.true, each.predicted)),
-                *(f"{each.count:,}", f"{100 * each.count / read.held[each.true]:.0f}%"),
+                *(f"{each.samples:,}", f"{100 * each.samples / read.held[each.true]:.0f}%"),
             ]
             for each in read.confusions
         ]

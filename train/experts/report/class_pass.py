@@ -29,7 +29,7 @@ class Confusion(NamedTuple):
 
     true: str
     predicted: str
-    count: int
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
