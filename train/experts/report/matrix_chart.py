@@ -1,17 +1,20 @@
 """A small matrix as inline SVG: a coloured cell with a number in it for each row and column."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
 from train.experts.report.charts import NARROW, RIGHT, TOP, WIDE, frame
 
-NAMES = 170
-"""Pixels for the names of rows, and for slanted names of columns half of them."""
+NAMES, SLANTED = 170, 80
+"""Pixels for the names of rows, and beside the last column for its name where that is slanted."""
 ROW, WIDEST = 26, 76
 """Pixels of a row, and the most of a column."""
-MOST_CHARACTERS = 22
-"""Of a name; the whole is in the tooltip."""
+MOST_CHARACTERS, CHARACTER = 22, 6.5
+"""Of a name, whose whole is in the tooltip; and pixels of one."""
+ANGLE = 60
+"""Of slanted names, in degrees."""
 NARROW_COLUMNS = 6
 """Up to so many columns a matrix stands beside another one."""
 
@@ -42,13 +45,16 @@ def matrix_chart(
         An SVG element.
     """
     width = NARROW if len(columns) <= NARROW_COLUMNS else WIDE
-    each = min(WIDEST, (width - NAMES - RIGHT) / len(columns))
-    slanted = any(len(name) * 6.5 > each for name in columns)
-    head = NAMES / 2 if slanted else 18
+    longest = min(MOST_CHARACTERS, max(map(len, columns))) * CHARACTER
+    each, head = min(WIDEST, (width - NAMES - RIGHT) / len(columns)), 18.0
+    slanted = longest > each
+    if slanted:
+        each = min(WIDEST, (width - NAMES - SLANTED) / len(columns))
+        head = 12 + math.ceil(longest * math.sin(math.radians(ANGLE)))
     parts = [frame(title, width, TOP + head + ROW * len(rows) + 6)]
     for number, name in enumerate(columns):
         x, y = NAMES + (number + 0.5) * each, TOP + head - 6
-        turned = f' transform="rotate(-35 {x:.1f} {y:g})"' if slanted else ""
+        turned = f' transform="rotate(-{ANGLE} {x:.1f} {y:g})"' if slanted else ""
         anchor = "start" if slanted else "middle"
         parts.append(
             f'<text class="tick" x="{x:.1f}" y="{y:g}" text-anchor="{anchor}"{turned}>'
