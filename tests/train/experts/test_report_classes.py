@@ -50,7 +50,7 @@ def table(count, seed):
 def train(workers, tmp_path_factory):
     """Trains a small model on tables, and gives the run's folder."""
 
-    def trained(name, train_rows, held_out, steps=4, data=None, **changes):
+    def trained(name, train_rows, held_out, steps=4, data=None, processes=1, **changes):
         root = tmp_path_factory.mktemp(name)
         made.byte_tokenizer(root)
         made.write(root / "table" / "train.csv", train_rows)
@@ -76,7 +76,7 @@ def train(workers, tmp_path_factory):
             **changes,
         }  # fmt: skip
         (root / "config.yaml").write_text(yaml.safe_dump(tree))
-        workers(1).run(run, root / "config.yaml")
+        workers(processes).run(run, root / "config.yaml")
         return root / "run"
 
     return trained
@@ -277,6 +277,14 @@ def test_many_classes_stand_with_the_worst_first(train, tmp_path):
     Page(text)
     assert "the other 5 classes" in text
     assert "Most frequent confusions" in text
+    assert "The expert that leans most to each class" in text
+    for level in (levels[0] for levels in found["experts"].values()):
+        counts = np.array(level["counts"])
+        expected = counts.sum(1, keepdims=True) * counts.sum(0) / counts.sum()
+        lift = np.where(expected >= 5, counts / expected, 0).max(0)
+        ours = {each["class"]: each["lift"] for each in level["of_each_class"]}
+        names = found["expert_classes"]
+        assert ours == pytest.approx({n: x for n, x in zip(names, lift, strict=True) if x})
     (body,) = [part for part in text.split("<figure") if "Scores of each class" in part]
     shown = [cell.partition("<")[0] for cell in body.split('<td class="name">')[1:]]
     f1 = [found["per_class"][name]["f1"] for name in shown]
@@ -307,6 +315,22 @@ def test_adapters_of_a_dense_model_and_of_a_split_one(
     assert found["per_class"] == scored["per_class"]
     layers = {"split": ["blocks.1.feed_forward"], "dense": []}[start]
     assert list(found["experts"]) == layers
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_processes_is_read_on_one(train, tmp_path):
+    rows = table(20, 1)
+    folder = train(
+        "parallel", table(60, 0), rows, processes=2, parallel={"expert_parallel_size": 2}
+    )
+    found = report(folder, output=tmp_path / "page.html")["classes"]
+    names = sorted(NAMES.values())
+    labels = [names.index(row["label"]) for row in rows]
+    logits, tokens = one_by_one(folder, [row["text"] for row in rows])
+    matrix = confusion_matrix(labels, logits.argmax(-1).tolist(), labels=range(3))
+    assert found["confusion_matrix"] == matrix.tolist()
+    for layer, (level,) in found["experts"].items():
+        np.testing.assert_array_equal(level["counts"], counted(tokens, layer, labels, 3))
 
 
 def test_weights_that_are_not_finite_are_one_line(runs, tmp_path):

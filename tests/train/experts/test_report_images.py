@@ -56,6 +56,29 @@ def trained(request, workers, tmp_path_factory):
     return root / "run"
 
 
+def test_a_dense_model_has_scores_of_classes_alone(workers, tmp_path):
+    source = made.class_folders(tmp_path / "all", 8)
+    prepare_images(str(source), tmp_path / "out", held_out=0.4, report=lambda x: None)
+    model = MODELS["vit"] | {"feed_forward": {"kind": "dense"}}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({
+        "run": {"folder": str(tmp_path / "run")}, "model": model,
+        "data": {"kind": "images", "path": str(tmp_path / "out")},
+        "train": {
+            "steps": 1, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
+        },
+        "log": {"trackers": []},
+    }))  # fmt: skip
+    workers(1).run(run, config)
+    result = report(tmp_path / "run", top=2)
+    assert result["classes"]["experts"] == {}
+    assert sum(each["images"] for each in result["classes"]["per_class"].values()) == 10
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count('class="picture n') == 2
+    assert 'id="by-class"' not in page
+    assert 'id="layers"' not in page
+
+
 def coefficients(trained, layer_name):
     """[images, tokens, experts] of the validation split, and the images themselves."""
     from train.config.run import load_config

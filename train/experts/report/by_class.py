@@ -22,6 +22,8 @@ from train.experts.probing import Decision, RoutedLayer
 Matrix = npt.NDArray[np.float64]
 SHUFFLES = 8
 """How often labels are shuffled for what chance alone gives."""
+MOST_LEANING = 10
+"""Experts that are named as those that lean most to a class."""
 LEAST_EXPECTED = 5.0
 """Tokens that an expert has to be expected to get of a class before its lift says anything."""
 
@@ -58,6 +60,10 @@ class Lean(NamedTuple):
     """Its part of what experts get of all classes."""
     lift: float
     """share / share_of_all."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"class" if key == "group" else key: v for key, v in self._asdict().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,13 @@ class LevelByClass:
         ]
         return sorted(found, key=lambda lean: -lean.lift)[:most]
 
+    def of_each_group(self) -> list[Lean]:
+        """The expert that leans most to each class, the highest lift first."""
+        found: dict[str, Lean] = {}
+        for lean in self.leaning(self.counts_SY.size):
+            found.setdefault(lean.group, lean)
+        return list(found.values())
+
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
         return {
@@ -120,7 +133,8 @@ class LevelByClass:
             "experts": self.experts,
             "share": self.share_S.tolist(),
             "counts": self.counts_SY.tolist(),
-            "leaning": [lean._asdict() for lean in self.leaning(len(self.experts))],
+            "leaning": [lean.to_json() for lean in self.leaning(MOST_LEANING)],
+            "of_each_class": [lean.to_json() for lean in self.of_each_group()],
         }
 
 

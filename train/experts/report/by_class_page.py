@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from train.experts.report.by_class import LEAST_EXPECTED, SHUFFLES, Lean, LevelByClass
+from train.experts.report.by_class import LEAST_EXPECTED, MOST_LEANING, SHUFFLES, Lean, LevelByClass
 from train.experts.report.charts import number
-from train.experts.report.class_page import figure_of_table, table
+from train.experts.report.class_page import figure_of_table, long_table, table
 from train.experts.report.class_pass import FEW_CLASSES
 from train.experts.report.content import Report
 from train.experts.report.layers import figure
@@ -14,8 +14,6 @@ from train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
 
 MOST_EXPERTS = 64
 """Up to so many experts of a level are drawn as a matrix."""
-MOST_LEANING = 10
-"""Experts that are named as those that lean most to a class."""
 STRONGEST_LIFT = 4.0
 """A lift that has the full colour, as has its inverse."""
 
@@ -70,7 +68,12 @@ def _row(title: str, level: LevelByClass) -> list[str]:
 
 def _level(title: str, level: LevelByClass, *, is_open: bool) -> str:
     facts = f"<span>{level.information:.4f} bits</span><span>{level.by_chance:.4f} by chance</span>"
-    body = _matrix(level) + _leaning(level.leaning(MOST_LEANING))
+    many = len(level.groups) > FEW_CLASSES
+    leaning = level.of_each_group() if many else level.leaning(MOST_LEANING)
+    heading = (
+        "The expert that leans most to each class" if many else "Experts that lean most to a class"
+    )
+    body = _matrix(level) + _leaning(leaning, heading)
     return (
         f'<details class="layer"{" open" if is_open else ""}><summary><b>'
         f'{escape(title.capitalize())}</b>{facts}</summary><div class="inside">{body}</div>'
@@ -120,7 +123,7 @@ def _cell(expert: str, group: str, share: float, share_of_all: float, count: flo
     )
 
 
-def _leaning(leaning: Sequence[Lean]) -> str:
+def _leaning(leaning: Sequence[Lean], heading: str) -> str:
     if not leaning:
         return '<p class="note">Too few tokens to say to which class an expert leans.</p>'
     rows = [
@@ -133,8 +136,8 @@ def _leaning(leaning: Sequence[Lean]) -> str:
     ]
     heads = ("expert", "class", "tokens", "share of the class", "share of all", "lift")
     return figure_of_table(
-        "Experts that lean most to a class",
-        table(heads, rows, names=2),
+        heading,
+        long_table(heads, rows, names=2),
         f"The highest lift first, where at least {LEAST_EXPECTED:g} tokens are to be expected.",
         wide=True,
     )

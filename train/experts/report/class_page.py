@@ -89,6 +89,26 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -
     return f'<table class="numbers"><thead>{row("th", heads)}</thead><tbody>{body}</tbody></table>'
 
 
+def long_table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
+    """A table with a row a class, of which the first ones are shown, and others on demand.
+
+    Args:
+        heads: of the columns.
+        rows: HTML of each cell.
+        names: how many of the first columns are words.
+
+    Returns:
+        HTML.
+    """
+    shown, others = rows[:FEW_CLASSES], rows[FEW_CLASSES:]
+    if not others:
+        return table(heads, shown, names)
+    return (
+        f'{table(heads, shown, names)}<details class="more"><summary>the other {len(others):,} '
+        f"classes</summary>{table(heads, others, names)}</details>"
+    )
+
+
 def figure_of_table(heading: str, body: str, caption: str = "", *, wide: bool) -> str:
     """A table in a frame as charts have it; it scrolls where it is too wide."""
     css = "wide table" if wide else "table"
@@ -114,12 +134,7 @@ def _scores(read: ClassPass) -> str:
         counts = [f"{value:,}" for value in (held, score.predicted, score.right)]
         rows.append([escape(name), *counts, *shares])
     heads = ("class", f"{read.unit}s", "predicted", "right", "precision", "recall", "F1")
-    body = table(heads, rows[:FEW_CLASSES])
-    if many:
-        body += (
-            f'<details class="more"><summary>the other {len(rows) - FEW_CLASSES:,} classes'
-            f"</summary>{table(heads, rows[FEW_CLASSES:])}</details>"
-        )
+    body = long_table(heads, rows)
     caption = "The lowest F1 first." if many else "In the order of the classes."
     return figure_of_table("Scores of each class", body, caption, wide=len(rows) > NARROW_COLUMNS)
 

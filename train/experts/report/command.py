@@ -90,7 +90,7 @@ def report(
         pass
     elif isinstance(config.data, SequenceDataConfig):
         classes = pass_over_sequences(weights, by_class, limit=tokens, examples=top, **read)
-    elif isinstance(config.data, ImageDataConfig):
+    elif isinstance(config.data, ImageDataConfig) and (chosen or config.data.kind == "images"):
         limit = min(tokens or ImageChoice.limit, ImageChoice.limit)
         image_choice = ImageChoice(top=top, experts=named, limit=limit)
         images = pass_over_images(weights, chosen, image_choice, every_layer=by_class, **read)
