@@ -52,7 +52,7 @@ def by_class_section(report: Report) -> str:
         f'<section id="by-class"><h2>Experts by class</h2><p class="note">Of the {word} of every '
         f"class the share of each expert, beside its share of all. Lift is the first over the "
         f"second. The tokens of a {read.unit} have its true class; padding is not counted"
-        f"{', nor is what a capacity would drop' if report.is_sparse else ''}.</p>"
+        f"{'; assignments that a capacity drops are' if report.is_sparse else ''}.</p>"
         f'<div class="grid">{summary}</div>{"".join(parts)}</section>'
     )
 

@@ -10,6 +10,7 @@ from train.experts.report.image_page import picture
 from train.experts.report.image_pass import ImagePass
 from train.experts.report.layers import figure, visible
 from train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
+from train.tasks.benchmark_metrics import TITLES
 
 CLASS_CSS = """
 svg text.cell { fill: var(--ink); font-size: 11px; font-variant-numeric: tabular-nums; }
@@ -55,7 +56,7 @@ def class_section(report: Report) -> str:
 
 
 def _note(report: Report, read: ClassPass) -> str:
-    metrics = ", ".join(f"{escape(name)} {value:.4f}" for name, value in read.metrics.items())
+    metrics = ", ".join(f"{TITLES[name]} {value:.4f}" for name, value in read.metrics.items())
     which = " (the best validation of the run)" if report.is_best else ""
     loss = "squared error" if read.task == "regression" else "loss"
     said = (
@@ -126,7 +127,12 @@ def _scores(read: ClassPass) -> str:
     many = len(read.scores) > FEW_CLASSES
     order = list(read.scores)
     if many:  # what has neither a sample nor a prediction comes last
-        order.sort(key=lambda name: (read.scores[name].f1 is None, read.scores[name].f1 or 0.0))
+        order.sort(
+            key=lambda name: (
+                *(read.scores[name].f1 is None, read.scores[name].f1 or 0.0),
+                -read.held[name],
+            )
+        )
     rows = []
     for name in order:
         score, held = read.scores[name], read.held[name]
@@ -135,7 +141,11 @@ def _scores(read: ClassPass) -> str:
         rows.append([escape(name), *counts, *shares])
     heads = ("class", f"{read.unit}s", "predicted", "right", "precision", "recall", "F1")
     body = long_table(heads, rows)
-    caption = "The lowest F1 first." if many else "In the order of the classes."
+    caption = (
+        "The lowest F1 first, of equal ones the class with most samples."
+        if many
+        else "In the order of the classes."
+    )
     return figure_of_table("Scores of each class", body, caption, wide=len(rows) > NARROW_COLUMNS)
 
 
@@ -203,7 +213,7 @@ def _shown(example: Example, images: ImagePass | None) -> str:
     where = f'<div class="where"><span>number {example.number:,}</span></div>'
     if images is not None:
         return picture(images, example.number) + where
-    return where + "".join(f"<pre>{visible(text)}</pre>" for text in example.texts)
+    return where + "".join(f"<pre>{visible(text.strip())}</pre>" for text in example.texts)
 
 
 def _with_probability(name: str, probability: float | None) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from data.sequences.schemas import Metric
 from train.errors import ConfigError
 from train.experts.report.by_class import LevelByClass
 from train.tasks.benchmark_metrics import ClassScore, scores_of_predictions
@@ -70,7 +71,7 @@ class ClassPass:
     """Samples that were read."""
     of_samples: int
     """Samples of the whole split."""
-    metrics: Mapping[str, float]
+    metrics: Mapping[Metric, float]
     loss: float
     """The mean."""
     held: Mapping[str, int]
@@ -98,7 +99,7 @@ class ClassPass:
             f"{self.unit}s": self.samples,
             f"{self.unit}s_in_split": self.of_samples,
             "loss": self.loss,
-            **self.metrics,
+            **{str(name): value for name, value in self.metrics.items()},
             "per_class": {
                 name: {f"{self.unit}s": self.held[name]} | score._asdict()
                 for name, score in self.scores.items()
@@ -156,7 +157,7 @@ class Outcomes:
         numbers: bool,
         examples: int,
         describe: Callable[[int], Described],
-        measure: Callable[[npt.NDArray[Any], npt.NDArray[Any]], dict[str, float]],
+        measure: Callable[[npt.NDArray[Any], npt.NDArray[Any]], dict[Metric, float]],
     ) -> dict[str, Any]:
         """The fields of `ClassPass` that follow from them.
 

@@ -18,7 +18,7 @@ from data.sequences.samples import SequenceBatch
 from train.experts.probing import RoutedLayer, deciding
 from train.experts.report.by_class import ExpertsByClass
 from train.experts.report.class_pass import ClassPass, Described, Outcomes
-from train.tasks.benchmark_metrics import METRICS, TITLES
+from train.tasks.benchmark_metrics import METRICS
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.sequences import SequenceTask
 from train.tasks.task import OneDevice
@@ -82,7 +82,7 @@ def read_sequences(
         examples=examples,
         describe=lambda row: described(task, split, row),
         measure=lambda labels, predicted: {
-            TITLES[name]: METRICS[name](labels, predicted) for name in task.schema.metrics
+            name: METRICS[name](labels, predicted) for name in task.schema.metrics
         },
     )
     return ClassPass(
