@@ -209,7 +209,14 @@ def report_arguments(parser: Parser) -> None:
         "--checkpoint",
         type=non_negative,
         metavar="STEP",
-        help="weights to read text with; default: the newest",
+        help="weights to read the data with; default: the best of a run with checkpoint.keep_best, "
+        "else the newest",
+    )
+    add(
+        "--best",
+        action="store_true",
+        help="only the checkpoint of the best validation will do, of a run with "
+        "checkpoint.keep_best",
     )
     add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
     add("--split", choices=("validation", "test", "train"), default="validation")
@@ -234,13 +241,14 @@ def report_arguments(parser: Parser) -> None:
         type=positive,
         default=8,
         metavar="K",
-        help="tokens shown of each expert; default 8",
+        help="tokens shown of each expert, and samples with the largest loss; default 8",
     )
     add(
         "--tokens",
         type=non_negative,
         metavar="N",
-        help="about how many tokens are read, evenly over the split; 0 reads none; default 250000",
+        help="about how many tokens are read, evenly over the split; 0 reads none; default 250000, "
+        "of labelled sequences all",
     )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 

@@ -222,7 +222,7 @@ def report(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
-    from train.experts.report.command import TOKENS, report, report_line
+    from train.experts.report.command import report, report_line
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -230,12 +230,13 @@ def report(options: Namespace) -> None:
             options.run,
             output=options.output,
             checkpoint=options.checkpoint,
+            best=options.best,
             data=options.data,
             split=options.split,
             layers=options.layers,
             experts=options.experts,
             top=options.top,
-            tokens=TOKENS if options.tokens is None else options.tokens,
+            tokens=options.tokens,
         )
         show(result, report_line(result), options.json, stdout)
 

@@ -1,10 +1,11 @@
-"""Scores as benchmarks define them, by scikit-learn and scipy.
+"""Scores as benchmarks define them, by scikit-learn and scipy; and those of single classes.
 
-Shapes: N samples.
+Shapes: N samples, K classes.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,3 +84,60 @@ TITLES: Mapping[Metric, str] = {
     "pearson": "Pearson",
     "spearman": "Spearman",
 }
+
+
+class ClassScore(NamedTuple):
+    """How well one class is told from the others; None where the share is of nothing."""
+
+    predicted: int
+    """Samples that are predicted to be of it."""
+    right: int
+    """Those of them that are."""
+    precision: float | None
+    """right / predicted."""
+    recall: float | None
+    """right / samples of the class."""
+    f1: float | None
+    """The harmonic mean of both."""
+
+
+def class_scores(
+    names: Sequence[str], held_K: Numbers, predicted_K: Numbers, right_K: Numbers
+) -> dict[str, ClassScore]:
+    """Scores of single classes, from counts, which processes can add up.
+
+    Args:
+        names: Of the classes.
+        held_K: Samples of each class.
+        predicted_K: Samples that are predicted to be of it.
+        right_K: Those that are of it and predicted to be.
+
+    Returns:
+        By name, as scikit-learn's `precision_recall_fscore_support` has them.
+    """
+    counts = (np.asarray(each_K).tolist() for each_K in (held_K, predicted_K, right_K))
+    return {
+        name: ClassScore(
+            predicted=int(predicted),
+            right=int(right),
+            precision=right / predicted if predicted else None,
+            recall=right / held if held else None,
+            f1=2 * right / (held + predicted) if held + predicted else None,
+        )
+        for name, held, predicted, right in zip(names, *counts, strict=True)
+    }
+
+
+def scores_of_predictions(
+    names: Sequence[str], labels_N: Numbers, predictions_N: Numbers
+) -> dict[str, ClassScore]:
+    """Scores of single classes, from the number of each sample's class and of its prediction.
+
+    Args:
+        names: Of the classes.
+        labels_N: The right classes.
+        predictions_N: Predicted ones.
+    """
+    of_samples = (labels_N, predictions_N, labels_N[labels_N == predictions_N])
+    held_K, predicted_K, right_K = (np.bincount(x, minlength=len(names)) for x in of_samples)
+    return class_scores(names, held_K, predicted_K, right_K)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel import comm
+from train.tasks.benchmark_metrics import class_scores
 
 BINS = 15
 """Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
@@ -43,7 +44,7 @@ class CountedClasses:
     def __init__(self, classes: int, device: torch.device) -> None:
         self._totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         self._bins_S3 = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
-        self._classes_K2 = torch.zeros(classes, 2, dtype=torch.float64, device=device)
+        self._classes_3K = torch.zeros(3, classes, dtype=torch.float64, device=device)
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
         """Counts images; none may be filling."""
@@ -56,7 +57,10 @@ class CountedClasses:
         confidence_B = logits_BK.softmax(-1).amax(-1).double()
         bin_B = (confidence_B * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
         self._bins_S3.index_add_(0, bin_B, torch.stack([confidence_B, right_B, ones_B], dim=-1))
-        self._classes_K2.index_add_(0, labels_B, torch.stack([right_B, ones_B], dim=-1))
+        held_K, predicted_K, right_K = self._classes_3K
+        held_K.index_add_(0, labels_B, ones_B)
+        predicted_K.index_add_(0, highest_B5[:, 0], ones_B)
+        right_K.index_add_(0, labels_B, right_B)
 
     def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
         """The scores over all processes.
@@ -65,15 +69,17 @@ class CountedClasses:
             world: This process.
             names: Of the classes.
         """
-        parts = [self._totals_4, self._bins_S3.flatten(), self._classes_K2.flatten()]
+        parts = [self._totals_4, self._bins_S3.flatten(), self._classes_3K.flatten()]
         summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
         totals_4, bins, classes = torch.split(summed, [len(part) for part in parts])
         loss, right, among_five, count = totals_4.tolist()
         bins_S3 = bins.view(BINS, 3)
         gap_S = (bins_S3[:, 0] - bins_S3[:, 1]).abs()
+        held_K, predicted_K, right_K = classes.view(3, -1).numpy()
+        found = class_scores(names, held_K, predicted_K, right_K)
         per_class = {
-            name: {"accuracy": hits / images if images else None, "images": int(images)}
-            for name, (hits, images) in zip(names, classes.view(-1, 2).tolist(), strict=True)
+            name: {"accuracy": found[name].recall, "images": int(held)} | found[name]._asdict()
+            for name, held in zip(names, held_K, strict=True)
         }
         return {
             "top1": right / count,

@@ -203,6 +203,16 @@ class ImageClassification(Task[ImageBatch]):
             return each_BK.sum(-1)
         return -(targets_BK * logits_BK.log_softmax(-1)).sum(-1)
 
+    def examined(self, logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
+        """What a report looks at: the loss of each image [B], and the probability of each class of
+        it [B, K]."""
+        targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
+        apart = self.settings.loss == "sigmoid"
+        return (
+            self._loss(logits_BK, targets_BK),
+            logits_BK.sigmoid() if apart else logits_BK.softmax(-1),
+        )
+
     @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""
@@ -254,8 +264,8 @@ class ImageClassification(Task[ImageBatch]):
 
         Returns:
             Also `calibration_error`, the expected calibration error over 15 bins of confidence
-            (Guo et al. 2017), of each class `accuracy` and `images`, and of each domain
-            (`per_domain`) `images` and the scores.
+            (Guo et al. 2017), of each class `accuracy`, how many `images` have it, and
+            `ClassScore`, and of each domain (`per_domain`) `images` and the scores.
         """
         images = self.held_out(split)
         total = len(images) if most is None else min(len(images), most)

@@ -31,7 +31,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.huggingface_bert import BertWeights
 from parallel.weights import Weights, open_weights
 from train.errors import ConfigError
-from train.tasks.benchmark_metrics import METRICS, TITLES
+from train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.images import CLASSES_FILE, class_names_of
@@ -160,6 +160,12 @@ class SequenceTask(Task[SequenceBatch]):
         outputs_BK, routing = self._outputs(model, batch)
         return self._losses(outputs_BK, batch.labels_B), routing
 
+    def examined(self, model: Predictor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """What a report looks at: the outputs of single samples [B, K], as in `_outputs`, and the
+        loss of each [B]."""
+        outputs_BK, _ = self._outputs(model, batch)
+        return outputs_BK, self._losses(outputs_BK, batch.labels_B)
+
     def _outputs(
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
@@ -215,8 +221,8 @@ class SequenceTask(Task[SequenceBatch]):
 
         Returns:
             Each metric, `score`, their mean, `loss`, and of classes `per_class`: how many samples
-            have it, how many were predicted to, and how many of those are right; and of domains
-            `per_domain`: their samples and the same scores.
+            have it, and `ClassScore`; and of domains `per_domain`: their samples and the same
+            scores.
         """
         rows = self.data.held_out(split, most)
         total = len(rows)
@@ -278,14 +284,15 @@ class SequenceTask(Task[SequenceBatch]):
         score = float(np.mean(list(metrics.values())))
         return {"score": score, **metrics, "loss": float(losses_N.mean())}
 
-    def _per_class(self, labels_N: Any, predictions_N: Any) -> dict[str, dict[str, int]]:
+    def _per_class(self, labels_N: Any, predictions_N: Any) -> dict[str, dict[str, Any]]:
+        names = self.data.class_names
+        if not names:
+            return {}
+        found = scores_of_predictions(names, labels_N, predictions_N)
+        held_K = np.bincount(labels_N, minlength=len(names)).tolist()
         return {
-            name: {
-                "sequences": int((labels_N == number).sum()),
-                "predicted": int((predictions_N == number).sum()),
-                "right": int(((labels_N == number) & (predictions_N == number)).sum()),
-            }
-            for number, name in enumerate(self.data.class_names)
+            name: {"sequences": held} | found[name]._asdict()
+            for name, held in zip(names, held_K, strict=True)
         }
 
     def units_of(self, split: str) -> int:

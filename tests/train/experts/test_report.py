@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,6 +16,7 @@ from data.text.dataset import PreparedData
 from data.text.prepare import prepare
 from launch.cli import run as polyad
 from parallel.weights import load_model
+from tests.helpers.pages import Page
 from tests.helpers.runs import run, write_config
 from train.experts.probing import routed_layers
 from train.experts.report.command import report
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.distributed
 MUMOE = {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]}
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "placement": [1]}
 SVG = "{http://www.w3.org/2000/svg}"
-VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 @pytest.fixture(scope="module")
@@ -41,32 +40,6 @@ def runs(workers, tmp_path_factory, prepared_path):
         workers(1).run(run, write_config(folder / "config.yaml", prepared_path, **changes))
         folders[kind] = folder / "run"
     return folders
-
-
-class Page(HTMLParser):
-    """Checks that elements close in order, and keeps what refers to somewhere else."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.links, self.tags, self.peaks = [], [], set(), 0
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        given = dict(attributes)
-        self.links += [given[name] for name in ("src", "href", "action", "data") if name in given]
-        self.peaks += given.get("class") == "peak"
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
 
 @pytest.mark.parametrize("kind", ["mumoe", "smoe", "dense"])

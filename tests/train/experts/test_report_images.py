@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from sklearn.metrics import confusion_matrix
 
 from data.images.prepare import prepare_images
 from parallel.checkpoint.checkpoint import find_checkpoint
@@ -53,6 +54,29 @@ def trained(request, workers, tmp_path_factory):
     }))  # fmt: skip
     workers(1).run(run, config)
     return root / "run"
+
+
+def test_a_dense_model_has_scores_of_classes_alone(workers, tmp_path):
+    source = made.class_folders(tmp_path / "all", 8)
+    prepare_images(str(source), tmp_path / "out", held_out=0.4, report=lambda x: None)
+    model = MODELS["vit"] | {"feed_forward": {"kind": "dense"}}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({
+        "run": {"folder": str(tmp_path / "run")}, "model": model,
+        "data": {"kind": "images", "path": str(tmp_path / "out")},
+        "train": {
+            "steps": 1, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
+        },
+        "log": {"trackers": []},
+    }))  # fmt: skip
+    workers(1).run(run, config)
+    result = report(tmp_path / "run", top=2)
+    assert result["classes"]["experts"] == {}
+    assert sum(each["images"] for each in result["classes"]["per_class"].values()) == 10
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count('class="picture n') == 2
+    assert 'id="by-class"' not in page
+    assert 'id="layers"' not in page
 
 
 def coefficients(trained, layer_name):
@@ -108,6 +132,35 @@ def test_maps_are_each_patchs_first_expert(trained, tmp_path):
         for each in maps:
             of_patches = a_BTS[each["number"]][-4:]
             assert each["first"] == of_patches.argmax(-1).tolist()
+
+
+def test_scores_and_experts_of_each_class(trained, tmp_path):
+    from train.config.run import load_config
+    from train.tasks.images import ImageClassification
+
+    result = report(trained, output=tmp_path / "page.html", top=4)["classes"]
+    task = ImageClassification.open(load_config(trained / "config.yaml").for_task())
+    images = [sample.images_BCHW for sample in task.held_out("validation")]
+    labels = [int(sample.labels_B) for sample in task.held_out("validation")]
+    model = load_model(find_checkpoint(trained))
+    with torch.no_grad():
+        logits = torch.cat([
+            model(normalize(each[None], (0.5,) * 3, (0.5,) * 3)).logits for each in images
+        ])  # fmt: skip
+    found = logits.argmax(-1).tolist()
+    assert result["confusion_matrix"] == confusion_matrix(labels, found).tolist()
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="none")
+    shown = result["largest_losses"]
+    assert [e["loss"] for e in shown] == pytest.approx(losses.topk(4).values.tolist(), rel=1e-4)
+    page = (tmp_path / "page.html").read_text()
+    assert all(f".picture.n{each['number']} " in page for each in shown)
+    for name, (level,) in result["experts"].items():
+        a_BTS, _ = coefficients(trained, name)
+        given_BS = (a_BTS if "channel" in name else (a_BTS > 0)).double().sum(1)
+        counts = np.zeros((given_BS.shape[1], len(made.CLASSES)))
+        for given_S, label in zip(given_BS, labels, strict=True):
+            counts[:, label] += given_S.numpy()
+        np.testing.assert_allclose(level["counts"], counts, rtol=1e-4, atol=1e-4)
 
 
 def test_named_experts_and_no_images(trained, tmp_path):

@@ -23,7 +23,7 @@ from train.experts.report.charts import (
     ticks,
 )
 from train.experts.report.history import read_history
-from train.experts.report.layers import _load_figures, _visible
+from train.experts.report.layers import _load_figures, visible
 from train.experts.report.reading import Top, merged
 from train.experts.report.snippets import Documents, pieces
 from train.experts.report.top_tokens import STRETCH, TopTokens, choose_experts
@@ -255,8 +255,8 @@ def test_a_place_stays_in_its_document_and_window(prepared):
 
 
 def test_text_cannot_become_markup():
-    assert _visible("<script>&\"'") == "&lt;script&gt;&amp;&quot;&#x27;"
-    assert _visible("\x00\x1b") == "\u2400\u241b"
+    assert visible("<script>&\"'") == "&lt;script&gt;&amp;&quot;&#x27;"
+    assert visible("\x00\x1b") == "\u2400\u241b"
 
 
 def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):

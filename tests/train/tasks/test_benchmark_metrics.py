@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from sklearn.metrics import precision_recall_fscore_support
 
-from train.tasks.benchmark_metrics import METRICS
+from train.tasks.benchmark_metrics import METRICS, scores_of_predictions
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 0])
 FOUND = np.array([1, 1, 0, 1, 0, 0, 0, 0])
@@ -38,3 +39,22 @@ def test_what_is_not_defined_counts_as_zero():
     assert METRICS["matthews"](LABELS, np.zeros(8, int)) == 0
     assert METRICS["f1"](LABELS, np.zeros(8, int)) == 0
     assert METRICS["pearson"](np.ones(1), np.ones(1)) == 0
+
+
+def test_scores_of_classes_are_those_of_scikit_learn():
+    rng = np.random.default_rng(0)
+    # Class 4 is nowhere, 3 is never predicted, and 5 has no sample.
+    labels, found = rng.choice([0, 1, 2, 3], 200), rng.choice([0, 1, 2, 5], 200)
+    names = [f"class {n}" for n in range(6)]
+    scores = scores_of_predictions(names, labels, found)
+    assert list(scores) == names
+    expected = precision_recall_fscore_support(labels, found, labels=range(6), zero_division=np.nan)
+    for number, (precision, recall, f1, held) in enumerate(zip(*expected, strict=True)):
+        ours = scores[names[number]]
+        for value, theirs in ((ours.precision, precision), (ours.recall, recall), (ours.f1, f1)):
+            assert (value is None) == np.isnan(theirs)
+            assert value is None or value == pytest.approx(theirs)
+        assert (ours.recall or 0) * held == pytest.approx(ours.right)
+        assert ours.predicted == (found == number).sum()
+    assert scores["class 4"].f1 is None
+    assert (scores["class 3"].precision, scores["class 5"].recall) == (None, None)

@@ -93,6 +93,9 @@ def test_it_trains_resumes_bitwise_and_is_scored(workers, config, tmp_path):
         assert result[name] == pytest.approx(expected[name], abs=1e-6), name
     assert result["images_scored"] == 18
     assert sum(each["images"] for each in result["per_class"].values()) == 18
+    assert sum(each["predicted"] for each in result["per_class"].values()) == 18
+    right = sum(each["right"] for each in result["per_class"].values())
+    assert right / 18 == pytest.approx(result["top1"])
     averaged = one.run(evaluation, tmp_path / "run", weights="ema")[0]
     assert averaged["loss"] != result["loss"]
     assert workers(2).run(evaluation, tmp_path / "run")[0]["loss"] == pytest.approx(result["loss"])

@@ -97,7 +97,7 @@ def line_chart(
     bottom, top = bottom - (low is None) * margin, top + (high is None) * margin
     x = _axis(steps[0], steps[-1], LEFT, width - RIGHT)
     y = _axis(bottom, top, HEIGHT - BOTTOM, TOP)
-    parts = [_frame(title, width), *_grid(steps, ticks(bottom, top), x, y, width)]
+    parts = [frame(title, width), *_grid(steps, ticks(bottom, top), x, y, width)]
     for line in lines:
         parts.append(_curve(steps, line, x, y, bottom, top))
     parts += _tooltips(steps, lines, x, width)
@@ -121,7 +121,8 @@ def _columns_axis(steps: Sequence[int], first: float, last: float) -> Callable[[
     return lambda step: round(float(np.interp(step, steps, middles)), 1)
 
 
-def _frame(title: str, width: int, height: float = HEIGHT) -> str:
+def frame(title: str, width: int, height: float = HEIGHT) -> str:
+    """The beginning of an SVG element, with its title for a screen reader."""
     css = ' class="wide"' if width == WIDE else ""
     return (
         f'<svg{css} viewBox="0 0 {width} {height:g}" role="img" aria-label="{escape(title)}">'
@@ -222,7 +223,7 @@ def heat_map(
     x = _columns_axis(steps, LEFT, WIDE - RIGHT)
     data = base64.b64encode(_png(_indices(relative_RC))).decode()
     parts = [
-        _frame(title, WIDE, height),
+        frame(title, WIDE, height),
         f'<rect class="unused" x="{LEFT}" y="{TOP}" width="{WIDE - RIGHT - LEFT}" '
         f'height="{plot}"/>',
         f'<image x="{LEFT}" y="{TOP}" width="{WIDE - RIGHT - LEFT}" height="{plot}" '

@@ -1,39 +1,33 @@
 """`polyad report`: what a run has learned and what its experts do, as one HTML page."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from data.config import DataConfig
-from data.errors import DataError
 from data.files import partial_of, write_whole
 from data.images.config import ImageDataConfig
+from data.sequences.config import SequenceDataConfig
 from data.text.manifest import SplitName
 from model.build import build_model, count_parameters
 from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
 from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
-from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from parallel.checkpoint.commit import STEP_FOLDER, complete_checkpoints
-from parallel.weights import load_model, open_checkpoint
+from parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
+from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
+from parallel.weights import open_checkpoint
 from train.config.describe import active_expert_parameters, expert_parameters
-from train.config.run import RunConfig, load_config, parse_config
+from train.config.run import RunConfig, load_config
 from train.console import Progress
 from train.errors import ConfigError
 from train.experts.probing import RoutedLayer, routed_layers
-from train.experts.report.content import Report, TextPass
+from train.experts.report.content import Report
 from train.experts.report.history import METRICS_FILE, History, read_history
-from train.experts.report.image_pass import ImageChoice, ImagePass, read_images
+from train.experts.report.image_pass import ImageChoice
 from train.experts.report.page import render
-from train.experts.report.reading import Choice, Text, read_text
-from train.tasks.images import ImageClassification
-from train.tasks.language import language_model
+from train.experts.report.passes import pass_over_images, pass_over_sequences, pass_over_text
+from train.experts.report.reading import Choice
 from train.tasks.registry import task_class
-from train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
 
 TOKENS = 250_000
 """About how many tokens are read, unless the user says it."""
@@ -49,26 +43,29 @@ def report(
     *,
     output: Path | None = None,
     checkpoint: int | None = None,
+    best: bool = False,
     data: str | None = None,
     split: SplitName = "validation",
     layers: Sequence[str] = (),
     experts: Sequence[str] = (),
     top: int = 8,
-    tokens: int = TOKENS,
+    tokens: int | None = None,
 ) -> dict[str, Any]:
     """Writes the page.
 
     Args:
         run: a run's folder.
         output: the file; None: `report.html` in the run's folder.
-        checkpoint: step of the weights that read the text; None: the newest.
-        data: prepared data; None: the run's.
+        checkpoint: step of the weights that read the data; None: the best checkpoint of a run that
+            keeps it, else the newest.
+        best: whether it has to be the best one.
+        data: prepared data, or labelled sequences; None: the run's.
         split: `validation`, `test` or `train`.
         layers: blocks whose experts are shown, by number; none: first, middle and last.
         experts: experts that are shown in each of these; none: see `choose_experts`.
-        top: tokens, or images, of an expert.
+        top: tokens, or images, of an expert; and samples with the largest loss.
         tokens: about how many are read, evenly over the split, and of images at most 20,000; 0
-            reads nothing.
+            reads nothing; None: of text `TOKENS`, of sequences all.
 
     Returns:
         The result: JSON values, and `output`.
@@ -77,7 +74,7 @@ def report(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     config = _run_config(run)
-    weights = open_checkpoint(_checkpoint(run, checkpoint))
+    weights = open_checkpoint(_checkpoint(run, checkpoint, best=best))
     target = run / OUTPUT_FILE if output is None else output
     _check_output(target)
     history = _history(run)
@@ -85,15 +82,22 @@ def report(
     routed = routed_layers(model)
     chosen = _choose_layers(routed, layers)
     _check_experts(chosen, experts)
-    text, images = None, None
+    text, images, classes = None, None, None
     named = tuple(dict.fromkeys(experts))
-    if chosen and tokens and config.data.kind == "text":
-        choice = Choice(top=top, experts=named)
-        text = _read(weights, chosen, choice, data=data, split=split, limit=tokens)
-    elif chosen and tokens and isinstance(config.data, ImageDataConfig):
-        limit = min(tokens, ImageChoice.limit)
+    read: dict[str, Any] = {"data": data, "split": split}
+    by_class = chosen if layers else routed
+    if tokens == 0:
+        pass
+    elif isinstance(config.data, SequenceDataConfig):
+        classes = pass_over_sequences(weights, by_class, limit=tokens, examples=top, **read)
+    elif isinstance(config.data, ImageDataConfig) and (chosen or config.data.kind == "images"):
+        limit = min(tokens or ImageChoice.limit, ImageChoice.limit)
         image_choice = ImageChoice(top=top, experts=named, limit=limit)
-        images = _read_images(weights, chosen, image_choice, data=data, split=split)
+        images = pass_over_images(weights, chosen, image_choice, every_layer=by_class, **read)
+        classes = images.classes
+    elif chosen and config.data.kind == "text":
+        choice = Choice(top=top, experts=named)
+        text = pass_over_text(weights, chosen, choice, limit=tokens or TOKENS, **read)
     held, task = expert_parameters(model), task_class(config.data.kind)
     parameters = count_parameters(model)
     result = Report(
@@ -104,12 +108,14 @@ def report(
         active_parameters=parameters - held + active_expert_parameters(model),
         checkpoint=str(weights.folder),
         checkpoint_step=weights.training_step,
+        is_best=_best(run) == weights.folder,
         total_steps=config.train.steps,
         history=history,
         task=task,
         routed=routed,
         text=text,
         images=images,
+        classes=classes,
     )
     write_whole(target, render(result))
     return {"output": str(target), **result.to_json()}
@@ -128,9 +134,18 @@ def _run_config(run: Path) -> RunConfig:
     return load_config(run / "config.yaml")
 
 
-def _checkpoint(run: Path, step: int | None) -> Path:
+def _best(run: Path) -> Path | None:
+    """The best checkpoint of a run that marks one."""
+    return best_checkpoint(run) if (run / "checkpoints" / BEST_FILE).is_file() else None
+
+
+def _checkpoint(run: Path, step: int | None, *, best: bool) -> Path:
+    if best and step is not None:
+        raise ConfigError(f"--best: is not allowed with --checkpoint {step}")
+    if best:
+        return best_checkpoint(run)
     if step is None:
-        return find_checkpoint(run)
+        return _best(run) or find_checkpoint(run)
     found = {
         int(folder.name.removeprefix("step-")): folder
         for folder in complete_checkpoints(run / "checkpoints")
@@ -191,86 +206,6 @@ def _check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> Non
                     f"--experts: {expert} is not allowed: block {layer.block} has {names[0]} to "
                     f"{names[-1]}{form}"
                 )
-
-
-def _read(
-    weights: Checkpoint,
-    layers: Sequence[RoutedLayer],
-    choice: Choice,
-    *,
-    data: str | None,
-    split: SplitName,
-    limit: int,
-) -> TextPass:
-    config = parse_config(weights.config_yaml, origin=str(weights.folder / "config.yaml"))
-    settings, model_config = config.data, language_model(weights)
-    assert isinstance(settings, DataConfig)
-    if data is None and settings.mixture is not None:
-        folders = ", ".join(source.path for source in settings.mixture)
-        raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
-    path = settings.path if data is None else data
-    try:
-        prepared = open_data(
-            path,
-            weights.state.tokenizer_fingerprint,
-            "checkpoint",
-            lambda: tokenizer_of(weights),
-        )
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; --data names another folder, --tokens 0 reads no text"
-        ) from None
-    text = Text(
-        prepared.split(split),
-        model_config.sequence_length,
-        config.evaluation.batch_size or config.train.micro_batch_size,
-        need_tokenizer(weights, None),
-        limit,
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(weights.folder, device)
-    total = prepared.manifest.splits[split].tokens
-    expected = min(total, text.count * text.length)
-    tokens, reports = read_text(
-        model,
-        layers,
-        text,
-        choice,
-        name=str(weights.folder),
-        progress=Progress(f"read {split}", expected),
-    )
-    return TextPass(data=str(path), split=split, tokens=tokens, of_tokens=total, layers=reports)
-
-
-def _read_images(
-    weights: Checkpoint,
-    layers: Sequence[RoutedLayer],
-    choice: ImageChoice,
-    *,
-    data: str | None,
-    split: SplitName,
-) -> ImagePass:
-    changed = () if data is None else (f"data.path={json.dumps(data)}",)
-    config = parse_config(weights.config_yaml, changed, origin=str(weights.folder / "config.yaml"))
-    try:
-        task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
-        task.check_split(split)
-    except (ConfigError, DataError) as error:
-        raise ConfigError(
-            f"{error}; --data names another folder, --tokens 0 reads no images"
-        ) from None
-    assert isinstance(task, ImageClassification)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    count = min(task.units_of(split), choice.limit)
-    return read_images(
-        load_model(weights.folder, device),
-        layers,
-        task,
-        split,
-        choice,
-        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
-        progress=Progress(f"read {split}", count, "img"),
-    )
 
 
 def _in_words(config: RunConfig) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.experts.probing import RoutedLayer
+from train.experts.report.class_pass import ClassPass
 from train.experts.report.history import History, last
 from train.experts.report.image_pass import ImagePass
 from train.experts.report.snippets import Piece, Place
@@ -65,6 +66,8 @@ class Report:
     active_parameters: int
     checkpoint: str
     checkpoint_step: int
+    is_best: bool
+    """Whether it is the checkpoint of the best validation, of a run that keeps that one."""
     total_steps: int
     history: History
     task: type[Task[Any]]
@@ -74,7 +77,9 @@ class Report:
     text: TextPass | None
     """None where it was not asked for, the model does not read text, or it has no experts."""
     images: ImagePass | None = None
-    """None where they were not asked for, the model does not read images, or it has no experts."""
+    """None where they were not asked for, or the model does not read images."""
+    classes: ClassPass | None = None
+    """Of labelled sequences, and of images with one class each; None where nothing was read."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
@@ -86,6 +91,7 @@ class Report:
             "active_parameters": self.active_parameters,
             "checkpoint": self.checkpoint,
             "checkpoint_step": self.checkpoint_step,
+            "checkpoint_is_best": self.is_best,
             "step": history.last_record["step"],
             "total_steps": self.total_steps,
             units: history.last_record.get(units),
@@ -102,6 +108,7 @@ class Report:
             },
             "text": None if self.text is None else _text(self.text),
             "images": None if self.images is None else self.images.to_json(),
+            "classes": None if self.classes is None else self.classes.to_json(),
         }
 
     @property

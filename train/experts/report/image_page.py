@@ -98,7 +98,7 @@ def _expert(read: ImagePass, expert: ImageExpert) -> str:
 def _top(read: ImagePass, image: TopImage) -> str:
     frame = "" if image.patch is None else _frame(image.patch, read.grid)
     return (
-        f"<li>{_picture(read, image.number, frame)}<small><b>{image.coefficient:.3f}</b> "
+        f"<li>{picture(read, image.number, frame)}<small><b>{image.coefficient:.3f}</b> "
         f"{escape(image.label)}</small></li>"
     )
 
@@ -110,7 +110,8 @@ def _frame(patch: int, grid: int) -> str:
     return f'<i style="{place};width:{side:.3g}%;height:{side:.3g}%"></i>'
 
 
-def _picture(read: ImagePass, image: int, over: str) -> str:
+def picture(read: ImagePass, image: int, over: str = "") -> str:
+    """A picture of the style sheet, with what is drawn over it."""
     small = " small" if max(read.pixels[image].shape[:2]) <= LOSSLESS_SIDE else ""
     return f'<div class="picture n{image}{small}">{over}</div>'
 
@@ -119,7 +120,7 @@ def _maps(read: ImagePass, maps: Sequence[RoutingMap]) -> str:
     if not maps:
         return ""
     shown = "".join(
-        f"<li>{_picture(read, each.number, _map(each.first, read.grid))}"
+        f"<li>{picture(read, each.number, _map(each.first, read.grid))}"
         f"<small>{escape(each.label)}: {len(set(each.first))} experts</small></li>"
         for each in maps
     )

@@ -16,7 +16,9 @@ from torch.utils.data import Subset
 from data.evaluation import evaluation_batches
 from model.vision import ImageModelSettings
 from train.errors import ConfigError
-from train.experts.probing import RoutedLayer, deciding
+from train.experts.probing import Decision, RoutedLayer, deciding
+from train.experts.report.class_pass import ClassPass
+from train.experts.report.image_classes import ImageClasses
 from train.experts.report.top_tokens import TopTokens, choose_experts
 from train.tasks.images import ImageClassification
 
@@ -82,9 +84,11 @@ class ImagePass:
     """By the layer's name; none where tokens are no patches."""
     pixels: dict[int, np.ndarray[Any, Any]]
     """The images that are shown, [H, W, 3] uint8, by their number."""
+    classes: ClassPass | None = None
+    """What the same pass finds of classes; None of images with attributes."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, without pixels."""
+        """JSON values, without pixels and classes."""
         return {
             "data": self.data,
             "split": self.split,
@@ -127,6 +131,7 @@ def read_images(
     split: str,
     choice: ImageChoice,
     *,
+    every_layer: Sequence[RoutedLayer],
     batch_size: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> ImagePass:
@@ -134,10 +139,11 @@ def read_images(
 
     Args:
         model: in evaluation mode, on one device.
-        layers: those that are read.
+        layers: those whose top images are kept.
         task: of the model.
         split: `train`, `validation` or `test`.
         choice: what is kept.
+        every_layer: those whose experts are counted by class.
         batch_size: images in a forward pass.
         progress: is told the share done after each batch.
 
@@ -149,27 +155,38 @@ def read_images(
     count = min(total, choice.limit)
     numbers = [number * total // count for number in range(count)]
     tops = {x.name: TopTokens(x.num_experts, choice.top, device, WHOLE_IMAGE) for x in layers}
+    classes = (
+        None if task.has_attributes else ImageClasses(task, split, numbers, every_layer, device)
+    )
     tokens: dict[str, int] = {}
     done = 0
-    for batch, counts_B in evaluation_batches(Subset(held_out, numbers), count, batch_size):
-        size = len(counts_B)
-        number_B = torch.tensor([*numbers[done : done + size], *[-1] * size][:size])
-        for name, a_BTS in _coefficients(model, layers, task, batch.images_BCHW.to(device)).items():
-            tokens[name] = length = a_BTS.shape[1]
-            position_BT = number_B.unsqueeze(-1) * length + torch.arange(length)
-            position_BT = position_BT.where(number_B.unsqueeze(-1) >= 0, -1)
-            tops[name].add(a_BTS, position_BT.to(device))
-        done += size
-        progress(min(1.0, done / count))
+    with deciding(model, every_layer) as decisions, torch.inference_mode():
+        for batch, counts_B in evaluation_batches(Subset(held_out, numbers), count, batch_size):
+            # Without what only fills the last batch up.
+            images_BCHW, labels_B = batch.images_BCHW[counts_B], batch.labels_B[counts_B]
+            size = len(images_BCHW)
+            logits_BK = model(task.inputs(images_BCHW.to(device))).logits
+            number_B1 = torch.tensor(numbers[done : done + size]).unsqueeze(-1)
+            for layer in layers:
+                a_BTS = _by_image(decisions[layer.name], size)
+                tokens[layer.name] = length = a_BTS.shape[1]
+                position_BT = number_B1 * length + torch.arange(length)
+                tops[layer.name].add(a_BTS, position_BT.to(device))
+            if classes is not None:
+                classes.add(logits_BK, labels_B.to(device), decisions, done)
+            done += size
+            progress(done / count)
     grid = _grid(task.model)
     reports = {
         layer.name: _experts(layer, tops[layer.name], tokens[layer.name], grid, task, split, choice)
         for layer in layers
     }
-    mapped = [number * total // MAPPED for number in range(min(MAPPED, total))]
+    of_classes = None if classes is None else classes.result(choice.top)
+    mapped = [number * total // MAPPED for number in range(min(MAPPED, total) if layers else 0)]
     maps = _maps(model, layers, task, split, mapped, grid)
     shown = {image.number for each in reports.values() for e in each for image in e.top}
     shown |= {each.number for of_layer in maps.values() for each in of_layer}
+    shown |= {each.number for each in of_classes.examples} if of_classes is not None else set()
     return ImagePass(
         data=task.name,
         split=split,
@@ -179,18 +196,14 @@ def read_images(
         layers=reports,
         maps=maps,
         pixels={n: held_out[n].images_BCHW.permute(1, 2, 0).numpy() for n in sorted(shown)},
+        classes=of_classes,
     )
 
 
-def _coefficients(
-    model: nn.Module, layers: Sequence[RoutedLayer], task: ImageClassification, images_BCHW: Tensor
-) -> dict[str, Tensor]:
-    """Coefficients [B, T, S] of each layer, by name."""
-    with deciding(model, layers) as decisions, torch.inference_mode():
-        model(task.inputs(images_BCHW))
-        flat = {layer.name: decisions[layer.name].coefficients() for layer in layers}
-    size = len(images_BCHW)
-    return {name: a_MS.view(size, -1, a_MS.shape[-1]) for name, a_MS in flat.items()}
+def _by_image(decision: Decision, images: int) -> Tensor:
+    """Coefficients [B, T, S] of a layer."""
+    a_MS = decision.coefficients()
+    return a_MS.view(images, -1, a_MS.shape[-1])
 
 
 def _grid(model: ImageModelSettings) -> int:
@@ -252,12 +265,17 @@ def _maps(
     numbers: Sequence[int],
     grid: int,
 ) -> dict[str, list[RoutingMap]]:
+    if not numbers:
+        return {}
     device = next(model.parameters()).device
     held_out = task.held_out(split)
     images = torch.stack([held_out[number].images_BCHW for number in numbers]).to(device)
     in_words = task.labels_in_words(split)
     found = {}
-    for name, a_BTS in _coefficients(model, layers, task, images).items():
+    with deciding(model, layers) as decisions, torch.inference_mode():
+        model(task.inputs(images))
+    for name, decision in decisions.items():
+        a_BTS = _by_image(decision, len(images))
         before = a_BTS.shape[1] - grid * grid
         if name.endswith("token_feed_forward") or before not in (0, 1):
             continue

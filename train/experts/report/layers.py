@@ -232,7 +232,7 @@ def _trimmed(pieces: list[Piece]) -> list[Piece]:
 
 
 def _piece(piece: Piece) -> str:
-    text = _visible(piece.text)
+    text = visible(piece.text)
     highest = max(piece.coefficients)
     if highest <= 0 and not piece.is_peak:
         return text
@@ -241,7 +241,7 @@ def _piece(piece: Piece) -> str:
     return f'<mark{css} style="--a:{min(1.0, highest):.2f}" title="{title}">{text}</mark>'
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Text for HTML: line ends are marked, and control characters have pictures."""
     parts = []
     for character in text.replace("\r\n", "\n"):

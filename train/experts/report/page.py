@@ -2,7 +2,9 @@
 
 from html import escape
 
+from train.experts.report.by_class_page import by_class_section
 from train.experts.report.charts import WIDE, Line, legend, line_chart, number
+from train.experts.report.class_page import CLASS_CSS, class_section, class_title
 from train.experts.report.content import Report
 from train.experts.report.history import Series
 from train.experts.report.image_page import image_style
@@ -43,15 +45,18 @@ def render(report: Report) -> str:
         HTML.
     """
     title = f"{report.run}: Polyad report"
-    pictures = "" if report.images is None else image_style(report.images)
+    best = " (the best validation)" if report.is_best else ""
+    more = CLASS_CSS if report.classes is not None else ""
+    more += "" if report.images is None else image_style(report.images)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{CSS}{pictures}</style></head>\n<body><main>\n"
-        f"{_header(report)}\n{_loss(report)}\n{_over_time(report)}\n{layers_section(report)}\n"
-        f"<footer>Made by <code>polyad report</code> from {escape(report.checkpoint)} and the "
-        f"run's metrics.jsonl.</footer>\n</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{CSS}{more}</style></head>\n<body><main>\n"
+        f"{_header(report)}\n{_loss(report)}\n{class_section(report)}\n{by_class_section(report)}\n"
+        f"{_over_time(report)}\n{layers_section(report)}\n"
+        f"<footer>Made by <code>polyad report</code> from {escape(report.checkpoint)}{best} and "
+        f"the run's metrics.jsonl.</footer>\n</main></body></html>\n"
     )
 
 
@@ -79,6 +84,9 @@ def _header(report: Report) -> str:
         for name, value, small in facts
     )
     links = [("loss", "Training")]
+    if report.classes is not None:
+        links.append(("classes", class_title(report.classes)))
+        links += [("by-class", "Experts by class")] if report.classes.layers else []
     if report.routed:
         links += [("time", "Experts over time"), ("layers", layers_title(report))]
     nav = "".join(f'<a href="#{place}">{text}</a>' for place, text in links)
@@ -116,6 +124,7 @@ def _loss(report: Report) -> str:
         note += f" {history.unreadable:,} unfinished lines of metrics.jsonl were left out."
     chart = line_chart(steps, lines, title="Loss over steps", width=WIDE)
     figures = [figure("Loss", legend(lines) + chart, note, wide=True)]
+    figures += _validation_scores(report)
     for name, heading in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
         if name in scalars:
             line = Line(label=heading.lower(), values=scalars[name], colour="var(--accent)")
@@ -127,6 +136,29 @@ def _loss(report: Report) -> str:
     )  # fmt: skip
     grid = f'<div class="grid">{"".join(figures)}</div>'
     return f'<section id="loss"><h2>Training</h2>{dense}{grid}</section>'
+
+
+def _validation_scores(report: Report) -> list[str]:
+    """Scores of the validations over steps, of a task that has others than a loss."""
+    task, scalars = report.task, report.history.scalars
+    if not task.higher_is_better or task.validation_score not in scalars:
+        return []
+    kept: dict[str, Series] = {task.validation_score: scalars[task.validation_score]}
+    for name, values in scalars.items():
+        known = name == "validation_loss" or "/" in name or values in kept.values()
+        if name.startswith("validation_") and not known:
+            kept[name] = values
+    lines = [
+        Line(
+            label=name.removeprefix("validation_").replace("_", " "),
+            values=values,
+            colour=_depth(len(kept) - 1 - index, len(kept)) if index else "var(--second)",
+            with_points=True,
+        )
+        for index, (name, values) in enumerate(kept.items())
+    ]
+    chart = line_chart(report.history.steps, lines, title="Validation score over steps")
+    return [figure("Validation score", (legend(lines) if len(lines) > 1 else "") + chart)]
 
 
 def _over_time(report: Report) -> str:

@@ -1,0 +1,50 @@
+"""What an expert tells about the class: numbers by hand, and what chance gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from model.smoe.selection import Selected
+from train.experts.probing import Decision, RoutedLayer
+from train.experts.report.by_class import ExpertsByClass, mutual_information
+
+
+def test_information_by_hand():
+    # Two experts that tell two classes apart wholly: one bit; that know nothing: none.
+    assert mutual_information(np.array([[8.0, 0.0], [0.0, 8.0]])) == pytest.approx(1.0)
+    assert mutual_information(np.array([[3.0, 6.0], [1.0, 2.0]])) == pytest.approx(0.0, abs=1e-12)
+    # p = [[1/2, 1/4], [0, 1/4]], of experts 3/4 and 1/4, of classes 1/2 and 1/2:
+    # 1/2 log2(4/3) + 1/4 log2(2/3) + 1/4 log2 2.
+    expected = 0.5 * np.log2(4 / 3) + 0.25 * np.log2(2 / 3) + 0.25
+    assert mutual_information(np.array([[2.0, 1.0], [0.0, 1.0]])) == pytest.approx(expected)
+    assert mutual_information(np.zeros((2, 3))) == 0.0
+
+
+def test_chance_is_that_of_whole_sequences():
+    """An expert that follows the sequence tells the class of a few sequences even by chance: as
+    much as shuffled labels; one that follows the class tells more."""
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(2,))
+    rows, length = 64, 10
+    generator = torch.Generator().manual_seed(1)
+    label_A = torch.randint(2, (rows,), generator=generator)
+    row_N = torch.arange(rows).repeat_interleave(length)
+    for expert_A, low, high in (
+        (torch.randint(2, (rows,), generator=generator), 0.0, 0.06),
+        (label_A, 0.9, 1.0),
+    ):
+        ids_N1 = expert_A[row_N].unsqueeze(-1)
+        selected = Selected(torch.ones_like(ids_N1, dtype=torch.float32), ids_N1)
+        counts = ExpertsByClass([layer], ["a", "b"], label_A)
+        decision = Decision(levels=[torch.zeros(rows * length, 2)], selected=selected)
+        counts.add(layer.name, decision, row_N, 0)
+        (level,) = counts.result()[layer.name]
+        assert level.counts_SY.sum() == rows * length
+        assert low <= level.information <= high
+        # Of 640 tokens that were each on its own it would be 1 / (2 ln 2 640) = 0.0011 bits.
+        assert 0.003 < level.by_chance < 0.05
+    (most, *_) = level.leaning(4)
+    assert most.lift == pytest.approx(1 / most.share_of_all)
+    assert (most.share, most.tokens) == (
+        1.0,
+        level.counts_SY.max(0)[level.groups.index(most.group)],
+    )

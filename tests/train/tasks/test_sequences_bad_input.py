@@ -1,0 +1,126 @@
+"""What a person may get wrong in fine-tuning, by the command line: one line, status 2, no run."""
+
+import pytest
+import yaml
+
+from launch.cli import run as polyad
+from tests.helpers import sequences as made
+from tests.helpers.runs import run as train
+from tests.helpers.runs import run_and_listen
+
+ROWS = made.rows(12, 0)
+LABELLED = {"train.csv": ROWS}
+HEAD = "text,label\n"
+CASES = {
+    "no column of labels": ({"train.csv": "text\na\nb\n"}, (), "no column 'label'"),
+    "a row without a label": ({"train.csv": f"{HEAD}a,x\nb,\nc,y\n"}, (), "row 2: has no label"),
+    "a null label": (
+        {"train.jsonl": '{"text": "a", "label": "x"}\n{"text": "b", "label": null}\n'},
+        (), "row 2: has no label",
+    ),
+    "held-out rows without a label": (
+        LABELLED | {"dev.csv": f"{HEAD}a,\n"}, (), "dev.csv, row 1: has no label",
+    ),
+    "another label": (
+        LABELLED | {"dev.csv": f"{HEAD}a,god\n"}, (),
+        "dev.csv, row 1: the label 'god' is not among the 3 of the training rows: 'bad', 'good', "
+        "'odd' (did you mean 'good'?)",
+    ),
+    "one class": (
+        {"train.csv": [row | {"label": "good"} for row in ROWS]}, (),
+        "all 12 rows have the label 'good': with one class there is nothing to learn",
+    ),
+    "one row": ({"train.csv": ROWS[:1]}, (), "with one class there is nothing to learn"),
+    "only a head": ({"train.csv": HEAD}, (), "train.csv: has no rows"),
+    "an empty file": ({"train.jsonl": ""}, (), "train.jsonl: has no rows"),
+    "no held-out rows": (LABELLED | {"dev.csv": HEAD}, (), "dev.csv: has no rows"),
+    "no training rows": ({"test.csv": ROWS}, (), "has no split 'train'"),
+    "no tables": ({"rows.txt": "a"}, (), "no such file or folder with tables of splits"),
+    "words as numbers": (LABELLED, ("data.task=regression",), "'good' is not a finite number"),
+    "no choices": (
+        LABELLED, ("data.task=multiple_choice",), "data.columns.choices: null is not allowed",
+    ),
+    "longer than the model": (
+        LABELLED, ("data.max_length=65",),
+        "data.max_length: 65 is more than model.sequence_length: 64",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    made.byte_tokenizer(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({
+        "seed": 3,
+        "run": {"folder": str(tmp_path / "run")},
+        "model": {
+            "kind": "gpt2", "num_layers": 1, "hidden_size": 16, "num_heads": 2,
+            "sequence_length": 64, "head": {"kind": "classification"},
+        },
+        "data": {
+            "kind": "sequences", "path": str(tmp_path / "table"),
+            "tokenizer": str(tmp_path / "tokenizer.json"),
+        },
+        "train": {
+            "steps": 1, "global_batch_size": 4, "micro_batch_size": 4, "precision": "fp32",
+        },
+        "log": {"trackers": []},
+    }))  # fmt: skip
+    return path
+
+
+def written(folder, files):
+    for name, content in files.items():
+        if isinstance(content, str):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)
+        else:
+            made.write(folder / name, content)
+
+
+@pytest.mark.parametrize("command", ["validate", "train"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_start_ends_with_one_line_and_leaves_no_run(config, tmp_path, capfd, name, command):
+    files, keys, said = CASES[name]
+    written(tmp_path / "table", files)
+    assert polyad([command, str(config), *keys]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("polyad: error: ")
+    assert said in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.distributed
+def test_data_that_a_checkpoint_cannot_be_scored_on_is_one_line(workers, config, tmp_path, capfd):
+    written(tmp_path / "table", LABELLED)
+    workers(1).run(train, config)
+    for name, files, said in (
+        ("unknown", {"dev.csv": f"{HEAD}a,fine\n"}, "the label 'fine' is not among the 3"),
+        ("unlabelled", {"dev.csv": "text\na\n"}, "no column 'label'"),
+        ("hidden", {"test.jsonl": '{"text": "a", "label": -1}\n'}, "has no split 'validation'"),
+        ("empty", {"dev.csv": HEAD}, "has no rows"),
+    ):
+        written(tmp_path / name, files)
+        for command in ("evaluate", "report"):
+            capfd.readouterr()
+            assert polyad([command, str(tmp_path / "run"), "--data", str(tmp_path / name)]) == 2
+            captured = capfd.readouterr()
+            assert captured.out == ""
+            (line,) = captured.err.splitlines()
+            assert said in line, (command, line)
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.distributed
+def test_what_is_longer_than_the_model_is_cut_off_counted_and_said(workers, config, tmp_path):
+    """Without a key for it: the model's own length is the limit."""
+    written(tmp_path / "table", LABELLED)
+    longer = sum(len(row["text"].encode()) > 24 for row in ROWS)
+    assert 2 < longer < 12
+    (done,) = workers(1).run(run_and_listen, config, "model.sequence_length=24")
+    assert done[0] == 1
+    said = f"train: {longer} of 12 sequences were longer than 24 tokens and are cut off"
+    assert said in done[1]

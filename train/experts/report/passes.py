@@ -1,0 +1,182 @@
+"""What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from data.config import DataConfig
+from data.errors import DataError
+from data.text.manifest import SplitName
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model
+from train.config.run import RunConfig, parse_config
+from train.console import Progress
+from train.errors import ConfigError
+from train.experts.probing import RoutedLayer
+from train.experts.report.class_pass import ClassPass
+from train.experts.report.content import TextPass
+from train.experts.report.image_pass import ImageChoice, ImagePass, read_images
+from train.experts.report.reading import Choice, Text, read_text
+from train.experts.report.sequence_pass import read_sequences, samples_of
+from train.tasks.images import ImageClassification
+from train.tasks.language import language_model
+from train.tasks.registry import task_class
+from train.tasks.sequences import SequenceTask
+from train.tasks.task import Task
+from train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
+
+
+def pass_over_text(
+    weights: Checkpoint,
+    layers: Sequence[RoutedLayer],
+    choice: Choice,
+    *,
+    data: str | None,
+    split: SplitName,
+    limit: int,
+) -> TextPass:
+    """Reads text.
+
+    Args:
+        weights: of a language model.
+        layers: whose experts are read.
+        choice: what is kept.
+        data: prepared data; None: the run's.
+        split: of it.
+        limit: about how many tokens are read.
+
+    Raises:
+        ConfigError: the data does not fit, or coefficients are not finite.
+    """
+    config = parse_config(weights.config_yaml, origin=str(weights.folder / "config.yaml"))
+    settings, model_config = config.data, language_model(weights)
+    assert isinstance(settings, DataConfig)
+    if data is None and settings.mixture is not None:
+        folders = ", ".join(source.path for source in settings.mixture)
+        raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
+    path = settings.path if data is None else data
+    try:
+        prepared = open_data(
+            path,
+            weights.state.tokenizer_fingerprint,
+            "checkpoint",
+            lambda: tokenizer_of(weights),
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; --data names another folder, --tokens 0 reads no text"
+        ) from None
+    text = Text(
+        prepared.split(split),
+        model_config.sequence_length,
+        config.evaluation.batch_size or config.train.micro_batch_size,
+        need_tokenizer(weights, None),
+        limit,
+    )
+    model = load_model(weights.folder, _device())
+    total = prepared.manifest.splits[split].tokens
+    expected = min(total, text.count * text.length)
+    tokens, reports = read_text(
+        model,
+        layers,
+        text,
+        choice,
+        name=str(weights.folder),
+        progress=Progress(f"read {split}", expected),
+    )
+    return TextPass(data=str(path), split=split, tokens=tokens, of_tokens=total, layers=reports)
+
+
+def pass_over_images(
+    weights: Checkpoint,
+    layers: Sequence[RoutedLayer],
+    choice: ImageChoice,
+    *,
+    every_layer: Sequence[RoutedLayer],
+    data: str | None,
+    split: SplitName,
+) -> ImagePass:
+    """Reads images.
+
+    Args:
+        weights: of a model of images.
+        layers: whose top images are kept.
+        choice: what is kept.
+        every_layer: whose experts are counted by class.
+        data: prepared images; None: the run's.
+        split: of them.
+
+    Raises:
+        ConfigError: the data does not fit, or coefficients are not finite.
+    """
+    config, task = _held_out(weights, data, split, "images")
+    assert isinstance(task, ImageClassification)
+    count = min(task.units_of(split), choice.limit)
+    return read_images(
+        load_model(weights.folder, _device()),
+        layers,
+        task,
+        split,
+        choice,
+        every_layer=every_layer,
+        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+        progress=Progress(f"read {split}", count, "img"),
+    )
+
+
+def pass_over_sequences(
+    weights: Checkpoint,
+    layers: Sequence[RoutedLayer],
+    *,
+    data: str | None,
+    split: SplitName,
+    limit: int | None,
+    examples: int,
+) -> ClassPass:
+    """Reads labelled sequences.
+
+    Args:
+        weights: of a model that scores them.
+        layers: whose experts are counted by class.
+        data: as `data.path`; None: the run's.
+        split: of it.
+        limit: about how many tokens are read; None: all.
+        examples: sequences with the largest loss that are kept.
+
+    Raises:
+        ConfigError: the data does not fit, or outputs are not finite.
+    """
+    config, task = _held_out(weights, data, split, "sequences")
+    assert isinstance(task, SequenceTask)
+    return read_sequences(
+        load_model(weights.folder, _device()),
+        layers,
+        task,
+        split,
+        limit=limit,
+        examples=examples,
+        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+        progress=Progress(f"read {split}", samples_of(task, split, limit), task.unit.short),
+    )
+
+
+def _held_out(
+    weights: Checkpoint, data: str | None, split: SplitName, what: str
+) -> tuple[RunConfig, Task[Any]]:
+    """The configuration of a checkpoint, and its task with the data that is read."""
+    changed = () if data is None else (f"data.path={json.dumps(data)}",)
+    config = parse_config(weights.config_yaml, changed, origin=str(weights.folder / "config.yaml"))
+    try:
+        task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
+        task.check_split(split)
+    except (ConfigError, DataError) as error:
+        raise ConfigError(
+            f"{error}; --data names another folder, --tokens 0 reads no {what}"
+        ) from None
+    return config, task
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
