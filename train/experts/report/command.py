@@ -20,6 +20,7 @@ from train.config.describe import active_expert_parameters, expert_parameters
 from train.config.run import RunConfig, load_config
 from train.console import Progress
 from train.errors import ConfigError
+from train.experts.kept_activation import Kept
 from train.experts.probing import RoutedLayer, routed_layers
 from train.experts.report.content import Report
 from train.experts.report.history import METRICS_FILE, History, read_history
@@ -84,7 +85,8 @@ def report(
     _check_experts(chosen, experts)
     text, images, classes = None, None, None
     named = tuple(dict.fromkeys(experts))
-    read: dict[str, Any] = {"data": data, "split": split}
+    kept: dict[str, Kept] = {}
+    read: dict[str, Any] = {"data": data, "split": split, "kept": kept}
     by_class = chosen if layers else routed
     if tokens == 0:
         pass
@@ -116,6 +118,7 @@ def report(
         text=text,
         images=images,
         classes=classes,
+        kept=kept,
     )
     write_whole(target, render(result))
     return {"output": str(target), **result.to_json()}

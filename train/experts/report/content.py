@@ -1,8 +1,10 @@
 """The content of a report, for both the page and `--json`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from train.experts.kept_activation import Kept
 from train.experts.probing import RoutedLayer
 from train.experts.report.class_pass import ClassPass
 from train.experts.report.history import History, last
@@ -81,6 +83,9 @@ class Report:
     classes: ClassPass | None = None
     """Of labelled sequences, and of images with one class each; None where nothing was read."""
 
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """What groups of units keep of the activation of all, by the layer's name."""
+
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
         history, units = self.history, f"{self.task.unit.name}s"
@@ -106,6 +111,7 @@ class Report:
                 for name, values in history.scalars.items()
                 if name.startswith("fluctuation/")
             },
+            "kept_activation": {name: kept._asdict() for name, kept in self.kept.items()},
             "text": None if self.text is None else _text(self.text),
             "images": None if self.images is None else self.images.to_json(),
             "classes": None if self.classes is None else self.classes.to_json(),

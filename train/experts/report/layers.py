@@ -91,7 +91,7 @@ def layers_section(report: Report) -> str:
 def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     history = report.history.layers.get(layer.name, LayerHistory())
     experts = report.text.layers.get(layer.name, []) if report.text else []
-    body = _load_figures(report.history, layer, history)
+    body = _kept_note(report, layer) + _load_figures(report.history, layer, history)
     body += _entropy_figure(report.history.steps, layer, history)
     if experts:
         body += f'<div class="experts">{"".join(_expert(expert) for expert in experts)}</div>'
@@ -121,6 +121,17 @@ def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     return (
         f'<details class="layer"{" open" if is_open else ""}><summary><b>{title}</b>'
         f'{facts}</summary><div class="inside">{body}</div></details>'
+    )
+
+
+def _kept_note(report: Report, layer: RoutedLayer) -> str:
+    kept = report.kept.get(layer.name)
+    if kept is None:
+        return ""
+    return (
+        f'<p class="note">The groups of units that a token uses keep {100 * kept.share:.1f}% of '
+        f"the activation of all units (sums of |a| over what was read). As many by chance keep "
+        f"{100 * kept.chance:.1f}%, the best ones of each token {100 * kept.best:.1f}%.</p>"
     )
 
 

@@ -1,10 +1,12 @@
 """What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from data.config import DataConfig
 from data.errors import DataError
@@ -14,6 +16,7 @@ from parallel.weights import load_model
 from train.config.run import RunConfig, parse_config
 from train.console import Progress
 from train.errors import ConfigError
+from train.experts.kept_activation import Kept, kept_activation
 from train.experts.probing import RoutedLayer
 from train.experts.report.class_pass import ClassPass
 from train.experts.report.content import TextPass
@@ -36,6 +39,7 @@ def pass_over_text(
     data: str | None,
     split: SplitName,
     limit: int,
+    kept: dict[str, Kept],
 ) -> TextPass:
     """Reads text.
 
@@ -46,6 +50,7 @@ def pass_over_text(
         data: prepared data; None: the run's.
         split: of it.
         limit: about how many tokens are read.
+        kept: gets what groups of units keep, by layer.
 
     Raises:
         ConfigError: the data does not fit, or coefficients are not finite.
@@ -75,17 +80,17 @@ def pass_over_text(
         need_tokenizer(weights, None),
         limit,
     )
-    model = load_model(weights.folder, _device())
     total = prepared.manifest.splits[split].tokens
     expected = min(total, text.count * text.length)
-    tokens, reports = read_text(
-        model,
-        layers,
-        text,
-        choice,
-        name=str(weights.folder),
-        progress=Progress(f"read {split}", expected),
-    )
+    with _loaded(weights, kept) as model:
+        tokens, reports = read_text(
+            model,
+            layers,
+            text,
+            choice,
+            name=str(weights.folder),
+            progress=Progress(f"read {split}", expected),
+        )
     return TextPass(data=str(path), split=split, tokens=tokens, of_tokens=total, layers=reports)
 
 
@@ -97,6 +102,7 @@ def pass_over_images(
     every_layer: Sequence[RoutedLayer],
     data: str | None,
     split: SplitName,
+    kept: dict[str, Kept],
 ) -> ImagePass:
     """Reads images.
 
@@ -107,6 +113,7 @@ def pass_over_images(
         every_layer: whose experts are counted by class.
         data: prepared images; None: the run's.
         split: of them.
+        kept: gets what groups of units keep, by layer.
 
     Raises:
         ConfigError: the data does not fit, or coefficients are not finite.
@@ -114,16 +121,17 @@ def pass_over_images(
     config, task = _held_out(weights, data, split, "images")
     assert isinstance(task, ImageClassification)
     count = min(task.units_of(split), choice.limit)
-    return read_images(
-        load_model(weights.folder, _device()),
-        layers,
-        task,
-        split,
-        choice,
-        every_layer=every_layer,
-        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
-        progress=Progress(f"read {split}", count, "img"),
-    )
+    with _loaded(weights, kept) as model:
+        return read_images(
+            model,
+            layers,
+            task,
+            split,
+            choice,
+            every_layer=every_layer,
+            batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+            progress=Progress(f"read {split}", count, "img"),
+        )
 
 
 def pass_over_sequences(
@@ -134,6 +142,7 @@ def pass_over_sequences(
     split: SplitName,
     limit: int | None,
     examples: int,
+    kept: dict[str, Kept],
 ) -> ClassPass:
     """Reads labelled sequences.
 
@@ -144,22 +153,33 @@ def pass_over_sequences(
         split: of it.
         limit: about how many tokens are read; None: all.
         examples: sequences with the largest loss that are kept.
+        kept: gets what groups of units keep, by layer.
 
     Raises:
         ConfigError: the data does not fit, or outputs are not finite.
     """
     config, task = _held_out(weights, data, split, "sequences")
     assert isinstance(task, SequenceTask)
-    return read_sequences(
-        load_model(weights.folder, _device()),
-        layers,
-        task,
-        split,
-        limit=limit,
-        examples=examples,
-        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
-        progress=Progress(f"read {split}", samples_of(task, split, limit), task.unit.short),
-    )
+    with _loaded(weights, kept) as model:
+        return read_sequences(
+            model,
+            layers,
+            task,
+            split,
+            limit=limit,
+            examples=examples,
+            batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+            progress=Progress(f"read {split}", samples_of(task, split, limit), task.unit.short),
+        )
+
+
+@contextmanager
+def _loaded(weights: Checkpoint, kept: dict[str, Kept]) -> Iterator[nn.Module]:
+    """A model that reads; what its groups of units keep is known afterwards."""
+    model = load_model(weights.folder, _device())
+    with kept_activation(model) as sums:
+        yield model
+    kept |= {name: found for name, each in sums.items() if (found := each.result()) is not None}
 
 
 def _held_out(
