@@ -1,9 +1,10 @@
 """How much of a dense feed-forward's activation the groups of units that a token uses keep.
 
-    kept = sum_n sum_(e in TopK_n) |a_n|_e  /  sum_n sum_e |a_n|_e,     |a|_e = sum_(units u of e) |a_u|
+    kept = sum_n sum_(e in TopK_n) |a_n|_e / sum_n sum_e |a_n|_e
 
-with a the inner activations. Groups by chance keep K / E. The best groups of each token, those with
-the largest |a|_e, are what no gate exceeds. Source: Qiu et al. 2023, "Emergent mixture-of-experts".
+with |a_n|_e the sum of |activation| over the units of group e for token n. Groups by chance keep
+K / E. The best groups of each token, those with the largest |a_n|_e, are what no gate exceeds.
+Source: Qiu et al. 2023, "Emergent mixture-of-experts".
 
 Shapes: N tokens of a forward pass, E groups, K groups of a token, F units of a group.
 """
