@@ -1,7 +1,8 @@
 """BatchNorm of a gate's scores over all data-parallel processes, with the result of a single one.
 
-Each normalizes by the mean and the variance over the micro-batches of all, which have equally many
-tokens. Sums of two vectors of S numbers are exchanged forward, and their gradients backward.
+Each normalizes by the mean and the variance over the tokens of the micro-batches of all. With
+padding some have more tokens than others, and count for more. Sums of S + 1 and of S numbers are
+exchanged forward, and their gradients backward.
 
 Shapes: M tokens of this process, S experts of all levels.
 """
@@ -48,10 +49,16 @@ class SynchronizedBatchNorm(BatchNorm):
         """See `BatchNorm.moments`; gradients are averaged over the processes, as those of weights
         are.
         """
-        here_S, variance_S = super().moments(scores_MS)
-        mean_S = _Mean.apply(here_S, self._world)
+        # At least fp32, in which numbers of tokens are exact.
+        wide = torch.promote_types(scores_MS.dtype, torch.float32)
+        here_S, variance_S = (moment_S.to(wide) for moment_S in super().moments(scores_MS))
+        count_1 = here_S.new_full((1,), len(scores_MS))
+        sums = _Mean.apply(torch.cat([count_1 * here_S, count_1]), self._world)
+        weight_1 = count_1 / sums[-1:].detach()  # of this process, 1 on average
+        mean_S = sums[:-1] / sums[-1:].detach()
         # The local variance is around the local mean; around the mean of all it is larger.
-        return mean_S, _Mean.apply(variance_S + (here_S - mean_S).square(), self._world)
+        spread_S = weight_1 * (variance_S + (here_S - mean_S).square())
+        return mean_S, _Mean.apply(spread_S, self._world)
 
 
 class _Mean(torch.autograd.Function):

@@ -125,39 +125,46 @@ def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict
     }
 
 
-def batch_norm_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict[str, float]:
+def batch_norm_against_the_whole(
+    config: GPT2Config, parts: int, tokens: int, more: int = 0
+) -> dict[str, float]:
     """Largest differences of a block's outputs, gradients and statistics over all processes from
     those of one process with all tokens.
 
     Args:
         config: of a model whose gates have a BatchNorm.
         parts: tensor-parallel processes; the others are data-parallel.
-        tokens: of each data-parallel process.
+        tokens: of the first data-parallel process.
+        more: tokens that each has more than the one before, as with padding.
     """
     generator = torch.Generator().manual_seed(5)
     world = comm.initialize(tensor_parallel_size=parts)
-    shape = (world.data_parallel_size, tokens, config.hidden_size)
+    counts = [tokens + more * rank for rank in range(world.data_parallel_size)]
+    shape = (1, sum(counts), config.hidden_size)
     z_BTD, u_BTD, wanted_BTD = torch.randn(3, *shape, dtype=torch.float64, generator=generator)
-    u_BTD += torch.arange(float(shape[0])).view(-1, 1, 1)  # each process's mean is another
+    # The mean of each process is another.
+    u_BTD += torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).view(1, -1, 1)
+    first = sum(counts[: world.data_parallel_rank])
+    own = slice(first, first + counts[world.data_parallel_rank])
     found = []
-    for samples in (slice(world.data_parallel_rank, world.data_parallel_rank + 1), slice(None)):
-        is_whole = samples == slice(None)
+    for rows in (own, slice(None)):
+        is_whole = rows == slice(None)
         layer = cut_model(config, parts, randomized=True, synchronized=not is_whole)
         block = layer.blocks[0].feed_forward
-        inputs = [x_BTD[samples].clone().requires_grad_() for x_BTD in (z_BTD, u_BTD)]
+        inputs = [x_BTD[:, rows].clone().requires_grad_() for x_BTD in (z_BTD, u_BTD)]
         y_BTD, stats = block(*inputs)
-        (y_BTD * wanted_BTD[samples]).sum(dim=(1, 2)).mean().backward()
+        # The loss of all is the mean over processes.
+        scale = world.data_parallel_size if is_whole else 1
+        ((y_BTD * wanted_BTD[:, rows]).sum() / scale).backward()
         gradients = {name: p.grad for name, p in block.named_parameters()}
         about = {"mean": stats.score_mean_S, "square": stats.score_square_S}
         if not is_whole:  # as an engine and the loop do
+            weight = counts[world.data_parallel_rank] * len(counts) / sum(counts)
             gradients = {name: _mean(gradient, world) for name, gradient in gradients.items()}
-            about = {name: _mean(value, world) for name, value in about.items()}
-        rows = slice(None) if not is_whole else world.data_parallel_rank
-        scale = world.data_parallel_size if is_whole else 1
-        about |= {
-            name: x.grad[rows].squeeze(0) * scale for name, x in zip("zu", inputs, strict=True)
-        }
-        found.append(about | gradients | {"y": y_BTD.detach()[rows].squeeze(0)})
+            about = {name: _mean(weight * value, world) for name, value in about.items()}
+        mine = own if is_whole else slice(None)
+        about |= {n: x.grad[:, mine] * scale for n, x in zip("zu", inputs, strict=True)}
+        found.append(about | gradients | {"y": y_BTD.detach()[:, mine]})
     ours, theirs = found
     return {
         name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()

@@ -23,6 +23,11 @@ def test_output_gradients_and_statistics_are_those_of_all_tokens(workers, model,
         assert max(result.values()) < 1e-10, result
 
 
+def test_processes_with_more_tokens_than_others_count_for_more(workers):
+    for result in workers(2).run(batch_norm_against_the_whole, with_batch_norm(), 1, 3, 9):
+        assert max(result.values()) < 1e-10, result
+
+
 def test_an_engine_synchronizes_where_there_is_somebody_to_talk_to(workers):
     case = Case(model=with_batch_norm())
     assert workers(1).run(norm_of_an_engine, case) == ["BatchNorm"]
