@@ -25,6 +25,7 @@ KINDS = {
     "dense": (MODEL, LoRAConfig(rank=3, alpha=6.0, targets=LINEAR)),
     "vit": (VIT, LoRAConfig(rank=3, alpha=6.0, targets=LINEAR, trained=("head.*",))),
     "smoe": (moe_model(), LoRAConfig(rank=4, alpha=2.0, experts=True)),
+    "exact": (moe_model(activation="gelu"), LoRAConfig(rank=4, alpha=2.0, experts=True)),
     "loop": (moe_model(experts="loop"), LoRAConfig(rank=3, alpha=2.0, experts=True)),
     "graph": (moe_model(graph="attention"), LoRAConfig(rank=4, alpha=2.0, targets=LINEAR[:2])),
     **{

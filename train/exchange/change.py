@@ -12,6 +12,7 @@ from torch import nn
 from model.build import ModelSizeError, build_model
 from model.config import Config
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
+from model.interface import Activation
 from model.settings import ModelSettings
 from parallel.checkpoint.tensor_folder import differing_shapes
 from parallel.weights import Weights
@@ -155,6 +156,16 @@ def dense_section(
     layer = build_model(model).get_submodule(f"blocks.0.{section}")
     assert isinstance(layer, DenseFeedForward)
     return section, layer.up.out_features
+
+
+def activation_of(model: ModelSettings) -> Activation:
+    """The activation of a model's dense feed-forwards.
+
+    Args:
+        model: of which GPT-2 has no choice.
+    """
+    found: Activation = getattr(model, "activation", "gelu_tanh")
+    return found
 
 
 def with_feed_forward(

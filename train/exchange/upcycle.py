@@ -18,7 +18,14 @@ from model.smoe.upcycling import copies, dense_tensor
 from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
 from train.config.run import RunConfig
-from train.exchange.change import Option, built, check_own, dense_section, with_feed_forward
+from train.exchange.change import (
+    Option,
+    activation_of,
+    built,
+    check_own,
+    dense_section,
+    with_feed_forward,
+)
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
 
@@ -69,7 +76,7 @@ class Upcycling(Option):
             ConfigError: that model is not dense, or experts like these do not fit it.
         """
         section, inner = dense_section(self, dense, self.start.section, folder, "upcycled")
-        keys = {"kind": "smoe"} | self.keys
+        keys = {"kind": "smoe", "activation": activation_of(dense)} | self.keys
         for key in _WIDTHS:
             if keys.get(key) is None:
                 keys[key] = inner
@@ -140,9 +147,9 @@ class Upcycled:
             reasons.append("capacity_factor drops tokens")
         if self._start.noise:
             reasons.append(f"noise is {self._start.noise:g}")
-        activation = getattr(self._config, "activation", "gelu_tanh")
-        if activation != "gelu_tanh":
-            reasons.append(f"experts have GELU by tanh, and the dense layers {activation}")
+        dense, experts = activation_of(self._config), feed_forward.activation
+        if dense != experts:
+            reasons.append(f"experts have the activation {experts}, and the dense layers {dense}")
         if reasons:
             return f"at first its logits are not the dense model's: {'; '.join(reasons)}"
         return "at first its logits are the dense model's, but for rounding"

@@ -163,14 +163,22 @@ def test_a_split_model_goes_through_safetensors_and_a_merged_one_to_transformers
     assert all(torch.equal(before[name].float(), after[name]) for name in shared)
 
 
-def test_copied_experts_of_a_vit_are_the_dense_ones_but_for_the_form_of_gelu(sources, tmp_path):
-    # GMoE: copies with a cosine score.
+def test_copied_experts_of_a_vit_are_the_dense_ones_with_their_activation(sources, tmp_path):
+    # GMoE: copies with a cosine score. In fp32 the experts are grouped products, in fp64 a loop.
     text = "num_experts=4,top_k=2,score=cosine,placement=[1,3]"
-    result = convert(sources / "vit", tmp_path / "copies", "polyad", Upcycling(text))
-    (note,) = (note for note in result["notes"] if "at first" in note)
-    assert note.endswith("experts have GELU by tanh, and the dense layers gelu")
+    notes = convert(sources / "vit", tmp_path / "copies", "polyad", Upcycling(text))["notes"]
+    assert "at first its logits are the dense model's, but for rounding" in notes
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        ours, theirs = (
+            logits_of(load_model(path), dtype) for path in (tmp_path / "copies", sources / "vit")
+        )
+        torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+    text += ",activation=gelu_tanh"
+    notes = convert(sources / "vit", tmp_path / "others", "polyad", Upcycling(text))["notes"]
+    (note,) = (note for note in notes if "at first" in note)
+    assert note.endswith("experts have the activation gelu_tanh, and the dense layers gelu")
     ours, theirs = (
-        logits_of(load_model(tmp_path / "copies")),
+        logits_of(load_model(tmp_path / "others")),
         logits_of(load_model(sources / "vit")),
     )
     assert 0 < (ours - theirs).abs().max() < 5e-3
