@@ -77,7 +77,9 @@ def _opened(path: Path, above: tuple[Path, ...]) -> Checkpoint:
         last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in base.shapes():
             raise CheckpointError(f"{place}: is of another model: it has no {last}")
-        check_fits(base, config, tuple(checkpoint.shapes()))  # it has those itself
+        ours = {name for name, _ in build_model(config).named_parameters()}
+        unused = base.shapes().keys() - ours  # as the head of a model with another one
+        check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the first itself
     except ValueError as error:
         raise CheckpointError(
             f"{folder}: holds adapters, and their base (checkpoint.init_from) cannot be used: "

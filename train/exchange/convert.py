@@ -40,6 +40,7 @@ from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, differing_shapes
 from parallel.checkpoint.writer import save_weights
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from parallel.huggingface_bert import BertWeights
 from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from parallel.plain_weights import is_plain_folder
 from parallel.weights import Choice, Weights, open_weights
@@ -433,7 +434,7 @@ def _to_peft(weights: _Checked, staging: Path, destination: Path) -> None:
     entries = [
         Entry(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
     ]
-    if not isinstance(weights.adapted.base, HuggingFaceWeights):
+    if not isinstance(weights.adapted.base, HuggingFaceWeights | BertWeights):
         weights.notes.append(
             f"peft wants the base in transformers' form: `polyad convert "
             f"{weights.adapted.base.folder} DESTINATION --to huggingface`"

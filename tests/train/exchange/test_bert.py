@@ -1,14 +1,22 @@
 """A BERT in groups of units, with copied experts, and with adapters: what it was, it computes."""
 
+import json
+
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
+from data.text.prepare import prepare
 from data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
+from launch.cli import run as polyad
+from model.build import build_model, materialize
+from model.lora import LoRAConfig, add_lora
+from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from tests.helpers import sequences as made
 from tests.helpers.bert import padded_input, their_bert
-from tests.helpers.runs import evaluation, records, run_and_listen
+from tests.helpers.runs import evaluation, records, run, run_and_listen, write_config
 from train.exchange.convert import convert
 from train.exchange.split import Splitting
 from train.exchange.upcycle import Upcycling
@@ -118,3 +126,142 @@ def test_a_run_with_a_new_head_begins_from_them_where_it_begins_from_the_dense_o
     assert "; new from the seed: head.*" in said
     result = workers(1).run(evaluation, tmp_path / "masked-run")[0]
     assert result["sequences_scored"] == 21
+
+
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["attention.*", "feed_forward.*"]}
+
+
+@pytest.fixture(scope="module")
+def adapted(workers, theirs, tmp_path_factory):
+    """Gives a finished run with adapters, by transformers' class of the base, and what it said."""
+    made_of = {}
+
+    def make(base, **lora):
+        key = (str(base), *lora)
+        if key not in made_of:
+            folder = tmp_path_factory.mktemp("adapted")
+            tree = TREE | {
+                "run": {"folder": str(folder / "run")},
+                "data": {"kind": "sequences", "path": str(theirs / "table")},
+                "adapt": {"lora": LORA | lora}, "checkpoint": {"init_from": str(base)},
+                "optimizer": {"learning_rate": 0.01, "weight_decay": 0.0},
+            }  # fmt: skip
+            tree["train"] = TREE["train"] | {"steps": 60, "global_batch_size": 16}
+            (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+            ((steps, said),) = workers(1).run(run_and_listen, folder / "config.yaml")
+            assert steps == 60
+            made_of[key] = folder / "run", said
+        return made_of[key]
+
+    return make
+
+
+def of_peft(base, folder, kind="AutoModelForSequenceClassification", **keys):
+    """What peft's model gives for padded sequences, and the names and values that it has read."""
+    import transformers
+    from peft import PeftModel
+
+    model = getattr(transformers, kind).from_pretrained(base, local_files_only=True, **keys)
+    model = PeftModel.from_pretrained(model, folder).eval()
+    ids, mask, segments = padded_input()
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask.long(), token_type_ids=segments).logits
+    read = {name.replace(".default", ""): value for name, value in model.state_dict().items()}
+    return logits, {name.replace(".modules_to_save", ""): value for name, value in read.items()}
+
+
+def unmerged(folder, start, lora):
+    """The model of a run as it was trained: frozen weights and adapters beside them."""
+    checkpoint = Checkpoint(folder / "checkpoints" / "step-00000060")
+    model = build_model(checkpoint.model_config())
+    add_lora(model, LoRAConfig.model_validate(lora))
+    materialize(model, 0)
+    base = load_model(start).state_dict()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(checkpoint.whole(name) if name in checkpoint.shapes() else base[name])
+    return model.eval()
+
+
+@pytest.mark.distributed
+def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(
+    workers, theirs, adapted, tmp_path
+):
+    base = theirs / "BertForMaskedLM"
+    folder, said = adapted(base, trained=["head.*"])
+    # By hand: width 32, inner width 96, two blocks; pooler and classifier are trained whole.
+    beside = 2 * 4 * ((32 + 96) + (32 + 32) + (32 + 96) + (96 + 32))
+    whole = 32 * 32 + 32 + 3 * 32 + 3
+    assert f"trains {beside + whole:,} parameters ({beside:,} in adapters of 8 weights)" in said
+    losses = [line["loss"] for line in records(folder)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert workers(1).run(evaluation, folder)[0]["accuracy"] > 0.4
+    expected = unmerged(folder, base, LORA | {"trained": ["head.*"]})(*padded_input()).logits
+    result = convert(folder, tmp_path / "peft", "peft")
+    convert(folder, tmp_path / "merged", "huggingface", merge=True)
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    logits, read = of_peft(base, tmp_path / "peft", num_labels=3)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    # What peft does not find it leaves out with no more than a warning.
+    assert all(torch.equal(read[name], value) for name, value in stored.items())
+    assert sum("lora_" in name for name in read) == sum("lora_" in name for name in stored) == 24
+    assert result["parameters"] == beside
+    merged = their_model(tmp_path / "merged")
+    ids, mask, segments = padded_input()
+    with torch.no_grad():
+        others = [
+            merged(input_ids=ids, attention_mask=mask.long(), token_type_ids=segments).logits,
+            load_model(folder)(*padded_input()).logits,
+        ]
+    for each in others:
+        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_a_base_of_ours_may_have_another_head_and_what_peft_has_no_place_for_is_refused(
+    theirs, adapted, tmp_path, capfd
+):
+    convert(theirs / "BertForMaskedLM", tmp_path / "masked", "polyad")
+    folder, said = adapted(tmp_path / "masked", trained=["head.*", "embedding_norm.*"])
+    assert "; new from the seed: head.*" in said
+    unmerged_logits = unmerged(
+        folder, tmp_path / "masked", LORA | {"trained": ["head.*", "embedding_norm.*"]}
+    )(*padded_input()).logits
+    torch.testing.assert_close(load_model(folder)(*padded_input()).logits, unmerged_logits)
+    capfd.readouterr()
+    assert polyad(["convert", str(folder), str(tmp_path / "new"), "--to", "peft"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "embedding_norm.bias was trained whole (adapt.lora.trained)" in line
+    assert "of this model head.classifier. and head.pooler. may be; --merge writes" in line
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.distributed
+def test_a_language_model_with_adapters_is_read_by_peft(workers, theirs, tmp_path):
+    base = theirs / "BertForMaskedLM"
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": row["text"]}) + "\n" for row in made.rows(300, 5))
+    )
+    prepare(str(tmp_path / "texts.jsonl"), str(base), tmp_path / "data", report=lambda line: None)
+    config = write_config(
+        tmp_path / "config.yaml", tmp_path / "data", data__kind="masked_text",
+        model=TREE["model"] | {"head": {"kind": "language"}}, adapt__lora=LORA,
+        checkpoint__init_from=str(base), optimizer__weight_decay=0.0, evaluation__max_windows=2,
+    )  # fmt: skip
+    workers(1).run(run, config)
+    convert(tmp_path / "run", tmp_path / "peft", "peft")
+    logits, read = of_peft(base, tmp_path / "peft", "BertForMaskedLM")
+    mask = padded_input()[1]
+    torch.testing.assert_close(
+        logits[mask], output_of(tmp_path / "run", torch.float32), rtol=1e-5, atol=1e-5
+    )
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert all(torch.equal(read[name], value) for name, value in stored.items())
+    before = output_of(base, torch.float32)
+    assert (logits[mask] - before).abs().max() > 1e-2
+
+
+def their_model(folder):
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True).eval()
