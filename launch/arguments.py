@@ -302,6 +302,15 @@ def convert_arguments(parser: Parser) -> None:
         "takes keys of model.feed_forward of kind emoe, for example blocks=[8,10], "
         "by=clustering or random, seed=N, and section= of a Mixer",
     )
+    change(
+        "--factorize",
+        metavar="num_experts=[N],...",
+        help="make a dense model's feed-forwards the start of factorized experts, each with the "
+        "nearest matrix that the rank allows; takes keys of model.feed_forward of kind mumoe, for "
+        "example factorization=tr and rank=R (default: as many parameters as the dense layers), "
+        "noise=X (the standard deviation of what sets experts apart, default 1), seed=N, and "
+        "section= of a Mixer",
+    )
     _weights_argument(parser)
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 

@@ -260,16 +260,21 @@ def convert(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from train.exchange.change import Change
     from train.exchange.convert import conversion_table, convert
+    from train.exchange.factorize import Factorizing
     from train.exchange.split import Splitting
     from train.exchange.upcycle import Upcycling
 
     check_json_path(options.json)
-    change: Upcycling | Splitting | None = None
-    if options.upcycle is not None:
-        change = Upcycling(options.upcycle)
-    elif options.split is not None:
-        change = Splitting(options.split)
+    change: Change | None = None
+    for text, kind in (
+        (options.upcycle, Upcycling),
+        (options.split, Splitting),
+        (options.factorize, Factorizing),
+    ):
+        if text is not None:
+            change = kind(text)
     with only_results_on_stdout() as stdout:
         result = convert(
             options.source,

@@ -127,7 +127,7 @@ def convert(
     with closing(weights.progress), _staging(destination) as staging:
         _WRITERS[to](weights, staging, destination)
         weights.progress.finish(weights.bytes_read)
-    weights.note_what_is_not_finite()
+    weights.note_what_was_made()
     config, tokenizer = weights.config, weights.tokenizer
     files = sorted(destination.iterdir())
     return {
@@ -181,7 +181,6 @@ class _Checked:
         self._weights: Weights | Changed = weights
         if change:
             self._weights = change.of(weights)
-            self.notes.append(self._weights.note())
         self.folder = weights.folder
         self.config = self._weights.model_config()
         self.shapes = self._weights.shapes()
@@ -233,8 +232,10 @@ class _Checked:
             raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
         return ours
 
-    def note_what_is_not_finite(self) -> None:
-        """Notes the weights that are NaN or infinite."""
+    def note_what_was_made(self) -> None:
+        """Notes what a change says of its weights, and which are NaN or infinite."""
+        if not isinstance(self._weights, Weights):
+            self.notes += self._weights.notes()
         if names := self._not_finite:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(

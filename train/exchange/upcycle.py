@@ -24,6 +24,7 @@ from train.exchange.change import (
     built,
     check_own,
     dense_section,
+    own_buffers,
     with_feed_forward,
 )
 
@@ -107,6 +108,7 @@ class Upcycled:
         dense = weights.model_config()
         self._section, self._config = upcycling.model_config(dense, self.folder)
         check_own(weights)
+        self._own_buffers = own_buffers(weights)
         self._model = built(upcycling, self._config)
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
@@ -132,11 +134,13 @@ class Upcycled:
         return copies(value.T, num_experts, start.noise, start.seed, name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer of a router, as it starts: a dense model has none."""
+        """A buffer, the dense model's own or of a router as it starts."""
+        if name in self._own_buffers:
+            return self._weights.buffer(name)
         dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
         return initial_value(self._model, name, self._start.seed).to(dtypes[name])
 
-    def note(self) -> str:
+    def notes(self) -> list[str]:
         """Says whether the sparse model starts with the dense model's outputs."""
         feed_forward = getattr(self._config, self._section)
         assert isinstance(feed_forward, SparseMoEConfig)
@@ -151,5 +155,5 @@ class Upcycled:
         if dense != experts:
             reasons.append(f"experts have the activation {experts}, and the dense layers {dense}")
         if reasons:
-            return f"at first its logits are not the dense model's: {'; '.join(reasons)}"
-        return "at first its logits are the dense model's, but for rounding"
+            return [f"at first its logits are not the dense model's: {'; '.join(reasons)}"]
+        return ["at first its logits are the dense model's, but for rounding"]
