@@ -191,6 +191,7 @@ def evaluate_arguments(parser: Parser) -> None:
         "before and after; by: the number of experts, if it is missing",
     )
     _weights_argument(parser)
+    _base_argument(parser)
     override_arguments(parser)
 
 
@@ -268,6 +269,16 @@ def _weights_argument(parser: Parser) -> None:
     )
 
 
+def _base_argument(parser: Parser) -> None:
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="PATH",
+        help="of a checkpoint of adapters: where their base is; it has to have the same numbers; "
+        "default: checkpoint.init_from of the checkpoint's configuration",
+    )
+
+
 def convert_arguments(parser: Parser) -> None:
     """Those of `polyad convert`."""
     add = parser.add_argument
@@ -312,6 +323,7 @@ def convert_arguments(parser: Parser) -> None:
         "section= of a Mixer",
     )
     _weights_argument(parser)
+    _base_argument(parser)
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
@@ -320,6 +332,7 @@ def generate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a folder of weights")
     add("--prompt", required=True, metavar="TEXT", help="the text that is continued")
+    _base_argument(parser)
     add(
         "--max-tokens",
         type=positive,

@@ -74,6 +74,7 @@ def convert(
     change: Change | None = None,
     choice: Choice = "trained",
     merge: bool = False,
+    base: Path | None = None,
 ) -> dict[str, Any]:
     """Writes the weights of a model in another format. All ways are bitwise in fp32.
 
@@ -90,6 +91,7 @@ def convert(
         choice: which weights of a checkpoint; the format may stay for the average.
         merge: whether adapters become part of the weights, and feed-forwards that were split dense
             again; the format may stay.
+        base: see `open_weights`.
 
     Returns:
         What was written: JSON values.
@@ -115,7 +117,7 @@ def convert(
     if is_of == to and not change and choice == "trained" and not merge:
         others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
         raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
-    opened = open_weights(source, choice)
+    opened = open_weights(source, choice, base)
     if merge and change is None and is_split(opened.model_config()):
         change = Merging()
     _check_adapters(source, opened, to, merge, is_split(opened.model_config()))

@@ -1,4 +1,4 @@
-"""A dense model as the start of factorized experts: what it was, or what numpy's SVD leaves of it."""
+"""A dense model as the start of factorized experts: itself, or what numpy leaves of its matrices."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,9 @@ def test_with_enough_rank_it_computes_what_the_dense_model_does(sources, tmp_pat
     assert close == ("noise=0" in text)
 
 
-@pytest.mark.parametrize("text", ["num_experts=[8],rank=13", "factorization=tr,num_experts=8,rank=3"])
+@pytest.mark.parametrize(
+    "text", ["num_experts=[8],rank=13", "factorization=tr,num_experts=8,rank=3"]
+)
 def test_with_less_rank_it_computes_what_numpy_leaves_of_the_matrices(sources, tmp_path, text):
     notes = convert(sources / "vit", tmp_path / "new", "polyad", Factorizing(text))["notes"]
     rank = 13 if "rank=13" in text else 4 * 3

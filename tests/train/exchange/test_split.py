@@ -97,6 +97,19 @@ def test_all_experts_give_the_dense_logits_and_merged_weights_are_bitwise_the_de
     assert all(torch.equal(again.state_dict()[name], expected[name]) for name in expected)
 
 
+def test_a_mixer_is_split_twice(sources, tmp_path):
+    first = Splitting("num_experts=6,top_k=6,section=token_feed_forward,by=random")
+    convert(sources / "mixer", tmp_path / "one", "safetensors", first)
+    convert(tmp_path / "one", tmp_path / "two", "polyad", Splitting("num_experts=8,top_k=8"))
+    one, two = (load_model(tmp_path / name).state_dict() for name in ("one", "two"))
+    for name in (f"blocks.{block}.token_feed_forward.unit" for block in range(4)):
+        assert torch.equal(one[name], two[name])
+    convert(tmp_path / "two", tmp_path / "merged", "safetensors", merge=True)
+    dense, merged = (load_model(p).state_dict() for p in (sources / "mixer", tmp_path / "merged"))
+    assert list(merged) == list(dense)
+    assert all(torch.equal(merged[name], value) for name, value in dense.items())
+
+
 def test_groups_are_those_of_directions_and_by_chance_others(sources, tmp_path):
     found = {}
     for by in ("clustering", "random"):
