@@ -319,7 +319,7 @@ def convert_arguments(parser: Parser) -> None:
         help="make a dense model's feed-forwards the start of factorized experts, each with the "
         "nearest matrix that the rank allows; takes keys of model.feed_forward of kind mumoe, for "
         "example factorization=tr and rank=R (default: as many parameters as the dense layers), "
-        "noise=X (the standard deviation of what sets experts apart, default 1), seed=N, and "
+        "noise=X (the standard deviation of what sets experts apart, default 0.1), seed=N, and "
         "section= of a Mixer",
     )
     _weights_argument(parser)

@@ -35,7 +35,7 @@ from train.exchange.change import (
 class _Start(Config):
     """Keys of `--factorize` that are not in the feed-forward's section."""
 
-    noise: Annotated[float, Field(ge=0)] = 1.0
+    noise: Annotated[float, Field(ge=0)] = 0.1
     """Standard deviation of what is added to each expert's factor, which is one, or the identity; 1
     is that of a new run. Its mean over the experts is taken off."""
     seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
