@@ -290,7 +290,7 @@ def convert_arguments(parser: Parser) -> None:
         required=True,
         help="a Hugging Face folder (dense models), a checkpoint, any model's weights under "
         "Polyad's names, or the adapters of a run with adapt.lora for the library peft (dense "
-        "GPT-2)",
+        "GPT-2 and BERT)",
     )
     add(
         "--merge",

@@ -1,4 +1,4 @@
-"""A dense model as the start of factorized experts: itself, or what numpy leaves of its matrices."""
+"""A dense model as the start of factorized experts: itself, or what numpy leaves of it."""
 
 import numpy as np
 import pytest
