@@ -12,7 +12,7 @@ from data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
 from launch.cli import run as polyad
 from model.build import build_model, materialize
 from model.lora import LoRAConfig, add_lora
-from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.weights import load_model
 from tests.helpers import sequences as made
 from tests.helpers.bert import padded_input, their_bert
@@ -136,7 +136,7 @@ def adapted(workers, theirs, tmp_path_factory):
     """Gives a finished run with adapters, by transformers' class of the base, and what it said."""
     made_of = {}
 
-    def make(base, **lora):
+    def make(base, steps=60, **lora):
         key = (str(base), *lora)
         if key not in made_of:
             folder = tmp_path_factory.mktemp("adapted")
@@ -146,10 +146,10 @@ def adapted(workers, theirs, tmp_path_factory):
                 "adapt": {"lora": LORA | lora}, "checkpoint": {"init_from": str(base)},
                 "optimizer": {"learning_rate": 0.01, "weight_decay": 0.0},
             }  # fmt: skip
-            tree["train"] = TREE["train"] | {"steps": 60, "global_batch_size": 16}
+            tree["train"] = TREE["train"] | {"steps": steps, "global_batch_size": 16}
             (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-            ((steps, said),) = workers(1).run(run_and_listen, folder / "config.yaml")
-            assert steps == 60
+            ((done, said),) = workers(1).run(run_and_listen, folder / "config.yaml")
+            assert done == steps
             made_of[key] = folder / "run", said
         return made_of[key]
 
@@ -172,7 +172,7 @@ def of_peft(base, folder, kind="AutoModelForSequenceClassification", **keys):
 
 def unmerged(folder, start, lora):
     """The model of a run as it was trained: frozen weights and adapters beside them."""
-    checkpoint = Checkpoint(folder / "checkpoints" / "step-00000060")
+    checkpoint = Checkpoint(find_checkpoint(folder))
     model = build_model(checkpoint.model_config())
     add_lora(model, LoRAConfig.model_validate(lora))
     materialize(model, 0)
@@ -222,7 +222,7 @@ def test_a_base_of_ours_may_have_another_head_and_what_peft_has_no_place_for_is_
     theirs, adapted, tmp_path, capfd
 ):
     convert(theirs / "BertForMaskedLM", tmp_path / "masked", "polyad")
-    folder, said = adapted(tmp_path / "masked", trained=["head.*", "embedding_norm.*"])
+    folder, said = adapted(tmp_path / "masked", 4, trained=["head.*", "embedding_norm.*"])
     assert "; new from the seed: head.*" in said
     unmerged_logits = unmerged(
         folder, tmp_path / "masked", LORA | {"trained": ["head.*", "embedding_norm.*"]}

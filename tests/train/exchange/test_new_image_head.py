@@ -60,7 +60,10 @@ def finished(workers, folders, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    "name",
+    ["split", "adapted", *(pytest.param(n, marks=pytest.mark.slow) for n in ("copies", "dense"))],
+)
 def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
     workers, finished, folders, tmp_path, name
 ):
