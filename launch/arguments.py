@@ -197,6 +197,7 @@ def evaluate_arguments(parser: Parser) -> None:
         "before and after; by: the number of experts, if it is missing",
     )
     _weights_argument(parser)
+    _base_argument(parser)
     override_arguments(parser)
 
 
@@ -282,6 +283,16 @@ def _weights_argument(parser: Parser) -> None:
     )
 
 
+def _base_argument(parser: Parser) -> None:
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="PATH",
+        help="of a checkpoint of adapters: where their base is; it has to have the same numbers; "
+        "default: checkpoint.init_from of the checkpoint's configuration",
+    )
+
+
 def convert_arguments(parser: Parser) -> None:
     """Those of `polyad convert`."""
     add = parser.add_argument
@@ -293,7 +304,7 @@ def convert_arguments(parser: Parser) -> None:
         required=True,
         help="a Hugging Face folder (dense models), a checkpoint, any model's weights under "
         "Polyad's names, or the adapters of a run with adapt.lora for the library peft (dense "
-        "GPT-2)",
+        "GPT-2 and BERT)",
     )
     add(
         "--merge",
@@ -316,7 +327,17 @@ def convert_arguments(parser: Parser) -> None:
         "takes keys of model.feed_forward of kind emoe, for example blocks=[8,10], "
         "by=clustering or random, seed=N, and section= of a Mixer",
     )
+    change(
+        "--factorize",
+        metavar="num_experts=[N],...",
+        help="make a dense model's feed-forwards the start of factorized experts, each with the "
+        "nearest matrix that the rank allows; takes keys of model.feed_forward of kind mumoe, for "
+        "example factorization=tr and rank=R (default: as many parameters as the dense layers), "
+        "noise=X (the standard deviation of what sets experts apart, default 0.1), seed=N, and "
+        "section= of a Mixer",
+    )
     _weights_argument(parser)
+    _base_argument(parser)
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
@@ -325,6 +346,7 @@ def generate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a folder of weights")
     add("--prompt", required=True, metavar="TEXT", help="the text that is continued")
+    _base_argument(parser)
     add(
         "--max-tokens",
         type=positive,

@@ -213,6 +213,7 @@ COMMANDS: dict[str, Command] = {
         "polyad convert exported runs/again --to polyad\n"
         "polyad convert exported runs/upcycled --to polyad --upcycle num_experts=8,top_k=2\n"
         "polyad convert exported runs/split --to polyad --split num_experts=16,top_k=8,blocks=[3]\n"
+        "polyad convert exported runs/factorized --to polyad --factorize num_experts=[64]\n"
         "polyad convert runs/split runs/merged --to polyad --merge",
         arguments=arguments.convert_arguments,
         handler=handlers.convert,

@@ -139,6 +139,7 @@ def evaluate(options: Namespace) -> None:
     if options.best:
         options.path = best_checkpoint(options.path)
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
+    stored = {"weights": options.weights, "base": options.base}
     with only_results_on_stdout() as stdout:
         if options.compare is not None:
             units = PROBE_UNITS if options.probe_tokens is None else options.probe_tokens
@@ -147,12 +148,12 @@ def evaluate(options: Namespace) -> None:
         elif options.specialization:
             from train.evaluation.specialization import specialization, specialization_table
 
-            result = specialization(options.path, weights=options.weights, **chosen)
+            result = specialization(options.path, **stored, **chosen)
             table = specialization_table(result)
         elif options.rewrite is not None:
             from train.evaluation.rewriting import rewriting, rewriting_table
 
-            result = rewriting(options.path, options.rewrite, weights=options.weights, **chosen)
+            result = rewriting(options.path, options.rewrite, **stored, **chosen)
             table = rewriting_table(result)
         elif options.robustness is not None:
             from data.errors import user_path
@@ -160,9 +161,7 @@ def evaluate(options: Namespace) -> None:
 
             name, place = options.robustness
             del chosen["split"]
-            result = robustness(
-                options.path, name, user_path(place), weights=options.weights, **chosen
-            )
+            result = robustness(options.path, name, user_path(place), **stored, **chosen)
             table = robustness_table(result)
         else:
             attack: WordSwap | GaussianNoise | None = None
@@ -173,7 +172,7 @@ def evaluate(options: Namespace) -> None:
                 options.path,
                 attack=attack,
                 leak=options.leak,
-                weights=options.weights,
+                **stored,
                 **chosen,
             )
             table = result_table(result)
@@ -208,6 +207,8 @@ def _check_evaluation(options: Namespace) -> None:
             raise UsageError(f"{option}: {value} is not allowed with {in_place[0]}")
     if options.weights != "trained" and options.compare is not None:
         raise UsageError(f"--weights: {options.weights} is not allowed with --compare")
+    if options.base is not None and options.compare is not None:
+        raise UsageError(f"--base: {options.base} is not allowed with --compare")
     if len(in_place) > 1:
         raise UsageError(f"{in_place[1]}: is not allowed with {in_place[0]}")
     if options.robustness is not None and options.robustness[0] not in ROBUSTNESS_SETS:
@@ -269,16 +270,21 @@ def convert(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from train.exchange.change import Change
     from train.exchange.convert import conversion_table, convert
+    from train.exchange.factorize import Factorizing
     from train.exchange.split import Splitting
     from train.exchange.upcycle import Upcycling
 
     check_json_path(options.json)
-    change: Upcycling | Splitting | None = None
-    if options.upcycle is not None:
-        change = Upcycling(options.upcycle)
-    elif options.split is not None:
-        change = Splitting(options.split)
+    change: Change | None = None
+    for text, kind in (
+        (options.upcycle, Upcycling),
+        (options.split, Splitting),
+        (options.factorize, Factorizing),
+    ):
+        if text is not None:
+            change = kind(text)
     with only_results_on_stdout() as stdout:
         result = convert(
             options.source,
@@ -287,6 +293,7 @@ def convert(options: Namespace) -> None:
             change,
             options.weights,
             options.merge,
+            options.base,
         )
         show(result, conversion_table(result), options.json, stdout)
 
@@ -322,6 +329,7 @@ def generate(options: Namespace) -> None:
             use_cache=not options.no_cache,
             precision=options.precision,
             steerings=steerings,
+            base=options.base,
             write=write,
         )
         speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"

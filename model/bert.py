@@ -96,7 +96,8 @@ class BertConfig(ModelSettings):
     """Added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
     """Of dense feed-forwards and of the language head: `gelu`, exact; `gelu_tanh`, its
-    approximation; or `quick_gelu`, x sigmoid(1.702 x). Experts have the approximation."""
+    approximation; or `quick_gelu`, x sigmoid(1.702 x). Sparse experts have a key of their own for
+    it."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
     """Standard deviation of the initial weights."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()

@@ -19,13 +19,13 @@ from typing import Annotated, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
 from model.attention import SelfAttention
 from model.config import Config
 from model.dense import DenseFeedForward
 from model.initialization import ZEROS, Initializer, uniform
-from model.kernels.grouped import grouped_linear
+from model.kernels.grouped import gelu_by_tanh, grouped_linear
 from model.mumoe.base import Factorized
 from model.mumoe.products import contract
 from model.patterns import PatternError, kinds, matched
@@ -205,7 +205,8 @@ class LoRAExperts(Experts):
             return grouped_linear(rows, weight, counts_E, bias, loop=loop)
 
         inner_MF = multiply(rows_MD, lot.up, lot.up_bias)
-        inner_MF = gelu(inner_MF + multiply(multiply(rows_MD, up_A), up_B), approximate="tanh")
+        inner_MF = inner_MF + multiply(multiply(rows_MD, up_A), up_B)
+        inner_MF = (self.activation or gelu_by_tanh)(inner_MF)
         if self.training and self.config.expert_dropout:
             inner_MF = self.dropout(inner_MF)
         return multiply(inner_MF, lot.down) + multiply(multiply(inner_MF, down_A), down_B)

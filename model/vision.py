@@ -72,7 +72,7 @@ class ImageModelSettings(ModelSettings):
     """Added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
     """Of dense feed-forwards: `gelu`, exact; `gelu_tanh`, its approximation; or `quick_gelu`,
-    x sigmoid(1.702 x). Experts have the approximation."""
+    x sigmoid(1.702 x). Sparse experts have a key of their own for it."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Standard deviation of initial weights; null: Xavier's, sqrt(2 / (inputs + outputs))."""
     head: HeadConfig = LinearHeadConfig()

@@ -24,26 +24,29 @@ Choice = Literal["trained", "ema"]
 """Which weights of a checkpoint: those that were trained, or their moving average (`train.ema`)."""
 
 
-def open_weights(path: Path, choice: Choice = "trained") -> Weights:
+def open_weights(path: Path, choice: Choice = "trained", base: Path | None = None) -> Weights:
     """The weights that a path means: a checkpoint, a run's newest one, a Hugging Face folder of
     GPT-2, BERT, ViT, CLIP or timm's Mixer, or a folder of safetensors under our names.
 
     Args:
         path: what to open.
         choice: which weights; folders of weights have no average.
+        base: of a checkpoint of adapters: where their base is; None: where its configuration says.
 
     Raises:
         ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
     """
-    return _open(path, choice, ())
+    return _open(path, choice, (), base)
 
 
-def _open(path: Path, choice: Choice, above: tuple[Path, ...]) -> Weights:
+def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None = None) -> Weights:
     if choice == "ema" and (is_huggingface_folder(path) or is_plain_folder(path)):
         raise CheckpointError(
             f"{path}: is a folder of weights, which has no moving average of them; a checkpoint of "
             f"a run with train.ema has one"
         )
+    if base is not None and (is_huggingface_folder(path) or is_plain_folder(path)):
+        raise _without_adapters(path, base)
     if is_huggingface_folder(path):
         if is_bert_folder(path):
             return BertWeights(path)
@@ -51,37 +54,54 @@ def _open(path: Path, choice: Choice, above: tuple[Path, ...]) -> Weights:
     if is_plain_folder(path):
         return PlainWeights(path)
     if not above:
-        return open_checkpoint(path, choice)
+        return open_checkpoint(path, choice, base)
     checkpoint = _opened(path, above)
     checkpoint.check_own_model()
     return checkpoint
 
 
-def _opened(path: Path, above: tuple[Path, ...]) -> Checkpoint:
+def _without_adapters(path: Path, base: Path) -> CheckpointError:
+    return CheckpointError(
+        f"--base: {base} is not allowed: {path} holds no adapters, which alone have a base"
+    )
+
+
+def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> Checkpoint:
     """A checkpoint, with its base if it is of adapters.
 
     Args:
         path: as in `open_checkpoint`.
         above: checkpoints of adapters that this one is the base of.
+        given: the base's place, if it is not the one that the configuration names.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     lora = lora_of(checkpoint)
     if lora is None:
+        if given is not None:
+            raise _without_adapters(checkpoint.folder, given)
         return checkpoint
     folder, config = checkpoint.folder, checkpoint.model_config()
     if folder.resolve() in above:
         raise CheckpointError(f"{folder}: its adapters are their own base: checkpoint.init_from")
-    place = base_of(checkpoint)
+    place, named = (
+        (base_of(checkpoint), "checkpoint.init_from")
+        if given is None
+        else (
+            given,
+            "--base",
+        )
+    )
     try:
         base = _open(place, "trained", (*above, folder.resolve()))
         last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in base.shapes():
             raise CheckpointError(f"{place}: is of another model: it has no {last}")
-        check_fits(base, config, tuple(checkpoint.shapes()))  # it has those itself
+        ours = {name for name, _ in build_model(config).named_parameters()}
+        unused = base.shapes().keys() - ours  # as the head of a model with another one
+        check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the first itself
     except ValueError as error:
         raise CheckpointError(
-            f"{folder}: holds adapters, and their base (checkpoint.init_from) cannot be used: "
-            f"{error}"
+            f"{folder}: holds adapters, and their base ({named}) cannot be used: {error}"
         ) from None
     return AdaptedCheckpoint(folder, checkpoint.contents, base, lora)
 
@@ -103,7 +123,7 @@ def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...]
         weights.check_model(build_model(config), without)
 
 
-def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:
+def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = None) -> Checkpoint:
     """A checkpoint, or a run's newest one, whose weights are those of its configuration.
 
     One of adapters comes with its base: its weights are whole.
@@ -111,11 +131,12 @@ def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:
     Args:
         path: what to open.
         choice: which weights.
+        base: see `open_weights`.
 
     Raises:
         ValueError: with an `exit_status` of 2: there is none, or it cannot be used.
     """
-    checkpoint = _opened(path, ())
+    checkpoint = _opened(path, (), base)
     checkpoint.check_own_model()
     if choice == "ema":
         checkpoint.take_average()
@@ -123,23 +144,24 @@ def open_checkpoint(path: Path, choice: Choice = "trained") -> Checkpoint:
 
 
 def load_model(
-    path: Path | str,
+    source: Path | str | Weights,
     device: torch.device | str = "cpu",
     precision: Precision = "fp32",
     choice: Choice = "trained",
 ) -> nn.Module:
-    """A model with the weights that a path means, on one device, in evaluation mode.
+    """A model with some weights, on one device, in evaluation mode.
 
     Args:
-        path: as in `open_weights`.
+        source: what `open_weights` takes or has given.
         device: where it goes.
         precision: of its parameters.
-        choice: which weights of a checkpoint; its buffers are the same for both.
+        choice: which weights of a checkpoint that is yet to be opened; its buffers are the same for
+            both.
 
     Returns:
         The model; no process group is needed.
     """
-    stored = open_weights(Path(path), choice)
+    stored = open_weights(Path(source), choice) if isinstance(source, Path | str) else source
     model = build_model(stored.model_config())
     weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
     buffers = [name for name, _ in persistent_buffers(model)]

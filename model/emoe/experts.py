@@ -19,7 +19,7 @@ from model.emoe.config import EmergentMoEConfig
 from model.initialization import ZEROS, Initializer, normal
 from model.interface import FeedForwardContext
 from model.smoe.dispatch import Dispatcher, Plan, make_plan
-from model.smoe.experts import Experts, Lot
+from model.smoe.experts import Experts, Lot, activation_of_experts
 from model.smoe.selection import Selected, spread
 
 
@@ -45,9 +45,7 @@ class UnitGroups(Experts):
         self.values = nn.Parameter(torch.empty(experts, inner, width))
         self.dropout = nn.Dropout(self.config.expert_dropout)
         self.dense_activation = ACTIVATIONS[context.activation]()
-        # The experts' kernels have this one built in.
-        has_own = context.activation != "gelu_tanh"
-        self.activation = self.dense_activation if has_own else None
+        self.activation = activation_of_experts(context.activation)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""

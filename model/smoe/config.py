@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
+from model.interface import Activation
 from model.placement import Placement, check_blocks, check_once, check_placement, is_placed
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -78,6 +79,9 @@ class SparseMoEConfig(Config):
     """Which assignments a capacity keeps: `arrival`, those of the first tokens of a micro-batch;
     `priority`, first choices before second ones, and among them those of the tokens with the
     highest scores (V-MoE's batch priority routing)."""
+    activation: Activation = "gelu_tanh"
+    """Of the experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact; or `quick_gelu`, x
+    sigmoid(1.702 x). Blocks that do not route have the model's."""
     expert_dropout: Probability = 0.0
     """Dropout probability inside experts, beside the model's own: of the inner units after the
     activation, and of each expert's output, before its bias and the routing weight."""

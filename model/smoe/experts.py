@@ -9,8 +9,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.dense import ACTIVATIONS
 from model.initialization import ZEROS, Initializer, normal
-from model.interface import FeedForwardContext
+from model.interface import Activation, FeedForwardContext
 from model.kernels.grouped import grouped, one_by_one
 from model.smoe.config import SparseMoEConfig
 
@@ -25,8 +26,17 @@ class Lot(NamedTuple):
     """What is added to both layers, of experts with LoRA: see `model/lora.py`."""
 
 
+def activation_of_experts(name: Activation) -> Callable[[Tensor], Tensor] | None:
+    """The activation that kernels of experts are told; None: the one that they have built in.
+
+    Args:
+        name: As in the configuration.
+    """
+    return None if name == "gelu_tanh" else ACTIVATIONS[name]()
+
+
 class Experts(nn.Module):
-    """E experts: up, GELU (approximated by tanh, as in the dense feed-forward), dropout, down.
+    """E experts: up, an activation (GELU approximated by tanh by default), dropout, down.
 
     The second bias is not here: `SparseMoE.output_bias` adds it to the sum over experts, which
     needs no pass over all rows.
@@ -48,7 +58,7 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))
         self.dropout = nn.Dropout(config.expert_dropout)
-        self.activation: Callable[[Tensor], Tensor] | None = None  # the approximated GELU
+        self.activation = activation_of_experts(config.activation)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from model.bert import BertConfig
 from model.build import build_model, materialize, matrix_dimensions
 from model.lora import (
     LoRAConfig,
@@ -25,6 +26,11 @@ KINDS = {
     "dense": (MODEL, LoRAConfig(rank=3, alpha=6.0, targets=LINEAR)),
     "vit": (VIT, LoRAConfig(rank=3, alpha=6.0, targets=LINEAR, trained=("head.*",))),
     "smoe": (moe_model(), LoRAConfig(rank=4, alpha=2.0, experts=True)),
+    "bert": (
+        BertConfig(num_layers=2, hidden_size=16, num_heads=2, sequence_length=17, vocab_size=61),
+        LoRAConfig(rank=3, alpha=6.0, targets=LINEAR, trained=("head.*",)),
+    ),
+    "exact": (moe_model(activation="gelu"), LoRAConfig(rank=4, alpha=2.0, experts=True)),
     "loop": (moe_model(experts="loop"), LoRAConfig(rank=3, alpha=2.0, experts=True)),
     "graph": (moe_model(graph="attention"), LoRAConfig(rank=4, alpha=2.0, targets=LINEAR[:2])),
     **{
@@ -118,7 +124,9 @@ def test_adapters_alone_get_gradients(kind):
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name for name, p in model.named_parameters() if p.grad is not None} <= trained
     own = {f"{path}.{matrix}" for _, path, _ in adapters(model) for matrix in "AB"}
-    assert trained - own == ({"head.weight", "head.bias"} if kind == "vit" else set())
+    whole = {name for name in trained if name.startswith("head.")}
+    assert trained - own == whole
+    assert bool(whole) == (kind in ("vit", "bert"))
     # B is zero, so that the gradient of A is, too, and that of B is not.
     assert all(adapter.B.grad.any() for *_, adapter in adapters(model))
     assert all(

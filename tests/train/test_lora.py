@@ -199,6 +199,44 @@ def test_adapters_of_another_base_are_refused(
         assert why in line
 
 
+def test_commands_are_told_where_a_base_has_moved(
+    adapted, finished, exported, trained, tmp_path, capfd
+):
+    folder, *_ = adapted
+    shutil.copytree(folder, tmp_path / "run")
+    moved = newest(tmp_path / "run")
+    path = moved / "config.yaml"
+    path.write_text(path.read_text().replace(str(finished), str(tmp_path / "gone")))
+    reseal(moved)
+
+    def said(status, *words):
+        assert polyad([str(word) for word in words]) == status
+        captured = capfd.readouterr()
+        return captured.out if status == 0 else captured.err.splitlines()[-1]
+
+    convert_ = ("convert", moved, tmp_path / "merged", "--to", "safetensors", "--merge")
+    assert "(checkpoint.init_from) cannot be used" in said(2, *convert_)
+    said(0, *convert_, "--base", exported)
+    ours, theirs = (load_model(each).state_dict() for each in (tmp_path / "merged", folder))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    scored = [
+        json.loads(said(0, "evaluate", *words, "--json", "-"))["loss"]
+        for words in ((folder,), (moved, "--base", finished))
+    ]
+    assert scored[0] == scored[1]
+    written = ("generate", moved, "--prompt", "import ", "--max-tokens", "3", "--base", finished)
+    assert said(0, *written).startswith("import ")
+    assert "of another base: digest" in said(2, "evaluate", moved, "--base", folder)
+    line = said(2, "evaluate", moved, "--base", trained("smoe"))
+    assert "holds adapters, and their base (--base) cannot be used: " in line
+    line = said(2, "evaluate", finished, "--base", exported)
+    assert f"--base: {exported} is not allowed" in line
+    assert "holds no adapters, which alone have a base" in line
+    assert "holds no adapters" in said(
+        2, "convert", exported, tmp_path / "x", "--to", "polyad", "--base", finished
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

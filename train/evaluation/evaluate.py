@@ -82,7 +82,11 @@ class Evaluated(NamedTuple):
 
 
 def open_evaluated(
-    path: Path, data: str | None, overrides: tuple[str, ...], weights: Choice = "trained"
+    path: Path,
+    data: str | None,
+    overrides: tuple[str, ...],
+    weights: Choice = "trained",
+    base: Path | None = None,
 ) -> Evaluated:
     """Opens a checkpoint, and data that fits its weights.
 
@@ -91,11 +95,12 @@ def open_evaluated(
         data: prepared data; None takes the run's.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
+        base: see `open_weights`.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    checkpoint = open_checkpoint(path, weights)
+    checkpoint = open_checkpoint(path, weights, base)
     saved = checkpoint.folder / "config.yaml"
     original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
     if data is not None:
@@ -115,6 +120,7 @@ def evaluate(
     attack: WordSwap | GaussianNoise | None = None,
     leak: int | None = None,
     weights: Choice = "trained",
+    base: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluates a checkpoint, in one process or under torchrun.
 
@@ -127,11 +133,12 @@ def evaluate(
         leak: of a model whose graphs have no mask: about how many tokens are scored again, each
             from what is before it alone; None: none.
         weights: which of the checkpoint's.
+        base: see `open_weights`.
 
     Returns:
         The result: scores, counts, and how they were made. The same on every process.
     """
-    opened = open_evaluated(path, data, overrides, weights)
+    opened = open_evaluated(path, data, overrides, weights, base)
     checkpoint, config, task = opened
     if leak is not None:
         opened.text("--leak")
@@ -146,7 +153,7 @@ def evaluate(
     ):
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, unit.short) if world.is_main else None
-        model = load_model(checkpoint.folder, world.device, config.train.precision, weights)
+        model = load_model(checkpoint, world.device, config.train.precision)
         started = time.monotonic()
         scores = task.score(
             OneDevice(model, cross_entropy),

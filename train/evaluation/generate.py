@@ -205,6 +205,7 @@ def generate(
     use_cache: bool = True,
     precision: Precision = "fp32",
     steerings: Sequence[Steering] = (),
+    base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
     """Continues a text.
@@ -219,6 +220,7 @@ def generate(
         use_cache: keep keys and values of the tokens before.
         precision: of the weights and activations.
         steerings: experts that the text is moved towards.
+        base: see `open_weights`.
         write: is handed the prompt, and every piece of text as it comes.
 
     Returns:
@@ -227,7 +229,7 @@ def generate(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    weights = open_weights(path)
+    weights = open_weights(path, base=base)
     language_model(weights)
     coder = need_tokenizer(weights, tokenizer)
     try:
@@ -235,9 +237,7 @@ def generate(
     except UnicodeEncodeError:
         raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
     prompt_ids = coder.encode(prompt) or [coder.end_of_text_id]
-    model = load_model(
-        weights.folder, "cuda" if torch.cuda.is_available() else "cpu", precision=precision
-    )
+    model = load_model(weights, "cuda" if torch.cuda.is_available() else "cpu", precision=precision)
     stream, ids, pieces = TextStream(coder, prompt_ids), [], []
     with steered(model, steerings):
         write(prompt)

@@ -117,6 +117,7 @@ def rewriting(
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
     weights: Choice = "trained",
+    base: Path | None = None,
 ) -> dict[str, Any]:
     """Scores a model before and after a rewrite, in one process or under torchrun.
 
@@ -127,6 +128,7 @@ def rewriting(
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
+        base: see `open_weights`.
 
     Returns:
         JSON values, the same on each process.
@@ -134,7 +136,7 @@ def rewriting(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights)
+    opened = open_evaluated(path, data, overrides, weights, base)
     task, config = opened.images("--rewrite", attributes=True), opened.config
     chosen = read_rewrite(rewrite, task)
     task.check_split(split)
@@ -145,7 +147,7 @@ def rewriting(
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
     with explain_out_of_memory(lambda: "rewriting", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
+        model = load_model(opened.checkpoint, world.device, config.train.precision)
         head = routed_head(model)
         if head is None:
             raise ConfigError(

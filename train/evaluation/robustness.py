@@ -87,6 +87,7 @@ def robustness(
     data: str | None = None,
     overrides: tuple[str, ...] = (),
     weights: Choice = "trained",
+    base: Path | None = None,
 ) -> dict[str, Any]:
     """Scores a checkpoint on one of the sets, in one process or under torchrun.
 
@@ -97,6 +98,7 @@ def robustness(
         data: prepared ImageNet; None takes the run's.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
+        base: see `open_weights`.
 
     Returns:
         JSON values, the same on each process.
@@ -104,7 +106,7 @@ def robustness(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights)
+    opened = open_evaluated(path, data, overrides, weights, base)
     task = opened.images("--robustness")
     classes = len(imagenet_classes())
     if task.model.num_classes != classes:
@@ -118,7 +120,7 @@ def robustness(
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
     with explain_out_of_memory(lambda: "evaluating", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
+        model = load_model(opened.checkpoint, world.device, config.train.precision)
         found = score(Scorer(opened, task, model, world), folder)
     return {
         "checkpoint": str(opened.checkpoint.folder),

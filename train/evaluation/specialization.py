@@ -27,6 +27,7 @@ def specialization(
     split: SplitName = "validation",
     overrides: tuple[str, ...] = (),
     weights: Choice = "trained",
+    base: Path | None = None,
 ) -> dict[str, Any]:
     """Measures class polysemanticity of all experts, in one process or under torchrun.
 
@@ -36,6 +37,7 @@ def specialization(
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
+        base: see `open_weights`.
 
     Returns:
         JSON values, the same on each process.
@@ -43,7 +45,7 @@ def specialization(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights)
+    opened = open_evaluated(path, data, overrides, weights, base)
     task, config = opened.images("--specialization"), opened.config
     task.check_split(split)
     world = comm.initialize(config.parallel.timeout_minutes)
@@ -51,7 +53,7 @@ def specialization(
     started = time.monotonic()
     names = task.data.manifest.class_names
     with explain_out_of_memory(lambda: "leaving out experts", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint.folder, world.device, config.train.precision, weights)
+        model = load_model(opened.checkpoint, world.device, config.train.precision)
         head = routed_head(model)
         layers = [*routed_layers(model), *([head] if head else [])]
         if not layers:

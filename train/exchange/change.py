@@ -12,8 +12,10 @@ from torch import nn
 from model.build import ModelSizeError, build_model
 from model.config import Config
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
+from model.interface import Activation
 from model.settings import ModelSettings
 from parallel.checkpoint.tensor_folder import differing_shapes
+from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
 from train.config.faults import describe
 from train.config.run import ModelSection, RunConfig
@@ -38,8 +40,10 @@ class Changed(Protocol):
     def buffer(self, name: str) -> torch.Tensor:
         """A persistent buffer, whole."""
 
-    def note(self) -> str:
-        """Whether it computes what the model computed that it was made of."""
+    def notes(self) -> list[str]:
+        """Whether it computes what the model computed that it was made of; asked for once all
+        weights have been made.
+        """
 
 
 class Change(Protocol):
@@ -157,6 +161,16 @@ def dense_section(
     return section, layer.up.out_features
 
 
+def activation_of(model: ModelSettings) -> Activation:
+    """The activation of a model's dense feed-forwards.
+
+    Args:
+        model: of which GPT-2 has no choice.
+    """
+    found: Activation = getattr(model, "activation", "gelu_tanh")
+    return found
+
+
 def with_feed_forward(
     option: Option, model: ModelSettings, section: str, keys: dict[str, Any]
 ) -> ModelSettings:
@@ -182,6 +196,13 @@ def check_own(weights: Weights) -> None:
     expected = {name: tuple(p.shape) for name, p in built.named_parameters()}
     if differing := differing_shapes(weights.shapes(), expected):
         raise ConfigError(f"{weights.folder}: is not of its configuration: {differing}")
+
+
+def own_buffers(weights: Weights) -> frozenset[str]:
+    """Names of the persistent buffers that a model has before it is changed, as of a section that
+    was changed earlier.
+    """
+    return frozenset(name for name, _ in persistent_buffers(build_model(weights.model_config())))
 
 
 def built(option: Option, config: ModelSettings) -> nn.Module:

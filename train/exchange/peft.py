@@ -1,21 +1,42 @@
-"""Adapters of a dense GPT-2 as the library peft reads them, over transformers' GPT-2.
+"""Adapters of a dense GPT-2 or BERT as the library peft reads them, over transformers' model.
 
 adapter_config.json           rank, alpha, and the layers by transformers' names
 adapter_model.safetensors     A and B of each; peft's have our orientation
+
+Our q, k and v are one matrix with one A and one B, as in transformers' GPT-2. Its BERT has three
+layers: each gets a copy of A, and a third of the rows of B.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from model import huggingface_bert as bert
+from model.bert import BertConfig
 from model.gpt2 import GPT2Config
 from model.huggingface import PREFIX, config_to_huggingface, their_tensor
 from model.lora import LowRank
+from model.settings import ModelSettings
 from parallel.adapted import AdaptedCheckpoint
 from train.errors import ConfigError
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+_BEFORE = "base_model.model."
+"""Before transformers' names in the file."""
+
+
+class _Theirs(NamedTuple):
+    """How transformers and peft have a model."""
+
+    transposed: bool
+    """Whether its linear layers store their weights transposed."""
+    saved: dict[str, str]
+    """Modules that may be trained whole (`modules_to_save`), by the beginning of our names."""
+    task_type: str | None
+    """Peft's name of the task where such modules are saved."""
+    task_type_without: str | None
+    """Where none are."""
 
 
 def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
@@ -28,42 +49,82 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
         The content of adapter_config.json, and names and values of the other file.
 
     Raises:
-        ValueError: with an `exit_status` of 2: the model is not a dense GPT-2, or has weights that
-            were trained whole.
+        ValueError: with an `exit_status` of 2: the model is not a dense GPT-2 or BERT, or has
+            weights that were trained whole and have no place there.
     """
     config = weights.model_config()
-    if not isinstance(config, GPT2Config):
-        raise ConfigError(
-            f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; gpt2 is"
-        )
-    config_to_huggingface(config, None)  # raises an error if transformers has no such model
-    whole = weights.shapes().keys() - weights.frozen
-    if whole:
-        raise ConfigError(
-            f"--to peft: {weights.folder}: {min(whole)} was trained whole (adapt.lora.trained), "
-            f"which is in no adapter; --merge writes whole weights"
-        )
-    layers = {name: PREFIX + their_tensor(name).name.removesuffix(".weight")
-              for name in weights.adapters}  # fmt: skip
+    theirs = _theirs(config, weights)
+    saved = _saved_whole(weights, theirs)
+    layers = {name: _stored(config, name, weights.shapes()[name]) for name in weights.adapters}
     tree = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": theirs.task_type if saved else theirs.task_type_without,
         "base_model_name_or_path": str(weights.base.folder),
         "r": weights.lora.rank,
         "lora_alpha": weights.lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(layers.values()),
-        "fan_in_fan_out": True,  # transformers' GPT-2 stores weights transposed
+        "target_modules": [n.removesuffix(".weight") for names in layers.values() for n in names],
+        "modules_to_save": [theirs.saved[prefix] for prefix in saved] or None,
+        "fan_in_fan_out": theirs.transposed,
         "bias": "none",
         "inference_mode": True,
     }
-    return tree, _tensors(weights, layers)
+    return tree, _tensors(weights, layers, saved)
 
 
-def _tensors(weights: AdaptedCheckpoint, layers: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    for name, theirs in layers.items():
+def _theirs(config: ModelSettings, weights: AdaptedCheckpoint) -> _Theirs:
+    """Of a kind of model; raises an error if transformers has no such model."""
+    if isinstance(config, GPT2Config):
+        config_to_huggingface(config, None)
+        return _Theirs(True, {}, None, "CAUSAL_LM")
+    if isinstance(config, BertConfig):
+        bert.config_to_huggingface(config, None, None)
+        saved = {"head.classifier.": "classifier", "head.pooler.": "pooler"}
+        is_class = config.head.kind == "classification"
+        return _Theirs(False, saved if is_class else {}, "SEQ_CLS", None)
+    raise ConfigError(
+        f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; gpt2 and bert are"
+    )
+
+
+def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
+    """The beginnings of our names of the modules that were trained whole.
+
+    Raises:
+        ConfigError: something else was.
+    """
+    whole = weights.shapes().keys() - weights.frozen
+    if strange := [name for name in whole if not name.startswith(tuple(theirs.saved))]:
+        allowed = f"; of this model {' and '.join(theirs.saved)} may be" if theirs.saved else ""
+        raise ConfigError(
+            f"--to peft: {weights.folder}: {min(strange)} was trained whole (adapt.lora.trained), "
+            f"which is in no adapter{allowed}; --merge writes whole weights"
+        )
+    return [prefix for prefix in theirs.saved if any(name.startswith(prefix) for name in whole)]
+
+
+def _stored(config: ModelSettings, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Their names of a weight: several where theirs are parts of ours, one below the other."""
+    if isinstance(config, BertConfig):
+        return tuple(
+            bert.stored_name(part, config.head.kind) for part in bert.parts_of(name, shape).names
+        )
+    return (PREFIX + their_tensor(name).name,)
+
+
+def _tensors(
+    weights: AdaptedCheckpoint, layers: dict[str, tuple[str, ...]], saved: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, parts in layers.items():
         path, adapter = weights.adapters[name]
         assert isinstance(adapter, LowRank)
-        for matrix in ("A", "B"):
-            stored = f"base_model.model.{theirs}.lora_{matrix}.weight"
-            yield stored, weights.own(f"{path}.{matrix}")
+        A, B = weights.own(f"{path}.A"), weights.own(f"{path}.B")
+        for part, rows in zip(parts, B.chunk(len(parts)), strict=True):
+            before = _BEFORE + part.removesuffix(".weight")
+            yield f"{before}.lora_A.weight", A
+            yield f"{before}.lora_B.weight", rows.contiguous()
+    config = weights.model_config()
+    for name, shape in weights.shapes().items():
+        if name.startswith(tuple(saved)):
+            (stored,) = _stored(config, name, shape)
+            yield _BEFORE + stored, weights.whole(name)

@@ -22,7 +22,14 @@ from model.settings import ModelSettings
 from parallel.weights import Weights
 from train.config.run import RunConfig
 from train.errors import ConfigError
-from train.exchange.change import Option, built, check_own, dense_section, with_feed_forward
+from train.exchange.change import (
+    Option,
+    built,
+    check_own,
+    dense_section,
+    own_buffers,
+    with_feed_forward,
+)
 
 UNIT = "unit"
 """The name of the buffer that has the places."""
@@ -114,6 +121,7 @@ class Split:
         check_own(weights)
         self._model = built(splitting, self._config)
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        self._own_buffers = own_buffers(weights)
         self._units: dict[str, torch.Tensor] = {}
 
     def model_config(self) -> ModelSettings:
@@ -139,7 +147,9 @@ class Split:
         return split(dense_name, dense, self._unit(layer), self._feed_forward.num_experts)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """The places of units."""
+        """The places of units; what the dense model itself has."""
+        if name in self._own_buffers:
+            return self._weights.buffer(name)
         parts = self._pattern.fullmatch(name)
         assert parts is not None
         assert parts[2] == UNIT
@@ -163,7 +173,7 @@ class Split:
             self._units[layer] = unit_order(torch.from_numpy(group_U))
         return self._units[layer]
 
-    def note(self) -> str:
+    def notes(self) -> list[str]:
         """Says whether the split model computes what the dense one does."""
         feed_forward = self._feed_forward
         reasons, used = [], feed_forward.used_experts()
@@ -174,8 +184,8 @@ class Split:
         if feed_forward.capacity_factor is not None:
             reasons.append("capacity_factor drops tokens")
         if reasons:
-            return f"its outputs are not the dense model's: {'; '.join(reasons)}"
-        return "its outputs are the dense model's, but for rounding"
+            return [f"its outputs are not the dense model's: {'; '.join(reasons)}"]
+        return ["its outputs are the dense model's, but for rounding"]
 
 
 def is_split(model: ModelSettings) -> bool:
@@ -250,7 +260,7 @@ class Merged:
         """A buffer that both models have."""
         return self._weights.buffer(name)
 
-    def note(self) -> str:
+    def notes(self) -> list[str]:
         """Says what is left out."""
         left = " without its learned scores" if self._is_learned else ""
-        return f"every token uses all units again, as in the dense model{left}"
+        return [f"every token uses all units again, as in the dense model{left}"]

@@ -18,7 +18,15 @@ from model.smoe.upcycling import copies, dense_tensor
 from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
 from train.config.run import RunConfig
-from train.exchange.change import Option, built, check_own, dense_section, with_feed_forward
+from train.exchange.change import (
+    Option,
+    activation_of,
+    built,
+    check_own,
+    dense_section,
+    own_buffers,
+    with_feed_forward,
+)
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
 
@@ -69,7 +77,7 @@ class Upcycling(Option):
             ConfigError: that model is not dense, or experts like these do not fit it.
         """
         section, inner = dense_section(self, dense, self.start.section, folder, "upcycled")
-        keys = {"kind": "smoe"} | self.keys
+        keys = {"kind": "smoe", "activation": activation_of(dense)} | self.keys
         for key in _WIDTHS:
             if keys.get(key) is None:
                 keys[key] = inner
@@ -100,6 +108,7 @@ class Upcycled:
         dense = weights.model_config()
         self._section, self._config = upcycling.model_config(dense, self.folder)
         check_own(weights)
+        self._own_buffers = own_buffers(weights)
         self._model = built(upcycling, self._config)
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
@@ -125,11 +134,13 @@ class Upcycled:
         return copies(value.T, num_experts, start.noise, start.seed, name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer of a router, as it starts: a dense model has none."""
+        """A buffer, the dense model's own or of a router as it starts."""
+        if name in self._own_buffers:
+            return self._weights.buffer(name)
         dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
         return initial_value(self._model, name, self._start.seed).to(dtypes[name])
 
-    def note(self) -> str:
+    def notes(self) -> list[str]:
         """Says whether the sparse model starts with the dense model's outputs."""
         feed_forward = getattr(self._config, self._section)
         assert isinstance(feed_forward, SparseMoEConfig)
@@ -140,9 +151,9 @@ class Upcycled:
             reasons.append("capacity_factor drops tokens")
         if self._start.noise:
             reasons.append(f"noise is {self._start.noise:g}")
-        activation = getattr(self._config, "activation", "gelu_tanh")
-        if activation != "gelu_tanh":
-            reasons.append(f"experts have GELU by tanh, and the dense layers {activation}")
+        dense, experts = activation_of(self._config), feed_forward.activation
+        if dense != experts:
+            reasons.append(f"experts have the activation {experts}, and the dense layers {dense}")
         if reasons:
-            return f"at first its logits are not the dense model's: {'; '.join(reasons)}"
-        return "at first its logits are the dense model's, but for rounding"
+            return [f"at first its logits are not the dense model's: {'; '.join(reasons)}"]
+        return ["at first its logits are the dense model's, but for rounding"]

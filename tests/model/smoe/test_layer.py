@@ -35,8 +35,15 @@ V_MOE = {
 every_graph = pytest.mark.parametrize("options", GRAPH_OPTIONS.values(), ids=GRAPH_OPTIONS)
 
 
+ACTIVATIONS = {
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+    "gelu": lambda x: x * torch.special.ndtr(x),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
 def by_two_loops(layer, u_ND, ids_NK, weights_NK, kept_NK):
-    """y_n = sum_k weight_nk (gelu(u_n up_e + up_bias_e) down_e + output_bias_e), e = ids_nk."""
+    """y_n = sum_k weight_nk (act(u_n up_e + up_bias_e) down_e + output_bias_e), e = ids_nk."""
     experts, rows = layer.experts, []
     for n, u_D in enumerate(u_ND):
         y_D = torch.zeros_like(u_D)
@@ -44,7 +51,7 @@ def by_two_loops(layer, u_ND, ids_NK, weights_NK, kept_NK):
             inner_F = u_D @ experts.up[expert]
             if experts.up_bias is not None:
                 inner_F = inner_F + experts.up_bias[expert]
-            output_D = gelu(inner_F, approximate="tanh") @ experts.down[expert]
+            output_D = ACTIVATIONS[layer.config.activation](inner_F) @ experts.down[expert]
             if layer.output_bias is not None:
                 output_D = output_D + layer.output_bias[expert]
             y_D = y_D + kept * weight * output_D
@@ -65,6 +72,8 @@ PRIORITY = {"top_k": 2, "capacity_factor": 0.8, "capacity_order": "priority"}
         {"top_k": 2, "capacity_factor": 0.8},
         PRIORITY,
         {"top_k": 2, "router_bias": False},
+        {"top_k": 2, "activation": "gelu"},
+        {"top_k": 3, "activation": "quick_gelu", "experts": "loop"},
     ],
     ids=str,
 )

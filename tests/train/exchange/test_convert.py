@@ -296,7 +296,7 @@ def test_a_conversion_that_fails_leaves_nothing(finished, tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr("train.exchange.convert.write_safetensors", full)
+    monkeypatch.setattr("train.exchange.writers.write_safetensors", full)
     with pytest.raises(OSError, match="No space"):
         convert(finished, tmp_path / "new", "huggingface")
     assert list(tmp_path.iterdir()) == []

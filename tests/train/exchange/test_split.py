@@ -97,6 +97,19 @@ def test_all_experts_give_the_dense_logits_and_merged_weights_are_bitwise_the_de
     assert all(torch.equal(again.state_dict()[name], expected[name]) for name in expected)
 
 
+def test_a_mixer_is_split_twice(sources, tmp_path):
+    first = Splitting("num_experts=6,top_k=6,section=token_feed_forward,by=random")
+    convert(sources / "mixer", tmp_path / "one", "safetensors", first)
+    convert(tmp_path / "one", tmp_path / "two", "polyad", Splitting("num_experts=8,top_k=8"))
+    one, two = (load_model(tmp_path / name).state_dict() for name in ("one", "two"))
+    for name in (f"blocks.{block}.token_feed_forward.unit" for block in range(4)):
+        assert torch.equal(one[name], two[name])
+    convert(tmp_path / "two", tmp_path / "merged", "safetensors", merge=True)
+    dense, merged = (load_model(p).state_dict() for p in (sources / "mixer", tmp_path / "merged"))
+    assert list(merged) == list(dense)
+    assert all(torch.equal(merged[name], value) for name, value in dense.items())
+
+
 def test_groups_are_those_of_directions_and_by_chance_others(sources, tmp_path):
     found = {}
     for by in ("clustering", "random"):
@@ -163,14 +176,22 @@ def test_a_split_model_goes_through_safetensors_and_a_merged_one_to_transformers
     assert all(torch.equal(before[name].float(), after[name]) for name in shared)
 
 
-def test_copied_experts_of_a_vit_are_the_dense_ones_but_for_the_form_of_gelu(sources, tmp_path):
-    # GMoE: copies with a cosine score.
+def test_copied_experts_of_a_vit_are_the_dense_ones_with_their_activation(sources, tmp_path):
+    # GMoE: copies with a cosine score. In fp32 the experts are grouped products, in fp64 a loop.
     text = "num_experts=4,top_k=2,score=cosine,placement=[1,3]"
-    result = convert(sources / "vit", tmp_path / "copies", "polyad", Upcycling(text))
-    (note,) = (note for note in result["notes"] if "at first" in note)
-    assert note.endswith("experts have GELU by tanh, and the dense layers gelu")
+    notes = convert(sources / "vit", tmp_path / "copies", "polyad", Upcycling(text))["notes"]
+    assert "at first its logits are the dense model's, but for rounding" in notes
+    for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        ours, theirs = (
+            logits_of(load_model(path), dtype) for path in (tmp_path / "copies", sources / "vit")
+        )
+        torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
+    text += ",activation=gelu_tanh"
+    notes = convert(sources / "vit", tmp_path / "others", "polyad", Upcycling(text))["notes"]
+    (note,) = (note for note in notes if "at first" in note)
+    assert note.endswith("experts have the activation gelu_tanh, and the dense layers gelu")
     ours, theirs = (
-        logits_of(load_model(tmp_path / "copies")),
+        logits_of(load_model(tmp_path / "others")),
         logits_of(load_model(sources / "vit")),
     )
     assert 0 < (ours - theirs).abs().max() < 5e-3

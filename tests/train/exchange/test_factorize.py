@@ -1,0 +1,218 @@
+"""A dense model as the start of factorized experts: itself, or what numpy leaves of it."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from launch.cli import run as polyad
+from model.build import build_model, initial_values, read_model_config
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model
+from tests.helpers.bert import padded_input, their_bert
+from tests.helpers.runs import evaluation, run, write_config
+from train.exchange.convert import convert
+from train.exchange.factorize import Factorizing
+
+TEXT = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+        "vocab_size": 400}  # fmt: skip
+IMAGES = {"num_layers": 2, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
+MODELS = {
+    "gpt2": {"kind": "gpt2"} | TEXT,
+    "no-bias": {"kind": "gpt2", "bias": False, "feed_forward": {"hidden_size": 48}} | TEXT,
+    "vit": {"kind": "vit", "num_heads": 4} | IMAGES,
+    "mixer": {"kind": "mixer", "token_feed_forward": {"hidden_size": 24}} | IMAGES,
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Dense models by name, their weights and biases far from initial values."""
+    folder = tmp_path_factory.mktemp("dense")
+    for name, section in MODELS.items():
+        config = read_model_config(section)
+        generator = torch.Generator().manual_seed(5)
+        weights = {
+            each: value + 0.1 * torch.randn(value.shape, generator=generator)
+            for each, value in initial_values(build_model(config), 3)
+        }
+        (folder / name).mkdir()
+        save_file(weights, folder / name / "model.safetensors")
+        tree = {"model": config.model_dump(mode="json")}
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(tree))
+    their_bert("BertForSequenceClassification").save_pretrained(folder / "bert")
+    return folder
+
+
+def logits_of(model):
+    """In fp64; of a GPT-2 with exact GELU, as factorized experts have it."""
+    model = model.double()
+    generator = torch.Generator().manual_seed(1)
+    if model.config.kind == "gpt2":
+        given = (torch.randint(400, (3, 32), generator=generator),)
+        for block in model.blocks:
+            if hasattr(block.feed_forward, "activation"):
+                block.feed_forward.activation = torch.nn.GELU()
+    elif model.config.kind == "bert":
+        given = padded_input()
+    else:
+        given = (torch.randn(3, 3, 16, 16, generator=generator, dtype=torch.float64),)
+    with torch.no_grad():
+        return model(*given).logits
+
+
+CASES = [
+    ("gpt2", "num_experts=[8],rank=33"),
+    ("gpt2", "factorization=tr,num_experts=[4,2],rank=9,gate=softmax,seed=4"),
+    ("no-bias", "num_experts=8,rank=40,gate_input=normalized,noise=0"),
+    ("vit", "num_experts=[8],rank=33,gate_norm=batch"),
+    ("mixer", "factorization=tr,num_experts=[8],rank=17,expert_rank=2"),
+    ("mixer", "num_experts=[8],rank=24,section=token_feed_forward"),
+    ("bert", "factorization=tr,num_experts=[8],rank=12"),
+]
+
+
+@pytest.mark.parametrize(("source", "text"), CASES)
+def test_with_enough_rank_it_computes_what_the_dense_model_does(sources, tmp_path, source, text):
+    notes = convert(sources / source, tmp_path / "new", "polyad", Factorizing(text))["notes"]
+    (note,) = (note for note in notes if "at first" in note)
+    exact = "at first its outputs are the dense model's, but for rounding"
+    of_gpt2 = (
+        "at first its outputs are not the dense model's: experts have exact GELU, and the dense "
+        "layers gelu_tanh"
+    )
+    assert note == (of_gpt2 if source in ("gpt2", "no-bias") else exact)
+    assert sum("0.00% of the matrix is left out" in note for note in notes) == 4
+    still = "noise is 0: all experts are equal, and training leaves them so"
+    assert (still in notes) == ("noise=0" in text)
+    dense = logits_of(load_model(sources / source))
+    model = load_model(tmp_path / "new")
+    torch.testing.assert_close(logits_of(model), dense, rtol=1e-5, atol=1e-5)
+    assert (dense - dense.mean()).abs().max() > 0.1
+    # With equal experts for any gate.
+    for block in model.blocks:
+        for _, gate in (each for each in block.named_modules() if each[0].endswith("gate")):
+            gate.weight.data.normal_(generator=torch.Generator().manual_seed(2))
+    close = torch.allclose(logits_of(model), dense, rtol=1e-5, atol=1e-5)
+    assert close == ("noise=0" in text)
+
+
+@pytest.mark.parametrize(
+    "text", ["num_experts=[8],rank=13", "factorization=tr,num_experts=8,rank=3"]
+)
+def test_with_less_rank_it_computes_what_numpy_leaves_of_the_matrices(sources, tmp_path, text):
+    notes = convert(sources / "vit", tmp_path / "new", "polyad", Factorizing(text))["notes"]
+    rank = 13 if "rank=13" in text else 4 * 3
+    said = (
+        "at first its outputs are not the dense model's: the matrices of up have rank "
+        f"{rank} of 33; the matrices of down have rank {rank} of 32"
+    )
+    assert said in notes
+    dense = load_model(sources / "vit")
+    for block, layers in enumerate(dense.blocks):
+        for which in ("up", "down"):
+            layer = layers.feed_forward.get_submodule(which)
+            with_bias = np.vstack([layer.weight.detach().T, layer.bias.detach()]).astype(float)
+            u, values, v = np.linalg.svd(with_bias, full_matrices=False)
+            near = torch.from_numpy(u[:, :rank] * values[:rank] @ v[:rank]).float()
+            with torch.no_grad():
+                layer.weight.copy_(near[:-1].T)
+                layer.bias.copy_(near[-1])
+            share = np.sqrt((values[rank:] ** 2).sum() / (values**2).sum())
+            line = f"blocks.{block}.feed_forward.{which}: {share:.2%} of the matrix is left out"
+            assert share > 0.3
+            assert f"{line} (Frobenius norm)" in notes
+    ours = logits_of(load_model(tmp_path / "new"))
+    torch.testing.assert_close(ours, logits_of(dense), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixer_may_be_factorized_twice_and_the_gates_start_anew(sources, tmp_path):
+    first = "num_experts=[8],rank=24,section=token_feed_forward,gate_norm=batch"
+    convert(sources / "mixer", tmp_path / "one", "safetensors", Factorizing(first))
+    weights = load_file(tmp_path / "one" / "model.safetensors")
+    mean = "blocks.0.token_feed_forward.gate.norm.running_mean"
+    weights[mean] += 0.25
+    save_file(weights, tmp_path / "one" / "model.safetensors")
+    convert(tmp_path / "one", tmp_path / "two", "polyad", Factorizing("num_experts=[8],rank=33"))
+    both = Checkpoint(tmp_path / "two")
+    assert torch.equal(both.buffer(mean), weights[mean])
+    for name, value in weights.items():
+        if ".token_feed_forward." in name and "running" not in name:
+            assert torch.equal(both.whole(name), value)
+    assert not both.whole("blocks.1.channel_feed_forward.gate.weight").any()
+    assert both.state.factorized == "num_experts=[8],rank=33"
+
+
+REFUSED = [
+    ("rank=3", ["num_experts is missing, as in factorization=cp,num_experts=[64]"]),
+    ("num_experts=8,rnk=2", ["unknown key 'rnk'; the nearest is rank"]),
+    ("num_experts=8,factorization=tt", ["factorization: 'tt' is not allowed: cp and tr can begin"]),
+    ("num_experts=8,factorization=cpp", ["factorization: 'cpp' is not allowed: cp and tr"]),
+    ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
+    ("num_experts=8,bias=false", ["bias: false does not fit", "have biases"]),
+    ("num_experts=8,gate_norm=batch", ["gate_norm: batch is not allowed in a language model"]),
+    ("num_experts=8,noise=-1", ["noise: -1 is not allowed"]),
+    ("num_experts=0", ["model.feed_forward.num_experts: [0] is not allowed"]),
+    ("num_experts=900", ["model.feed_forward.rank: match-dense is not allowed"]),
+    ("num_experts=8,rank=0", ["model.feed_forward.rank: 0 is not allowed"]),
+    ("num_experts=8,rank=90000000000000000", ["more numbers than a tensor can have"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
+    sources, tmp_path, capfd, text, words
+):
+    command = ["convert", str(sources / "gpt2"), str(tmp_path / "new"), "--to", "polyad"]
+    assert polyad([*command, f"--factorize={text}"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert all(word in line for word in [f"--factorize {text}: ", *words]), line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_other_formats_and_models_that_are_not_dense_are_one_line(sources, tmp_path, capfd):
+    def refused(source, to="polyad"):
+        command = ["convert", str(source), str(tmp_path / "new"), "--to", to]
+        assert polyad([*command, "--factorize", "num_experts=8"]) == 2
+        assert not (tmp_path / "new").exists()
+        return capfd.readouterr().err.splitlines()[-1]
+
+    assert "'mumoe'" in refused(sources / "gpt2", "huggingface")
+    convert(sources / "gpt2", tmp_path / "once", "polyad", Factorizing("num_experts=8"))
+    assert "model.feed_forward.kind: 'mumoe' is not allowed: a dense" in refused(tmp_path / "once")
+    weights = load_file(sources / "gpt2" / "model.safetensors")
+    weights["blocks.1.feed_forward.down.bias"][3] = torch.nan
+    (tmp_path / "nan").mkdir()
+    save_file(weights, tmp_path / "nan" / "model.safetensors")
+    text = (sources / "gpt2" / "config.yaml").read_text()
+    (tmp_path / "nan" / "config.yaml").write_text(text)
+    assert "NaN or infinity in blocks.1.feed_forward.down.weight" in refused(tmp_path / "nan")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("noise", "apart"), [(1.0, True), pytest.param(0.0, False, marks=pytest.mark.slow)]
+)
+def test_a_run_goes_on_from_it_and_experts_part_where_they_were_set_apart(
+    workers, trained, tmp_path, prepared_path, noise, apart
+):
+    start = tmp_path / "start"
+    convert(trained("dense"), start, "polyad", Factorizing(f"num_experts=8,rank=40,noise={noise}"))
+    section = yaml.safe_load((start / "config.yaml").read_text())["model"]["feed_forward"]
+    dense = workers(1).run(evaluation, trained("dense"), data=str(prepared_path))[0]
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, checkpoint__init_from=str(start),
+        model__feed_forward=section, train__steps=8, optimizer__learning_rate=0.003,
+    )  # fmt: skip
+    at_first = workers(1).run(evaluation, start, data=str(prepared_path))[0]
+    # But for the form of GELU.
+    assert at_first["loss"] == pytest.approx(dense["loss"], rel=1e-4)
+    workers(2).run(run, config)
+    assert workers(1).run(evaluation, tmp_path / "run")[0]["loss"] < at_first["loss"]
+    ended = Checkpoint(tmp_path / "run" / "checkpoints" / "step-00000008")
+    gate_ND = ended.whole("blocks.1.feed_forward.gate.weight")
+    factor = "blocks.1.feed_forward.up.expert_factor_0"
+    moved_NR = ended.whole(factor) - Checkpoint(start).whole(factor)
+    assert bool(gate_ND.abs().max() > 1e-4) == apart
+    assert bool((moved_NR - moved_NR[0]).abs().max() > 1e-4) == apart

@@ -1,0 +1,116 @@
+"""A ViT in groups of units or with copied experts is tuned to images of other classes."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from data.images.prepare import prepare_images
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import load_model
+from tests.helpers import images as made
+from tests.helpers.runs import evaluation, run, run_and_listen, run_expecting_error
+from train.exchange.convert import convert
+from train.exchange.split import Splitting
+from train.exchange.upcycle import Upcycling
+
+pytestmark = pytest.mark.distributed
+
+TREE = {
+    "seed": 3,
+    "model": {
+        "kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 16,
+        "num_heads": 2, "feed_forward": {"kind": "dense"},
+    },
+    "data": {"kind": "images", "normalization": "half"},
+    "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32"},
+    "optimizer": {"kind": "sgd", "learning_rate": 0.01, "clip_grad_norm": 1.0},
+    "schedule": {"kind": "constant"},
+    "log": {"trackers": []},
+}  # fmt: skip
+CHANGES = {
+    "split": Splitting("num_experts=8,top_k=8,blocks=[1]"),
+    "copies": Upcycling("num_experts=4,top_k=2,score=cosine,placement=[1]"),
+    "adapted": Splitting("num_experts=8,top_k=4,blocks=[0]"),
+    "dense": None,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Prepared images of three and of four classes."""
+    root = tmp_path_factory.mktemp("images")
+    for name, more in (("three", ()), ("four", ("dog",))):
+        source = made.class_folders(root / name, 8)
+        for label, other in enumerate(more, len(made.CLASSES)):
+            (source / other).mkdir()
+            for number in range(8):
+                picture = made.encoded(made.picture(label, number))
+                (source / other / f"{number}.jpg").write_bytes(picture)
+        prepare_images(str(source), root / f"{name}-out", held_out=0.3, report=lambda line: None)
+    return {name: root / f"{name}-out" for name in ("three", "four")}
+
+
+@pytest.fixture(scope="module")
+def finished(workers, folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vit")
+    (folder / "config.yaml").write_text(yaml.safe_dump(TREE | {"run": {"folder": f"{folder}/run"}}))
+    assert workers(1).run(run, folder / "config.yaml", f"data.path={folders['three']}") == [2]
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["split", "adapted", *(pytest.param(n, marks=pytest.mark.slow) for n in ("copies", "dense"))],
+)
+def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
+    workers, finished, folders, tmp_path, name
+):
+    start, change = finished, CHANGES[name]
+    if change is not None:
+        start = tmp_path / "start"
+        convert(finished, start, "polyad", change)
+    theirs = load_model(start)
+    section = json.dumps(theirs.config.feed_forward.model_dump(mode="json"))
+    words = (
+        f"data.path={folders['four']}", f"run.folder={tmp_path / 'run'}",
+        f"checkpoint.init_from={start}", f"model.feed_forward={section}",
+    )  # fmt: skip
+    if name == "adapted":
+        words += ("adapt.lora={rank: 4, trained: [head.*]}",)
+    config = finished.parent / "config.yaml"
+    ((steps, said),) = workers(1).run(run_and_listen, config, *words, "train.steps=1")
+    assert steps == 1
+    assert "; new from the seed: head.*" in said
+    ours = load_model(tmp_path / "run").state_dict()
+    assert ours["head.weight"].shape == (4, 16)
+    for each, value in theirs.named_parameters():
+        if not each.startswith("head."):
+            torch.testing.assert_close(ours[each], value.detach(), rtol=0, atol=0.02, msg=each)
+    assert workers(1).run(evaluation, tmp_path / "run")[0]["images_scored"] > 4
+    # It goes on with the head that it has.
+    assert workers(1).run(run, config, *words) == [2]
+    again = load_model(tmp_path / "run").get_parameter("head.weight")
+    torch.testing.assert_close(again.detach(), ours["head.weight"], rtol=0, atol=0.05)
+    assert not torch.equal(again, ours["head.weight"])
+
+
+def test_a_head_of_another_kind_is_new_and_other_names_of_as_many_classes_are_refused(
+    workers, finished, folders, tmp_path
+):
+    words = (f"checkpoint.init_from={finished}", f"run.folder={tmp_path / 'run'}", "train.steps=1")
+    head = "model.head={kind: mumoe, num_experts: [3], rank: 4}"
+    config = finished.parent / "config.yaml"
+    ((_, said),) = workers(1).run(
+        run_and_listen, config, *words, f"data.path={folders['three']}", head
+    )
+    assert "; new from the seed: head.*" in said
+    assert "head.gate.weight" in Checkpoint(tmp_path / "run/checkpoints/step-00000001").shapes()
+    root = made.class_folders(tmp_path / "all", 8)
+    (root / "cat").rename(root / "cow")
+    prepare_images(str(root), tmp_path / "out", held_out=0.3, report=lambda line: None)
+    other = (*words, f"data.path={tmp_path / 'out'}", f"run.folder={tmp_path / 'other'}")
+    ((_, text, status),) = workers(1).run(run_expecting_error, config, *other)
+    assert status == 2
+    assert "class 2 is 'cow', not 'cat'" in text

@@ -1,0 +1,95 @@
+"""Weights that are converted: checked against their configuration, with notes about them."""
+
+import math
+
+import torch
+
+from data.progress import Progress
+from data.text.tokenizers.tokenizer import Tokenizer
+from model.build import build_model
+from parallel.adapted import AdaptedCheckpoint
+from parallel.checkpoint.tensor_folder import differing_shapes
+from parallel.fragments import persistent_buffers
+from parallel.weights import Weights
+from train.errors import ConfigError
+from train.exchange.change import Change, Changed
+from train.tasks.images import class_names_of
+from train.tasks.tokenizers import tokenizer_of
+
+
+class Checked:
+    """Weights to convert, with checks and notes about them.
+
+    Args:
+        weights: of any format.
+        change: makes another model of them; None: none.
+    """
+
+    def __init__(self, weights: Weights, change: Change | None) -> None:
+        self.tokenizer: Tokenizer | None = tokenizer_of(weights)
+        self.notes: list[str] = []
+        self.change = change
+        self.adapted = weights if isinstance(weights, AdaptedCheckpoint) else None
+        self._weights: Weights | Changed = weights
+        if change:
+            self._weights = change.of(weights)
+        self.folder = weights.folder
+        self.config = self._weights.model_config()
+        self.shapes = self._weights.shapes()
+        self.bytes, self.bytes_read = 4 * sum(map(math.prod, self.shapes.values())), 0
+        self.progress = Progress()
+        self.progress.start("converting", self.bytes)
+        self._not_finite: list[str] = []
+        note = getattr(weights, "note", None)
+        if note is not None:
+            self.notes.append(note)
+        vocabulary = getattr(self.config, "vocab_size", None)
+        if self.tokenizer and vocabulary and self.tokenizer.vocab_size > vocabulary:
+            raise ConfigError(
+                f"{self.folder}: its tokenizer has {self.tokenizer.vocab_size} tokens, its model "
+                f"{vocabulary}"
+            )
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes of a checkpoint that was trained on images."""
+        return class_names_of(self.folder)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight."""
+        value = self._weights.whole(name)
+        if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is
+            self._not_finite.append(name)
+        self.bytes_read += value.nbytes
+        self.progress.update(self.bytes_read)
+        return value
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers of the model."""
+        names = [name for name, _ in persistent_buffers(build_model(self.config))]
+        return {name: self._weights.buffer(name) for name in names}
+
+    def check_model(self) -> dict[str, tuple[int, ...]]:
+        """Checks the weights against their configuration.
+
+        Returns:
+            Names and shapes in the model's order, where a checkpoint has that of its shards.
+
+        Raises:
+            ConfigError: the first few differences.
+        """
+        model = build_model(self.config)
+        ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        if differing := differing_shapes(self.shapes, ours):
+            raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
+        return ours
+
+    def note_what_was_made(self) -> None:
+        """Notes what a change says of its weights, and which are NaN or infinite."""
+        if not isinstance(self._weights, Weights):
+            self.notes += self._weights.notes()
+        if names := self._not_finite:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.notes.append(
+                f"NaN or infinity in {names[0]}{more}: written as they are, of no use to anyone"
+            )

@@ -1,0 +1,212 @@
+"""`polyad convert --factorize`: a dense model's weights as the start of factorized experts.
+
+Every expert begins as the dense matrix, or as the nearest one of the rank that the factors
+have. How they are found: `model/mumoe/fitting.py`. Gates start as in a new run.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from model.build import initial_value
+from model.config import Config
+from model.initialization import seeded_generator
+from model.mumoe.base import Factorized
+from model.mumoe.config import MuMoEConfig
+from model.mumoe.fitting import FITTED, Fit, components, equal_experts, fit
+from model.settings import ModelSettings
+from parallel.fragments import persistent_buffers
+from parallel.weights import Weights
+from train.config.run import RunConfig
+from train.exchange.change import (
+    Option,
+    activation_of,
+    built,
+    check_own,
+    dense_section,
+    own_buffers,
+    with_feed_forward,
+)
+
+
+class _Start(Config):
+    """Keys of `--factorize` that are not in the feed-forward's section."""
+
+    noise: Annotated[float, Field(ge=0)] = 0.1
+    """Standard deviation of what is added to each expert's factor, which is one, or the identity; 1
+    is that of a new run. Its mean over the experts is taken off."""
+    seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
+    """Of the noise, and of components that the dense matrix has no use for."""
+    section: str | None = None
+    """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
+
+
+class Factorizing(Option):
+    """The value of `--factorize`: keys of `model.feed_forward`, noise and seed.
+
+    Args:
+        text: as in `factorization=tr,num_experts=[64],rank=38`; values in YAML.
+
+    Raises:
+        ConfigError: it names no number of experts, a key that is unknown or twice there, or noise
+            or a seed that is none. What the dense model decides is checked by `model_config`.
+    """
+
+    done = "factorized"
+    start: _Start
+
+    def __init__(self, text: str) -> None:
+        example = "factorization=cp,num_experts=[64]"
+        super().__init__("--factorize", text, _Start, MuMoEConfig, example)
+        if isinstance(levels := self.keys["num_experts"], int):
+            self.keys["num_experts"] = [levels]
+        if (kind := self.keys.get("factorization", "cp")) not in FITTED:
+            raise self.error(
+                f"factorization: {kind!r} is not allowed: {' and '.join(FITTED)} can begin as a "
+                f"dense matrix"
+            )
+
+    def of(self, weights: Weights) -> "Factored":
+        """The weights of the model with factorized experts."""
+        return Factored(weights, self)
+
+    def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
+        """The configuration of the model with factorized experts.
+
+        Args:
+            dense: that of the dense one, complete.
+            folder: where its weights are, for errors.
+
+        Returns:
+            The name of the feed-forward that has experts, and the configuration, with its rank.
+
+        Raises:
+            ConfigError: that model is not dense, or experts like these do not fit it.
+        """
+        section, inner = dense_section(self, dense, self.start.section, folder, "factorized")
+        keys = {"kind": "mumoe"} | self.keys
+        if keys.get("hidden_size") is None:
+            keys["hidden_size"] = inner
+        config = with_feed_forward(self, dense, section, keys).filled()
+        found = getattr(config, section)
+        assert isinstance(found, MuMoEConfig)
+        if found.hidden_size != inner:
+            raise self.error(
+                f"model.{section}.hidden_size: {found.hidden_size} does not fit: the dense weights "
+                f"of {folder} have {inner} inner units"
+            )
+        return section, config
+
+
+class Factored:
+    """A dense model's weights with its feed-forwards as the start of factorized experts.
+
+    Args:
+        weights: the dense model's, of any format.
+        factorizing: what becomes of them.
+
+    Raises:
+        ConfigError: they are not dense, or do not fit.
+    """
+
+    def __init__(self, weights: Weights, factorizing: Factorizing) -> None:
+        self.folder = weights.folder
+        self._weights, self._factorizing = weights, factorizing
+        section, self._config = factorizing.model_config(weights.model_config(), self.folder)
+        self._pattern = re.compile(rf"blocks\.\d+\.{section}\.(up|down)")
+        found = getattr(self._config, section)
+        assert isinstance(found, MuMoEConfig)
+        self._feed_forward = found
+        check_own(weights)
+        if not found.bias and f"blocks.0.{section}.up.bias" in weights.shapes():
+            raise factorizing.error(
+                f"bias: false does not fit: the dense layers of {self.folder} have biases"
+            )
+        self._own_buffers = own_buffers(weights)
+        self._model = built(factorizing, self._config)
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        self._sizes = {
+            name: layer.sizes
+            for name, layer in self._model.named_modules()
+            if isinstance(layer, Factorized) and name.startswith("blocks.")
+        }
+        self._last: tuple[str, Fit] | None = None
+        self._errors: dict[str, float] = {}
+
+    def model_config(self) -> ModelSettings:
+        """The configuration of the model with factorized experts, complete."""
+        return self._config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its weights by name."""
+        return self._shapes
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32: the dense model's own, a factor, or a gate's first value."""
+        if name in self._weights.shapes():
+            return self._weights.whole(name)
+        start, (layer, _, kind) = self._factorizing.start, name.rpartition(".")
+        if self._pattern.fullmatch(layer) is None:
+            return initial_value(self._model, name, start.seed)
+        if kind == "input_factor":
+            return self._fit(layer).input_factor
+        if kind == "output_factor":
+            return self._fit(layer).output_factor
+        generator = seeded_generator(start.seed, f"{name}/noise")
+        factorization = self._feed_forward.factorization
+        return equal_experts(factorization, self._shapes[name], start.noise, generator)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer, the dense model's own or of a gate as it starts."""
+        if name in self._own_buffers:
+            return self._weights.buffer(name)
+        dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
+        return initial_value(self._model, name, self._factorizing.start.seed).to(dtypes[name])
+
+    def _fit(self, layer: str) -> Fit:
+        """The factors of a layer. Those of the last one are kept: two are asked for in turn."""
+        if self._last is None or self._last[0] != layer:
+            dense_CO, sizes = self._dense(layer), self._sizes[layer]
+            seed = self._factorizing.start.seed
+            first = initial_value(self._model, f"{layer}.input_factor", seed)
+            found = fit(self._feed_forward.factorization, sizes, dense_CO, first)
+            self._last, self._errors[layer] = (layer, found), found.error
+        return self._last[1]
+
+    def _dense(self, layer: str) -> torch.Tensor:
+        """The matrix of a dense layer that tokens are multiplied by, with the bias row below it."""
+        name, bias = f"{layer}.weight", f"{layer}.bias"
+        dense_CO = self._weights.whole(name).T
+        if self._sizes[layer].bias:
+            has_one = bias in self._weights.shapes()
+            bias_O = self._weights.whole(bias) if has_one else torch.zeros(dense_CO.shape[1])
+            dense_CO = torch.cat([dense_CO, bias_O.unsqueeze(0)])
+        if not dense_CO.isfinite().all():
+            raise self._factorizing.error(
+                f"{self.folder}: NaN or infinity in {name} or its bias, which no factors are near"
+            )
+        return dense_CO
+
+    def notes(self) -> list[str]:
+        """Says whether its outputs are the dense model's, and what each layer leaves out."""
+        reasons = []
+        for which in ("up", "down"):
+            sizes = next(
+                x for n, x in self._sizes.items() if n in self._errors and n.endswith(which)
+            )
+            rank = components(self._feed_forward.factorization, sizes)
+            if rank < (full := min(sizes.input_rows, sizes.outputs)):
+                reasons.append(f"the matrices of {which} have rank {rank} of {full}")
+        if (dense := activation_of(self._config)) != "gelu":
+            reasons.append(f"experts have exact GELU, and the dense layers {dense}")
+        said = ["at first its outputs are the dense model's, but for rounding"]
+        if reasons:
+            said = [f"at first its outputs are not the dense model's: {'; '.join(reasons)}"]
+        for layer, error in self._errors.items():
+            said.append(f"{layer}: {error:.2%} of the matrix is left out (Frobenius norm)")
+        if self._factorizing.start.noise == 0:
+            said.append("noise is 0: all experts are equal, and training leaves them so")
+        return said

@@ -1,0 +1,268 @@
+"""The formats that `polyad convert` writes, one function each.
+
+Each writes into a folder that becomes the destination once it is whole, one tensor at a time.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from data.config import DataConfig, DataSettings, MaskedTextConfig
+from data.images.config import ImageDataConfig
+from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+from data.text.tokenizers.tokenizer import Tokenizer
+from model import huggingface_bert as bert
+from model.bert import BertConfig
+from model.config_yaml import dump
+from model.gpt2 import GPT2Config
+from model.huggingface import (
+    CONFIG_FILE,
+    HEAD,
+    PREFIX,
+    HuggingFaceError,
+    config_to_huggingface,
+    parameter_shapes,
+    their_tensor,
+)
+from model.huggingface_vision import Parts, config_to_files, parts_of
+from model.settings import ModelSettings
+from model.vision import ImageModelSettings
+from parallel.checkpoint.tensor_file import Entry, write_safetensors
+from parallel.checkpoint.tensor_folder import WEIGHTS_FILE
+from parallel.checkpoint.writer import save_weights
+from parallel.huggingface import HuggingFaceWeights
+from parallel.huggingface_bert import BertWeights
+from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
+from train.config.run import RunConfig
+from train.exchange.checked import Checked
+from train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
+from train.guard.run_folder import RunFolderConfig
+from train.loop.config import TrainConfig
+from train.state import TrainState
+from train.tasks.images import CLASSES_FILE
+
+Format = Literal["huggingface", "polyad", "safetensors", "peft"]
+FORMATS: dict[Format, str] = {
+    "huggingface": "a Hugging Face folder",
+    "polyad": "of Polyad",
+    "safetensors": "a folder of safetensors under our names",
+    "peft": "a folder of adapters of the library peft",
+}
+BATCH_SIZE = 8
+"""The batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
+
+
+def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
+    if isinstance(weights.config, ImageModelSettings):
+        _to_vision_library(weights, staging)
+        return
+    if isinstance(weights.config, BertConfig):
+        _to_bert(weights, weights.config, staging)
+        return
+    config, tokenizer, held = weights.config, weights.tokenizer, weights.shapes
+    assert isinstance(config, GPT2Config)
+    tree = config_to_huggingface(config, tokenizer.end_of_text_id if tokenizer else None)
+    shapes = dict(parameter_shapes(config))
+    if strange := held.keys() - shapes.keys():
+        raise HuggingFaceError(f"{weights.folder}: {min(strange)} has no place in GPT-2")
+    if lacking := [n for n in shapes if n not in held and (config.bias or n.endswith("weight"))]:
+        raise HuggingFaceError(f"{weights.folder}: has no weight {lacking[0]}")
+    entries = []
+    for name, shape in shapes.items():
+        theirs, transposed = their_tensor(name)
+        read = _reader(weights, name, shape, transposed)
+        shape = shape[::-1] if transposed else shape
+        stored = theirs if theirs == HEAD else PREFIX + theirs
+        entries.append(Entry(stored, torch.float32, shape, read))
+    _write_json(staging / CONFIG_FILE, tree)
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    _write_tokenizer(weights, staging)
+    if not config.bias:
+        weights.notes.append(
+            "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
+        )
+    if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
+        weights.notes.append(
+            f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
+            "find a class for it by itself, and one that it is given may encode otherwise"
+        )
+
+
+def _to_vision_library(weights: Checked, staging: Path) -> None:
+    """transformers' ViT, or timm's Mixer."""
+    tree, library = config_to_files(weights.config, weights.class_names)
+    _write_json(staging / CONFIG_FILE, tree)
+    _write_parts(
+        weights,
+        staging,
+        lambda name, shape: parts_of(name, shape, library, ()),
+        lambda name: ("" if name.startswith("classifier.") else library.prefix) + name,
+    )
+
+
+def _to_bert(weights: Checked, config: BertConfig, staging: Path) -> None:
+    """transformers' BERT, of the class that has such a head."""
+    tokenizer = weights.tokenizer
+    pad_id = tokenizer.vocabulary().get("[PAD]") if tokenizer else None
+    tree = bert.config_to_huggingface(config, pad_id, weights.class_names)
+    _write_json(staging / CONFIG_FILE, tree)
+    _write_parts(
+        weights, staging, bert.parts_of, lambda name: bert.stored_name(name, config.head.kind)
+    )
+    _write_tokenizer(weights, staging)
+
+
+def _write_parts(
+    weights: Checked,
+    staging: Path,
+    parts_of_one: Callable[[str, tuple[int, ...]], Parts],
+    stored_name: Callable[[str], str],
+) -> None:
+    """Writes weights of which one of ours is several of theirs."""
+    entries = []
+    for name, shape in weights.check_model().items():
+        parts = parts_of_one(name, shape)
+        for number, theirs in enumerate(parts.names):
+            read = _part_reader(weights, name, number, parts)
+            entries.append(Entry(stored_name(theirs), torch.float32, parts.shape, read))
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+
+
+def _part_reader(
+    weights: Checked, name: str, number: int, parts: Parts
+) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        pieces = weights.whole(name).chunk(len(parts.names))
+        return pieces[number].reshape(parts.shape).contiguous()
+
+    return read
+
+
+def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
+    entries = [
+        Entry(name, torch.float32, shape, _reader(weights, name, shape, transposed=False))
+        for name, shape in weights.check_model().items()
+    ]
+    for name, value in weights.buffers().items():
+        entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
+    section = {"model": weights.config.model_dump(mode="json")}
+    (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
+    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    _write_tokenizer(weights, staging)
+
+
+def _reader(
+    weights: Checked, name: str, shape: tuple[int, ...], transposed: bool
+) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        if name not in weights.shapes:
+            return torch.zeros(shape)
+        value = weights.whole(name)
+        return value.T if transposed else value
+
+    return read
+
+
+def _write_tokenizer(weights: Checked, staging: Path) -> None:
+    tokenizer = weights.tokenizer
+    if isinstance(weights.config, ImageModelSettings):
+        return
+    if tokenizer is None:
+        weights.notes.append("no tokenizer was found beside the weights or data: none was written")
+        return
+    assert isinstance(weights.config, GPT2Config | BertConfig)
+    tokenizer.save(staging / tokenizer.file_name)
+    # Which of transformers' classes reads a SentencePiece model depends on the model.
+    is_json = tokenizer.file_name == TOKENIZER_FILE
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}
+    _write_json(
+        staging / "tokenizer_config.json",
+        about
+        | _special_tokens(weights.config, tokenizer)
+        | {
+            "model_max_length": weights.config.sequence_length,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _data_of(config: ModelSettings) -> DataSettings:
+    """What a configuration says of data that nobody has named yet."""
+    if isinstance(config, ImageModelSettings):
+        return ImageDataConfig(path="runs/images")
+    return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
+
+
+def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What transformers calls a tokenizer's special tokens, and what it makes of a text."""
+    if not isinstance(config, BertConfig):
+        return {"bos_token": tokenizer.end_of_text, "eos_token": tokenizer.end_of_text}
+    names = ("cls", "sep", "mask", "pad", "unk")
+    vocabulary = tokenizer.vocabulary()
+    special = {f"{n}_token": token for n in names if (token := f"[{n.upper()}]") in vocabulary}
+    return special | {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+
+
+def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
+    tokenizer, config = weights.tokenizer, weights.config
+    is_of_images = isinstance(config, ImageModelSettings)
+    if tokenizer is None and not is_of_images:
+        weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
+    run = RunConfig(
+        run=RunFolderConfig(folder=f"runs/{destination.name}"),
+        model=config,
+        data=_data_of(config),
+        train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
+    )
+    state = TrainState(
+        tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
+        end_of_text=tokenizer.end_of_text if tokenizer else None,
+        vocab_size=tokenizer.vocab_size if tokenizer else getattr(config, "vocab_size", None) or 0,
+    )
+    origin = {"converted_from": str(weights.folder)}
+    if weights.change:
+        origin[weights.change.done] = weights.change.text
+    files: dict[str, bytes] = {}
+    if tokenizer is not None:
+        files[tokenizer.file_name] = tokenizer.file_bytes()
+    if weights.class_names is not None:
+        files[CLASSES_FILE] = json.dumps(weights.class_names, ensure_ascii=False).encode()
+    save_weights(
+        staging,
+        weights.shapes,
+        weights.whole,
+        buffers=weights.buffers(),
+        state=state.to_json() | origin,
+        config_yaml=run.to_yaml(),
+        files=files,
+    )
+
+
+def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
+    assert weights.adapted is not None
+    tree, tensors = peft_files(weights.adapted)
+    entries = [
+        Entry(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
+    ]
+    if not isinstance(weights.adapted.base, HuggingFaceWeights | BertWeights):
+        weights.notes.append(
+            f"peft wants the base in transformers' form: `polyad convert "
+            f"{weights.adapted.base.folder} DESTINATION --to huggingface`"
+        )
+    _write_json(staging / ADAPTER_CONFIG_FILE, tree)
+    write_safetensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+WRITERS: dict[Format, Callable[[Checked, Path, Path], None]] = {
+    "huggingface": _to_huggingface,
+    "polyad": _to_polyad,
+    "safetensors": _to_safetensors,
+    "peft": _to_peft,
+}
