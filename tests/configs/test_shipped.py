@@ -83,11 +83,19 @@ EXPECTED = {
     "wikitext103/xmoe-medium.yaml": (8, 267735, 215_531_782),
 }
 # Of a study whose data comes from elsewhere: its runs.
-EXPECTED_TASKS = {
-    f"glue-{model}{lora}.yaml": 8 * 3 * (3 + 3 * 6)
-    for model in ("gpt2", "bert-base", "bert-large")
-    for lora in ("", "-lora")
-} | {"domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3), "smoe-finetune.yaml": 3 * 3 * 4}
+EXPECTED_TASKS = (
+    {
+        f"glue-{model}{lora}.yaml": 8 * 3 * (3 + 3 * 6)
+        for model in ("gpt2", "bert-base", "bert-large")
+        for lora in ("", "-lora")
+    }
+    | {
+        f"sst5-banking77-{model}{lora}.yaml": 2 * 3 * (3 + 3 * 6)
+        for model in ("gpt2", "bert-base", "bert-large")
+        for lora in ("", "-lora")
+    }
+    | {"domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3), "smoe-finetune.yaml": 3 * 3 * 4}
+)
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
     "mixer.yaml": (
