@@ -6,21 +6,14 @@ from torch import nn
 
 from model.build import build_model
 from model.lora import adapters, add_lora, of_base
-from model.settings import ModelSettings
-from model.vision import ImageModelSettings
 from parallel.adapted import OnBase
 from parallel.begun_anew import BegunAnew
 from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.fragments import Source
-from parallel.huggingface_vision import VisionWeights
 from parallel.parallelize import InitialWeights
 from parallel.weights import Weights
 from train.config.run import RunConfig
 from train.loop.optimizer import freeze
-from train.tasks.task import Task
-
-HEAD = "head."
-"""How the names of a head's parameters begin."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
@@ -37,28 +30,6 @@ def model_of(config: RunConfig) -> nn.Module:
         add_lora(model, config.adapt.lora)
     freeze(model, config.optimizer)
     return model
-
-
-def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tuple[str, ...]:
-    """How the names of parameters begin that start from the seed, not from weights.
-
-    Args:
-        task: of the run.
-        weights: that it starts from.
-        model: of the run.
-
-    Returns:
-        What the task says, and the head of a model of images that has another number of classes or
-        another kind of head than the weights. A folder of another library's knows that itself.
-    """
-    anew = task.begins_anew(weights)
-    if isinstance(weights, VisionWeights) or not isinstance(model, ImageModelSettings):
-        return anew
-    theirs = weights.model_config()
-    if not isinstance(theirs, ImageModelSettings):
-        return anew
-    same = (theirs.num_classes, theirs.head) == (model.num_classes, model.head)
-    return anew if same else (*anew, HEAD)
 
 
 def source_of(

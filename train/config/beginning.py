@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from parallel.checkpoint.checkpoint import Checkpoint
-from train.config.adaptation import begins_anew, counts, in_words, model_of
+from train.config.adaptation import counts, in_words, model_of
 from train.config.plan import Plan
 from train.loop.best import is_over, why_it_is_over
 from train.state import TrainState
@@ -76,7 +76,7 @@ def _weights(plan: Plan) -> str:
         return ""
     note = getattr(plan.init, "note", None)
     new = f"; {note}" if note else ""
-    if anew := begins_anew(plan.task, plan.init, plan.config.model):
+    if anew := plan.task.begins_anew(plan.init):
         new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew)}"
     if isinstance(plan.init, Checkpoint):
         step = plan.init.training_step

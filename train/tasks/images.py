@@ -23,12 +23,14 @@ from model.output import RoutingStats
 from model.vision import ImageModelSettings
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.huggingface_vision import VisionWeights
 from parallel.weights import Weights
 from train.errors import ConfigError
 from train.tasks.counting import Counted, CountedClasses, CountedDomains
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.mixing import mix_images, normalize, soft_targets
 from train.tasks.task import (
+    HEAD,
     Kept,
     Predictor,
     Score,
@@ -366,9 +368,19 @@ class ImageClassification(Task[ImageBatch]):
             state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: names.encode()}
         )
 
+    def begins_anew(self, weights: Weights) -> tuple[str, ...]:
+        """The head, if the weights have another number of classes or another kind of head; a folder
+        of another library's knows that itself."""
+        theirs = weights.model_config()
+        if isinstance(weights, VisionWeights) or not isinstance(theirs, ImageModelSettings):
+            return ()
+        same = (theirs.num_classes, theirs.head) == (self.model.num_classes, self.model.head)
+        return () if same else (HEAD,)
+
     def check_weights(self, weights: Weights, owner: str) -> None:
-        """Checks that the weights were trained with these classes in this order."""
-        if not isinstance(weights, Checkpoint):
+        """Checks that the weights were trained with these classes in this order, unless the head is
+        a new one."""
+        if not isinstance(weights, Checkpoint) or self.begins_anew(weights):
             return
         names = class_names_of(weights.folder)
         ours = list(self.data.manifest.class_names)

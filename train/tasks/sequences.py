@@ -35,13 +35,11 @@ from train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.images import CLASSES_FILE, class_names_of
-from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
+from train.tasks.task import HEAD, Kept, Predictor, Score, Sections, Share, Task, Unit
 from train.tasks.text import with_vocabulary
 from train.tasks.tokenizers import same_ids, tokenizer_of
 
 ScoringConfig: TypeAlias = GPT2Config | BertConfig
-HEAD = "head."
-"""How the names of a head's parameters begin."""
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Those of a BERT's last layer, and of the one before it, which pre-training may have learned."""
 
