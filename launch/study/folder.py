@@ -31,6 +31,10 @@ def check_folder(study: Study) -> None:
     """
     folder = study.folder
     check_place(folder, f"{study.file}: folder")
+    if study.task_name and (folder.parent / RECORD).exists():
+        raise ConfigError(
+            f"{study.file}: folder: {folder.parent} holds a study without tasks; take another"
+        )
     if not (folder / RECORD).exists():
         others = _others(folder, study.config.data) if folder.exists() else []
         if others:

@@ -94,7 +94,12 @@ EXPECTED_TASKS = (
         for model in ("gpt2", "bert-base", "bert-large")
         for lora in ("", "-lora")
     }
-    | {"domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3), "smoe-finetune.yaml": 3 * 3 * 4}
+    | {
+        "emergent.yaml": 96,
+        "emergent-lora.yaml": 60,
+        "domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3),
+        "smoe-finetune.yaml": 3 * 3 * 4,
+    }
 )
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
