@@ -248,8 +248,9 @@ def study(options: Namespace) -> None:
 
     prepare_environment()
     from launch.study.figure import check_figure, figure
+    from launch.study.progress import plans_table
     from launch.study.run import describe_study, study
-    from launch.study.tables import plans_table, result_table
+    from launch.study.tables import result_table
 
     check_json_path(options.json)
     if options.figure is not None:

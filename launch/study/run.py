@@ -30,8 +30,7 @@ from launch.study.folder import (
     write_record,
 )
 from launch.study.measures import all_measures, forget, read_measures
-from launch.study.results import over_tasks, summarize
-from launch.study.tables import (
+from launch.study.progress import (
     finished_line,
     measure_line,
     nothing_left,
@@ -39,6 +38,7 @@ from launch.study.tables import (
     progress_line,
     trained_line,
 )
+from launch.study.results import over_tasks, summarize
 from model.settings import ModelSettings
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.verification import newest_that_opens
@@ -48,7 +48,8 @@ from train.config.rules import validate
 from train.errors import RunError, stopped
 from train.loop.best import is_over
 from train.state import TrainState
-from train.study.study import Run, Study, load_studies
+from train.study.reading import load_studies
+from train.study.study import Run, Study
 
 
 def describe_study(file: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from launch.cli import run
 from train.config.run import load_config
 from train.config.text import flatten
 from train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
-from train.study.study import load_studies
+from train.study.reading import load_studies
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))

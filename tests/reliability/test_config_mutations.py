@@ -19,7 +19,7 @@ from train.config.rules import validate
 from train.config.run import RunConfig, config_of, parse_config, read_tree
 from train.config.text import flatten, keys
 from train.errors import MAX_LINE, one_line
-from train.study.study import load_studies
+from train.study.reading import load_studies
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = [

@@ -9,7 +9,8 @@ from launch.study.results import over_tasks, summarize
 from launch.study.tables import result_table
 from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_results import plan, result
-from train.study.study import Study, load_study
+from train.study.reading import load_study
+from train.study.study import Study
 
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
 

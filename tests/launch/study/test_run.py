@@ -24,7 +24,7 @@ from tests.launch.conftest import ROOT, SMALL
 from tests.launch.study.conftest import CP, LEAKY, small_study
 from tests.launch.study.test_checks import refused
 from train.config.run import load_config
-from train.study.study import load_study
+from train.study.reading import load_study
 
 # A study is a few whole runs: 47 s.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -1,0 +1,125 @@
+"""What a study shows while it goes on: its plan, and a line for each thing that begins or ends."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from launch.output import align
+from launch.study.measures import Measure
+from train.console import duration
+from train.study.study import Run, Study
+
+Row = tuple[str, ...]
+
+
+def plans_table(plan: Mapping[str, Any]) -> str:
+    """What `describe_study` found: one plan, or those of all tasks.
+
+    Args:
+        plan: of the study.
+    """
+    if "tasks" not in plan:
+        return plan_table(plan)
+    return "\n\n".join(f"task {name}\n{plan_table(each)}" for name, each in plan["tasks"].items())
+
+
+def plan_table(plan: Mapping[str, Any]) -> str:
+    """The variants and what is to be done.
+
+    Args:
+        plan: of the study.
+    """
+    groups, unit = plan["groups"], plan["unit"]
+    variants = {name: plan["variants"][points[0]] for name, points in groups.items()}
+    base = variants[plan["baseline"]]
+    has_grid = any(len(points) > 1 for points in groups.values())
+    head = ("parameters", f"of one {unit}", "beside", f"FLOPs/{unit}", "beside")
+    rows: list[Row] = [("variant", *(("points",) if has_grid else ()), *head)]
+    for name, variant in variants.items():
+        size, flops = variant["parameters"], variant[f"flops_per_{unit}"]
+        rows.append(
+            (
+                name,
+                *((f"{len(groups[name])}",) if has_grid else ()),
+                f"{size:,}",
+                f"{variant['active_parameters']:,}",
+                _share(size, base["parameters"]),
+                f"{flops:.3g}",
+                _share(flops, base[f"flops_per_{unit}"]),
+            )
+        )
+    runs = plan["runs"]
+    finished = sum(run["finished"] for run in runs)
+    begun = sum(run["step"] > 0 and not run["finished"] for run in runs)
+    training, measures = base["training"], plan["measures"]
+    wanted, taken = measures["wanted"], measures["taken"]
+    also = f"{wanted} measures of them: {taken} taken, {wanted - taken} to take\n" if wanted else ""
+    swept = ", ".join(str(seed) for seed in plan["swept_seeds"])
+    swept = f", all points with {swept}" if has_grid else ""
+    count = plan["num_runs"]
+    return (
+        f"{align(rows)}\n"
+        f"{count} runs ({len(variants)} variants, seeds "
+        f"{', '.join(str(seed) for seed in plan['seeds'])}{swept}) of {training['steps']:,} steps "
+        f"of {training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
+        f"{count - finished - begun} to begin\n{also}"
+        f"beside: {plan['baseline']}; in {plan['folder']}"
+    )
+
+
+def _share(value: float, base: float) -> str:
+    return f"{100 * (value / base - 1):+.1f}%"
+
+
+def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[str]:
+    """A line for each variant of which some runs are finished.
+
+    Args:
+        study: whose.
+        finished: variants and seeds.
+    """
+    lines = []
+    for name, variant in study.variants.items():
+        seeds = [f"{seed}" for seed in study.config.seeds if (name, seed) in finished]
+        if seeds and not variant.point:
+            each = study.folder / "runs" / name / "seed-N"
+            lines.append(
+                f"{name}: nothing is left to do of seed{'s' * (len(seeds) > 1)} "
+                f"{', '.join(seeds)}: all {variant.config.train.steps:,} steps are done, in "
+                f"{each if len(seeds) > 1 else each.with_name(f'seed-{seeds[0]}')}/checkpoints"
+            )
+    return lines
+
+
+def trained_line(run: Run) -> str:
+    """A run that was trained to its end and is yet to be scored."""
+    steps = run.variant.config.train.steps
+    place = run.folder / "checkpoints" / f"step-{steps:08d}"
+    return f"nothing is left to train: all {steps:,} steps are done, see {place}"
+
+
+def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str:
+    """Which run begins, and when all are done."""
+    left = f"{duration(seconds_left)} left for all" if math.isfinite(seconds_left) else ""
+    return f"run {number} of {count}: {run}" + (f"; {left}" if left else "")
+
+
+def measure_line(measure: Measure, number: int, count: int, seconds_left: float) -> str:
+    """Which measure of a finished run begins, and when all are done."""
+    left = f"; {duration(seconds_left)} left for all" if math.isfinite(seconds_left) else ""
+    return f"measure {number} of {count}: {measure}{left}"
+
+
+def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
+    """What a run came to, beside the baseline's of the same seed where that is finished."""
+    name, beside = run.study.config.baseline, ""
+    first, *others = run.study.task.scores[:2]
+    if baseline is not None and run.variant.group != name:
+        difference = result[first.name] - baseline[first.name]
+        beside = f" ({difference:+.{first.digits}f} beside {name})"
+    more = "".join(f", {score.title} {result[score.name]:.2f}" for score in others)
+    units = f"{run.study.task.unit.name}s"
+    return (
+        f"{run}: {first.title} {result[first.name]:.{first.digits}f}{beside}{more} on "
+        f"{result[f'{units}_scored']:,} {units}"
+    )
