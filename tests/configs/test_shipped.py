@@ -98,7 +98,7 @@ EXPECTED_TASKS = (
         "emergent.yaml": 96,
         "emergent-lora.yaml": 60,
         "domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3),
-        "smoe-finetune.yaml": 3 * 3 * 4,
+        "smoe-finetune.yaml": 3 * 3 * 5,
     }
 )
 # Of a study: its runs, and the parameters of each variant.

@@ -6,14 +6,19 @@ from torch import nn
 
 from model.build import build_model
 from model.lora import adapters, add_lora, of_base
+from model.settings import ModelSettings
 from parallel.adapted import OnBase
 from parallel.begun_anew import BegunAnew
 from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
-from parallel.fragments import Source
+from parallel.fragments import Source, persistent_buffers
 from parallel.parallelize import InitialWeights
 from parallel.weights import Weights
 from train.config.run import RunConfig
 from train.loop.optimizer import freeze
+from train.tasks.task import Task
+
+GRAPH = ".router.graph."
+"""In the names of what a graph of tokens has."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
@@ -30,6 +35,39 @@ def model_of(config: RunConfig) -> nn.Module:
         add_lora(model, config.adapt.lora)
     freeze(model, config.optimizer)
     return model
+
+
+def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tuple[str, ...]:
+    """How the names begin of what starts from the seed, not from weights.
+
+    Args:
+        task: of the run.
+        weights: that it starts from.
+        model: of the run.
+
+    Returns:
+        What the task says, and the statistics of graphs of tokens that come with this run.
+    """
+    return (*task.begins_anew(weights), *graph_statistics(weights, model)[0])
+
+
+def graph_statistics(
+    weights: Weights, model: ModelSettings
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Running statistics of graphs of tokens: those that only the run has, and only the weights.
+
+    Args:
+        weights: that a run starts from.
+        model: of the run.
+
+    Returns:
+        Beginnings of names.
+    """
+    theirs, ours = (
+        {name for name, _ in persistent_buffers(build_model(config)) if GRAPH in name}
+        for config in (weights.model_config(), model)
+    )
+    return tuple(sorted(ours - theirs)), tuple(sorted(theirs - ours))
 
 
 def source_of(

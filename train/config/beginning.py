@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from parallel.checkpoint.checkpoint import Checkpoint
-from train.config.adaptation import counts, in_words, model_of
+from train.config.adaptation import begins_anew, counts, in_words, model_of
 from train.config.plan import Plan
 from train.loop.best import is_over, why_it_is_over
 from train.state import TrainState
@@ -76,8 +76,9 @@ def _weights(plan: Plan) -> str:
         return ""
     note = getattr(plan.init, "note", None)
     new = f"; {note}" if note else ""
-    if anew := plan.task.begins_anew(plan.init):
-        new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew)}"
+    if anew := begins_anew(plan.task, plan.init, plan.config.model):
+        more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
+        new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
     if isinstance(plan.init, Checkpoint):
         step = plan.init.training_step
         return f", with the weights of step {step:,}, {plan.init.folder}{new}"

@@ -14,7 +14,7 @@ from parallel.checkpoint.saver import Saver
 from parallel.checkpoint.verification import newest_verified
 from parallel.parallelize import parallelize
 from parallel.zero import Engine
-from train.config.adaptation import model_of, source_of
+from train.config.adaptation import begins_anew, model_of, source_of
 from train.config.environment import write_environment
 from train.config.plan import Plan, check_resume
 from train.config.run import RunConfig
@@ -62,7 +62,7 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
 def build_engine(plan: Plan, world: comm.World) -> Engine:
     """The model in training over all processes, with the weights that the run starts from."""
     config = plan.config
-    anew = () if plan.init is None else plan.task.begins_anew(plan.init)
+    anew = () if plan.init is None else begins_anew(plan.task, plan.init, config.model)
     return parallelize(
         model_of(config),
         plan.dims,

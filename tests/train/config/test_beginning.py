@@ -46,3 +46,21 @@ def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config
         f"goes on from step 2 of 3 (1 left), from {place}; "
         f"checkpoint.init_from: {finished} is for a new run, and not used"
     )
+
+
+@pytest.mark.parametrize(("before", "after"), [("none", "attention"), ("attention", "none")])
+def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
+    workers, config, tmp_path, before, after
+):
+    def first(graph, folder, *overrides):
+        section = f"{{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: {graph}}}"
+        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}", *overrides]
+        ((steps, said),) = workers(1).run(run_and_listen, config, *options)
+        assert steps == 2
+        return said.splitlines()[0]
+
+    first(before, "a")
+    said = first(after, "b", f"checkpoint.init_from={tmp_path / 'a'}")
+    new = [f"blocks.{block}.feed_forward.router.graph.head_entropy*" for block in range(2)]
+    expected = f"; new from the seed: {', '.join(new)}" if after == "attention" else ""
+    assert said.partition("step-00000002")[2] == expected
