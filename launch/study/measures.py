@@ -105,13 +105,14 @@ def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
 def measures_of(run: Run) -> Iterator[Measure]:
     """What a study wants to know of a run, in its order."""
     config = run.study.config
+    best = ("--best",) if run.variant.scores_best else ()
     if (attack := config.attack) is not None:
         rate, seed = f"{attack.rate!r}", f"{attack.seed}"
         yield Measure(
             run=run,
             name="attack",
             path=run.folder,
-            options=("--attack", f"{run.study.task.attack}", "--rate", rate, "--seed", seed),
+            options=(*best, "--attack", f"{run.study.task.attack}", "--rate", rate, "--seed", seed),
             settings=_settings(run, attack=[attack.rate, attack.seed]),
         )
     if (leak := config.leak) is not None and run.variant.leaks:
@@ -128,7 +129,7 @@ def measures_of(run: Run) -> Iterator[Measure]:
             run=run,
             name="specialization",
             path=run.folder,
-            options=("--specialization",),
+            options=(*best, "--specialization"),
             settings={"split": config.split, "specialization": True},
         )
 

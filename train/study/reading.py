@@ -55,6 +55,14 @@ def load_studies(file: Path) -> dict[str, Study]:
         where = f"{file}: tasks.{name}"
         overrides = tuple(_overrides(keys, where, allowed=("data",)))
         studies[name] = _load(file, config, base_tree, name, overrides)
+    kinds = {name: study.baseline.config.data.kind for name, study in studies.items()}
+    first, *others = kinds
+    for name in others:
+        if kinds[name] != kinds[first]:
+            raise ConfigError(
+                f"{file}: tasks.{name}: data.kind: {kinds[name]} is not {first}'s {kinds[first]}: "
+                f"their scores have no mean"
+            )
     return studies
 
 

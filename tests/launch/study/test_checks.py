@@ -128,6 +128,17 @@ def variants(**own: Any) -> dict[str, Any]:
             {"tasks": {"a": {"data.pth": "x"}}, "data": None},
             ["tasks.a: ", "unknown key data.pth; the nearest is data.path"],
         ),
+        (
+            {
+                "tasks": {
+                    "a": {"data.path": "x"},
+                    "b": {"data": {"kind": "sequences", "path": "x"}},
+                },
+                "data": None,
+                "variants": {"dense": {"model.head": {"kind": "classification"}}},
+            },
+            ["tasks.b: data.kind: sequences is not a's text: their scores have no mean"],
+        ),
         # These would be runs, but not pairs of runs.
         ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),
         (
