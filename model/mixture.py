@@ -16,7 +16,7 @@ Shapes: B images, C channels, H x W pixels, M experts, D width of an expert's la
 that of the gate's, K classes.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -174,8 +174,17 @@ class AttentiveScores(nn.Module):
         return scores_BM.div(key_BMD.shape[-1] ** 0.5)
 
 
+class Shares(NamedTuple):
+    """What the gate decides."""
+
+    scores_BM: Tensor
+    """Of every expert, fp32 at least, before top-K."""
+    log_p_BM: Tensor
+    """The logarithm of each expert's share; minus infinity where it has none."""
+
+
 class MixtureGate(nn.Module):
-    """A network, and what makes scores of its last hidden layer.
+    """A network, and what makes the experts' shares of its last hidden layer.
 
     Args:
         config: Of the model.
@@ -192,6 +201,18 @@ class MixtureGate(nn.Module):
             if config.gate == "attentive"
             else LinearScores(width, config.num_experts)
         )
+        self.top_k = config.top_k
+
+    def forward(self, gate_BG: Tensor, experts_BMD: Tensor | None = None) -> Shares:
+        """Weighs the experts.
+
+        Args:
+            gate_BG: The last hidden layer of `network`, before its ReLU.
+            experts_BMD: Each expert's, which an attentive gate needs.
+        """
+        scores_BM: Tensor = self.scores(gate_BG, experts_BMD)
+        scores_BM = scores_BM.to(torch.promote_types(scores_BM.dtype, torch.float32))
+        return Shares(scores_BM, log_shares(scores_BM, self.top_k))
 
 
 class Mixture(nn.Module):
@@ -224,17 +245,14 @@ class Mixture(nn.Module):
         config = self.config
         gate: NetworkOutput = run_block(self.gate.network, x_BCHW, config.recompute)
         if config.gate == "softmax" and config.top_k is not None and not self.training:
-            scores_BM = self.gate.scores(gate.hidden_BD)
-            log_p_BM = log_shares(scores_BM, config.top_k)
-            return self._mixed(log_p_BM, self._of_chosen(x_BCHW, log_p_BM)), self._statistics(
-                scores_BM, log_p_BM, [gate]
-            )
+            shares = self.gate(gate.hidden_BD)
+            o_BMK = self._of_chosen(x_BCHW, shares.log_p_BM)
+            return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, [gate])
         ran = [run_block(expert, x_BCHW, config.recompute) for expert in self.experts]
         experts_BMD = torch.stack([each.hidden_BD for each in ran], dim=1)
-        scores_BM = self.gate.scores(gate.hidden_BD, experts_BMD)
-        log_p_BM = log_shares(scores_BM, config.top_k)
+        shares = self.gate(gate.hidden_BD, experts_BMD)
         o_BMK = torch.stack([each.output_BO for each in ran], dim=1)
-        return self._mixed(log_p_BM, o_BMK), self._statistics(scores_BM, log_p_BM, [*ran, gate])
+        return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, [*ran, gate])
 
     def _of_chosen(self, x_BCHW: Tensor, log_p_BM: Tensor) -> Tensor:
         """What each expert says of the images that chose it [B, M, K]; 0 of the others."""
@@ -242,8 +260,8 @@ class Mixture(nn.Module):
         o_BMK = x_BCHW.new_zeros(*log_p_BM.shape, classes)
         for number, expert in enumerate(self.experts):
             rows = log_p_BM[:, number].isfinite().nonzero().squeeze(-1)
-            if len(rows):
-                o_BMK[rows, number] = expert(x_BCHW[rows]).output_BO
+            # Also without an image: at ZeRO stage 3 all processes gather the weights together.
+            o_BMK[rows, number] = expert(x_BCHW[rows]).output_BO
         return o_BMK
 
     def _mixed(self, log_p_BM: Tensor, o_BMK: Tensor) -> Tensor:
@@ -252,15 +270,13 @@ class Mixture(nn.Module):
             return torch.einsum("BM,BMK->BK", log_p_BM.exp(), o_BMK)
         return (log_p_BM.unsqueeze(-1) + o_BMK.log_softmax(-1)).logsumexp(1)
 
-    def _statistics(
-        self, scores_BM: Tensor, log_p_BM: Tensor, ran: list[NetworkOutput]
-    ) -> RoutingStats:
-        scores_BM = scores_BM.to(log_p_BM.dtype)
-        before_BM = scores_BM.softmax(-1)  # a top-K of them has all the gradients that it needs
+    def _statistics(self, shares: Shares, ran: list[NetworkOutput]) -> RoutingStats:
+        scores_BM, log_p_BM = shares
+        before_BM = scores_BM.softmax(-1)
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
-        shares = GateOutput([log_p_BM.detach().exp()], None, None)
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
-        return gate_statistics(shares)._replace(
+        coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
+        return gate_statistics(coefficients)._replace(
             name="mixture",
             balance_loss=load_balance_loss(before_BM, load(best_BK, log_p_BM.shape[1])),
             z_loss=router_z_loss(scores_BM),
@@ -293,13 +309,12 @@ def log_shares(scores_BM: Tensor, top_k: int | None) -> Tensor:
     """The logarithm of each expert's share.
 
     Args:
-        scores_BM: Of the gate.
+        scores_BM: Of the gate, fp32 at least.
         top_k: How many experts have one; None: all.
 
     Returns:
-        [B, M], fp32 at least; minus infinity where an expert has none.
+        [B, M]; minus infinity where an expert has none.
     """
-    scores_BM = scores_BM.to(torch.promote_types(scores_BM.dtype, torch.float32))
     if top_k is not None:
         best_BK = scores_BM.topk(top_k, dim=-1).indices
         others_BM = torch.ones_like(scores_BM, dtype=torch.bool).scatter(1, best_BK, False)

@@ -153,6 +153,11 @@ def test_in_evaluation_only_chosen_experts_run_and_nothing_changes():
     torch.testing.assert_close(sparse.logits, dense.logits, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sparse.routing[0].load_E, dense.routing[0].load_E)
     assert sum(seen) == 40
+    with torch.no_grad():
+        model.mixture.gate.scores.bias.copy_(torch.tensor([100.0, 0, 0]))
+    seen.clear()
+    assert model(x).logits.isfinite().all()
+    assert seen == [40, 0, 0]  # at ZeRO stage 3 each process has to call each of them
     model = made(top_k=1, gate="attentive").eval()
     seen.clear()
     for expert in model.mixture.experts:
