@@ -18,6 +18,7 @@ from model.bert import Bert, BertConfig
 from model.gpt2 import GPT2, GPT2Config
 from model.initialization import Initializer
 from model.mixer import Mixer, MixerConfig
+from model.mixture import MixtureConfig, MixtureModel
 from model.settings import ModelSettings
 from model.vit import ViT, ViTConfig
 
@@ -35,6 +36,7 @@ MODELS: dict[str, ModelKind] = {
     "bert": ModelKind(BertConfig, Bert),
     "mixer": ModelKind(MixerConfig, Mixer),
     "vit": ModelKind(ViTConfig, ViT),
+    "mixture": ModelKind(MixtureConfig, MixtureModel),
 }
 
 

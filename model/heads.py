@@ -13,6 +13,9 @@ from torch.nn.functional import linear
 from model.config import Config
 from model.initialization import Initializer, normal
 
+HEAD = "head."
+"""How the names of a head's parameters begin."""
+
 
 class ClassificationHeadConfig(Config):
     """Scores of a sequence: of each class, or one number."""

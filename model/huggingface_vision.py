@@ -263,7 +263,11 @@ def config_to_files(
     Raises:
         HuggingFaceError: None has such a model.
     """
-    assert isinstance(config, ImageModelSettings)
+    if not isinstance(config, ImageModelSettings):
+        raise HuggingFaceError(
+            f"model.kind: {config.kind!r}: other libraries have no such model; `--to safetensors` "
+            f"writes the weights under our names"
+        )
     for key, each in config.feed_forwards().items():
         if each.kind != "dense":
             raise HuggingFaceError(

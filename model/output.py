@@ -5,7 +5,7 @@ recomputation and `torch.compile` unchanged. Statistics are returned and never s
 stored one counts twice when a block is recomputed.
 
 Shapes: B batch, T tokens in a sequence, V vocabulary, E experts (of a muMoE: of all levels, side by
-side), A heads, S experts of all levels, L levels.
+side), A heads, S experts of all levels, L levels, N channels of all BatchNorms of a mixture.
 """
 
 from typing import NamedTuple
@@ -56,6 +56,11 @@ class RoutingStats(NamedTuple):
     gate has a BatchNorm."""
     score_square_S: Tensor | None = None
     """Mean over tokens of each expert's squared score; None as `score_mean_S`."""
+    norm_mean_N: Tensor | None = None
+    """Of a mixture of networks with BatchNorm, in training: mean of each channel that one of them
+    reads, the networks side by side; for the update of the running statistics alone."""
+    norm_square_N: Tensor | None = None
+    """Mean of the squares; None as `norm_mean_N`."""
     tokens: Tensor | None = None
     """How many tokens all this is of, without padding; None: as many in every micro-batch."""
 

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from model.config import Config, SectionError
 from model.feedforward import FeedForwardConfig
+from model.heads import HEAD
 from model.initialization import ZEROS, Initializer, constant, normal
 from model.interface import Activation
 from model.mumoe.head import MuMoEHead, MuMoEHeadConfig
@@ -39,8 +40,45 @@ class LinearHeadConfig(Config):
 HeadConfig: TypeAlias = Annotated[LinearHeadConfig | MuMoEHeadConfig, Field(discriminator="kind")]
 
 
-class ImageModelSettings(ModelSettings):
-    """The keys of every model of images."""
+class ImageSettings(ModelSettings):
+    """The keys of every model of images with classes."""
+
+    image_size: Count = 224
+    """Side of the square input, in pixels; a multiple of patch_size where there is one."""
+    channels: Count = 3
+    """Numbers of a pixel: red, green, blue."""
+    num_classes: Count | None = None
+    """Classes K of the output; null: those of the data."""
+
+    def known_num_classes(self) -> int:
+        """The number of classes, which must have been filled in.
+
+        Raises:
+            ValueError: It is still None.
+        """
+        if self.num_classes is None:
+            raise ValueError("model.num_classes is not set: give a number, or take the data's")
+        return self.num_classes
+
+    def left_to_data(self) -> str | None:
+        """The key of the number of classes, unless it is set."""
+        return "model.num_classes" if self.num_classes is None else None
+
+    def gives_log_probabilities(self) -> bool:
+        """Whether its logits are log-probabilities, which a sigmoid could make nothing of."""
+        return False
+
+    def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
+        """How the names of parameters begin that start from the seed, with weights of another run.
+
+        Args:
+            theirs: The model of that run.
+        """
+        return ()
+
+
+class ImageModelSettings(ImageSettings):
+    """The keys of every model that cuts images into patches."""
 
     embeddings: ClassVar[tuple[str, ...]] = (
         "patch_embedding",
@@ -49,14 +87,8 @@ class ImageModelSettings(ModelSettings):
         "head",
     )
 
-    image_size: Count = 224
-    """Side of the square input, in pixels; a multiple of patch_size."""
     patch_size: Count = 16
     """Side of a patch, in pixels: each becomes one token."""
-    channels: Count = 3
-    """Numbers of a pixel: red, green, blue."""
-    num_classes: Count | None = None
-    """Classes K of the output; null: those of the data."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
     """Number of blocks L."""
     hidden_size: Count = 768
@@ -101,19 +133,12 @@ class ImageModelSettings(ModelSettings):
         """Numbers of a patch, C P P."""
         return self.channels * self.patch_size**2
 
-    def known_num_classes(self) -> int:
-        """The number of classes, which must have been filled in.
-
-        Raises:
-            ValueError: It is still None.
-        """
-        if self.num_classes is None:
-            raise ValueError("model.num_classes is not set: give a number, or take the data's")
-        return self.num_classes
-
-    def left_to_data(self) -> str | None:
-        """The key of the number of classes, unless it is set."""
-        return "model.num_classes" if self.num_classes is None else None
+    def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
+        """The head, if the other model has more or fewer classes or another kind of head."""
+        if not isinstance(theirs, ImageModelSettings):
+            return ()
+        same = (theirs.num_classes, theirs.head) == (self.num_classes, self.head)
+        return () if same else (HEAD,)
 
     def head_width(self) -> int:
         """Width of what the head reads."""

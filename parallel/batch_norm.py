@@ -1,4 +1,5 @@
-"""BatchNorm of a gate's scores over all data-parallel processes, with the result of a single one.
+"""BatchNorm of a gate's scores, or of a convolution's channels, over all data-parallel processes,
+with the result of a single one.
 
 Each normalizes by the mean and the variance over the tokens of the micro-batches of all. With
 padding some have more tokens than others, and count for more. Sums of S + 1 and of S numbers are
@@ -15,6 +16,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
 from model.mumoe.gating import BatchNorm, Gate
+from model.small_network import Convolution
 from parallel import comm
 
 
@@ -27,10 +29,10 @@ def synchronize_norms(model: nn.Module, world: comm.World) -> None:
     """
     if world.data_parallel_size == 1:
         return
-    for gate in model.modules():
-        if isinstance(gate, Gate) and isinstance(gate.norm, BatchNorm):
+    for owner in model.modules():
+        if isinstance(owner, Gate | Convolution) and isinstance(owner.norm, BatchNorm):
             with torch.device("meta"):
-                gate.norm = SynchronizedBatchNorm(gate.norm, world)
+                owner.norm = SynchronizedBatchNorm(owner.norm, world)
 
 
 class SynchronizedBatchNorm(BatchNorm):

@@ -12,6 +12,7 @@ from parallel.checkpoint.saver import Saver
 from parallel.imports import import_libraries
 from parallel.zero import Engine
 from train.config.beginning import nothing_is_left, say_first_line
+from train.config.distillation import set_teacher
 from train.config.parts import (
     batches_of,
     build_engine,
@@ -82,6 +83,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     with memory.building("building the engine"):
         engine = build_engine(plan, world)
         saver = saver_of(engine, config)
+        set_teacher(config, plan.task, world.device)
     restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
     metrics = open_run_folder(plan, state, world, startup)

@@ -17,6 +17,7 @@ from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
 from parallel.weights import Weights, check_fits, open_weights
 from train.config.adaptation import begins_anew, graph_statistics, model_of
+from train.config.distillation import check_teacher
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
@@ -136,6 +137,7 @@ def plan_of(inputs: Inputs) -> Plan:
     """Makes the plan from what `open_inputs` returned; see `plan_run`."""
     config, task = inputs.config, inputs.task
     model = model_of(config)
+    check_teacher(config, task)
     resume = find_resume(config, task)
     init, base_digest = None, None
     if resume is not None:

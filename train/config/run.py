@@ -33,6 +33,7 @@ from train.loop.losses import LossConfig
 from train.loop.metrics import LogConfig
 from train.loop.optimizer import OptimizerConfig, num_state_tensors
 from train.loop.schedule import ScheduleConfig
+from train.tasks.distillation import DistillConfig
 from train.tasks.registry import TASKS
 from train.tasks.task import EvaluationConfig, Sections
 
@@ -67,6 +68,7 @@ class RunConfig(Config):
     data: DataSection
     train: TrainConfig
     adapt: AdaptConfig = AdaptConfig()
+    distill: DistillConfig = DistillConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()

@@ -29,7 +29,7 @@ from model.huggingface import (
 )
 from model.huggingface_vision import Parts, config_to_files, parts_of
 from model.settings import ModelSettings
-from model.vision import ImageModelSettings
+from model.vision import ImageSettings
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
 from parallel.checkpoint.tensor_folder import WEIGHTS_FILE
 from parallel.checkpoint.writer import save_weights
@@ -56,7 +56,7 @@ BATCH_SIZE = 8
 
 
 def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
-    if isinstance(weights.config, ImageModelSettings):
+    if isinstance(weights.config, ImageSettings):
         _to_vision_library(weights, staging)
         return
     if isinstance(weights.config, BertConfig):
@@ -168,7 +168,7 @@ def _reader(
 
 def _write_tokenizer(weights: Checked, staging: Path) -> None:
     tokenizer = weights.tokenizer
-    if isinstance(weights.config, ImageModelSettings):
+    if isinstance(weights.config, ImageSettings):
         return
     if tokenizer is None:
         weights.notes.append("no tokenizer was found beside the weights or data: none was written")
@@ -191,7 +191,7 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
 
 def _data_of(config: ModelSettings) -> DataSettings:
     """What a configuration says of data that nobody has named yet."""
-    if isinstance(config, ImageModelSettings):
+    if isinstance(config, ImageSettings):
         return ImageDataConfig(path="runs/images")
     return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
 
@@ -208,7 +208,7 @@ def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, An
 
 def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
     tokenizer, config = weights.tokenizer, weights.config
-    is_of_images = isinstance(config, ImageModelSettings)
+    is_of_images = isinstance(config, ImageSettings)
     if tokenizer is None and not is_of_images:
         weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
     run = RunConfig(

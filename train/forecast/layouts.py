@@ -180,7 +180,7 @@ def tried(
     imbalance: float,
 ) -> Layout:
     """Two shallow models, and the whole one from them."""
-    layers = config.model.model_dump()["num_layers"]
+    layers = config.model.model_dump().get("num_layers", 0)  # not every model has blocks
     few = _few_layers(config)
     if few is None or 2 * few >= layers:
         return _measured(config, dims, changes, machines, imbalance)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from model.interface import FeedForward
+from model.mixture import Mixture
 from model.mumoe.head import MuMoEHead
 from model.output import RoutingStats
 from train.loop.statistics import Routing, tensors_of
@@ -21,12 +22,16 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
     """
     for stats in routing:
         layer = module.get_submodule(stats.name)
-        assert isinstance(layer, FeedForward | MuMoEHead)
+        assert isinstance(layer, FeedForward | MuMoEHead | Mixture)
         layer.update(stats, progress)
 
 
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures of which all layers together have the largest; of others they have the mean."""
+
+
+NOT_RECORDED = frozenset({"tokens", "norm_mean_N", "norm_square_N"})
+"""Fields of statistics that no record has."""
 
 
 ROUNDING = 1e-5
@@ -88,7 +93,7 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         load_R = load_E.view(ranks, -1).sum(1)
         values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
     for name, value in tensors_of(stats).items():
-        if name == "tokens":
+        if name in NOT_RECORDED:
             continue
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())

@@ -19,18 +19,19 @@ from data.images.config import ImageDataConfig
 from data.images.dataset import ImageData
 from data.images.noise import GaussianNoise
 from data.images.samples import EvaluationImages, ImageBatch, ImageSamples
+from model.heads import HEAD
 from model.output import RoutingStats
-from model.vision import ImageModelSettings
+from model.vision import ImageSettings
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.huggingface_vision import VisionWeights
 from parallel.weights import Weights
 from train.errors import ConfigError
 from train.tasks.counting import Counted, CountedClasses, CountedDomains
+from train.tasks.distillation import Teacher
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.mixing import mix_images, normalize, soft_targets
 from train.tasks.task import (
-    HEAD,
     Kept,
     Predictor,
     Score,
@@ -98,7 +99,7 @@ class ImageClassification(Task[ImageBatch]):
     loss_unit = "nats an image"
     validation_score: ClassVar[str] = "validation_top1"
     higher_is_better: ClassVar[bool] = True
-    model: ImageModelSettings
+    model: ImageSettings
     validated: ClassVar[tuple[str, ...]] = ("top1", "top5", "loss")
     """Scores of the validation split that training tells."""
     each_of: ClassVar[tuple[str, str]] = ("per_class", "classes")
@@ -109,13 +110,19 @@ class ImageClassification(Task[ImageBatch]):
     def __init__(self, data: ImageData, sections: Sections) -> None:
         settings, model = sections.data, sections.model
         assert isinstance(settings, ImageDataConfig)
-        if not isinstance(model, ImageModelSettings):
+        if not isinstance(model, ImageSettings):
             raise ConfigError(
                 f"data.kind: images is not allowed with model.kind: {model.kind}, which does not "
-                f"read images; mixer and vit do"
+                f"read images; mixer, vit and mixture do"
+            )
+        if settings.loss == "sigmoid" and model.gives_log_probabilities():
+            raise ConfigError(
+                f"data.loss: sigmoid is not allowed with model.kind: {model.kind} and "
+                f"model.output: probabilities, whose classes sum to 1; model.output: logits is"
             )
         self.data, self.settings = data, settings
         self._noise: GaussianNoise | None = None
+        self._teacher: Teacher | None = None
         self._seed, self._max_images = sections.seed, sections.evaluation.max_windows
         self.model = with_classes(model, data, self.place)
         if data.manifest.has_attributes != self.has_attributes:
@@ -190,14 +197,22 @@ class ImageClassification(Task[ImageBatch]):
         images_BCHW, mixes = batch.images_BCHW, self.settings.mixes
         if mixes:
             images_BCHW = mix_images(images_BCHW, batch.mix_B, batch.box_B4)
-        logits_BK, routing = model(self.inputs(images_BCHW))
+        inputs_BCHW = self.inputs(images_BCHW)
+        logits_BK, routing = model(inputs_BCHW)
         targets_BK = soft_targets(
             batch.labels_B,
             batch.mix_B if mixes else None,
             logits_BK.shape[-1],
             self.settings.label_smoothing,
         )
-        return self._loss(logits_BK.float(), targets_BK), routing
+        losses_B = self._loss(logits_BK.float(), targets_BK)
+        if self._teacher is not None:
+            losses_B = self._teacher.taught(losses_B, logits_BK.float(), inputs_BCHW)
+        return losses_B, routing
+
+    def learn_from(self, teacher: Teacher) -> None:
+        """Makes `losses` learn from a teacher, too."""
+        self._teacher = teacher
 
     def _loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         if self.settings.loss == "sigmoid":
@@ -369,20 +384,29 @@ class ImageClassification(Task[ImageBatch]):
         )
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
-        """The head, if the weights have another number of classes or another kind of head; a folder
-        of another library's knows that itself."""
-        theirs = weights.model_config()
-        if isinstance(weights, VisionWeights) or not isinstance(theirs, ImageModelSettings):
+        """What the model cannot take from these weights, as a head of other classes; a folder of
+        another library's knows that itself."""
+        if isinstance(weights, VisionWeights):
             return ()
-        same = (theirs.num_classes, theirs.head) == (self.model.num_classes, self.model.head)
-        return () if same else (HEAD,)
+        return self.model.begins_anew_from(weights.model_config())
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these classes in this order, unless the head is
         a new one."""
-        if not isinstance(weights, Checkpoint) or self.begins_anew(weights):
-            return
-        names = class_names_of(weights.folder)
+        if isinstance(weights, Checkpoint) and HEAD not in self.begins_anew(weights):
+            self.check_classes(weights, owner)
+
+    def check_classes(self, checkpoint: Checkpoint, owner: str) -> None:
+        """Checks that a checkpoint was trained with these classes in this order.
+
+        Args:
+            checkpoint: Of an image model.
+            owner: What the error calls it.
+
+        Raises:
+            ConfigError: It was trained with others.
+        """
+        names = class_names_of(checkpoint.folder)
         ours = list(self.data.manifest.class_names)
         if names is not None and names != ours:
             raise ConfigError(f"{self.place} has {_differing(ours, names, owner)}")
@@ -403,7 +427,7 @@ class ImageClassification(Task[ImageBatch]):
         return ImageProbe(self, split, [number * total // count for number in range(count)])
 
 
-def with_classes(model: ImageModelSettings, data: ImageData, place: str) -> ImageModelSettings:
+def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSettings:
     """Completes a model's configuration with the number of classes.
 
     Args:

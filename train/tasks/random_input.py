@@ -13,7 +13,7 @@ from model.gpt2 import GPT2Config
 from model.heads import ClassificationHeadConfig
 from model.output import RoutingStats
 from model.settings import ModelSettings
-from model.vision import ImageModelSettings
+from model.vision import ImageSettings
 from train.errors import ConfigError
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.language import TextBatch, text_losses
@@ -50,7 +50,7 @@ def _sample(model: ModelSettings, seed: int) -> RandomBatch:
         return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
     if isinstance(model, BertConfig):
         return _bert_sample(model, generator)
-    assert isinstance(model, ImageModelSettings)
+    assert isinstance(model, ImageSettings)
     side = model.image_size
     return ImageBatch(
         torch.randn((model.channels, side, side), generator=generator),

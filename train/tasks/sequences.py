@@ -23,7 +23,7 @@ from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer
 from model.bert import BertConfig
 from model.gpt2 import GPT2Config
-from model.heads import ClassificationHeadConfig
+from model.heads import HEAD, ClassificationHeadConfig
 from model.output import RoutingStats
 from model.settings import ModelSettings
 from parallel import comm
@@ -35,7 +35,7 @@ from train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.images import CLASSES_FILE, class_names_of
-from train.tasks.task import HEAD, Kept, Predictor, Score, Sections, Share, Task, Unit
+from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
 from train.tasks.text import with_vocabulary
 from train.tasks.tokenizers import same_ids, tokenizer_of
 

@@ -31,10 +31,6 @@ Share = Callable[[float], None]
 """Called with the share of some work that is done, from 0 to 1."""
 
 
-HEAD = "head."
-"""How the names of a head's parameters begin."""
-
-
 class EvaluationConfig(Config):
     """Validation while training, and `polyad evaluate`."""
 

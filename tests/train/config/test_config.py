@@ -72,14 +72,14 @@ def test_a_resolved_config_reads_back_as_itself():
         ),
         ("loss.load_balance=-1", "loss.load_balance: -1 is not allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
-        ("model.kind=t5", "model.kind: 't5' is not allowed: gpt2, bert, mixer or vit"),
+        ("model.kind=t5", "model.kind: 't5' is not allowed: gpt2, bert, mixer, vit or mixture"),
         (
             "model.feed_forward.kind=mlp",
             "feed_forward.kind: 'mlp' is not allowed: dense, mumoe, smoe or emoe",
         ),
         (
             "foo=1",
-            "unknown key foo; there are adapt, checkpoint, data, evaluation, log, loss",
+            "unknown key foo; there are adapt, checkpoint, data, distill, evaluation, log, loss",
         ),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate: inf is not allowed"),
         ("parallel.timeout_minutes=1e12", "parallel.timeout_minutes: 1000000000000.0 is not"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from data.evaluation import evaluation_batches
-from model.vision import ImageModelSettings
+from model.vision import ImageModelSettings, ImageSettings
 from train.errors import ConfigError
 from train.experts.probing import Decision, RoutedLayer, deciding
 from train.experts.report.class_pass import ClassPass
@@ -206,8 +206,8 @@ def _by_image(decision: Decision, images: int) -> Tensor:
     return a_MS.view(images, -1, a_MS.shape[-1])
 
 
-def _grid(model: ImageModelSettings) -> int:
-    return model.image_size // model.patch_size
+def _grid(model: ImageSettings) -> int:
+    return model.image_size // model.patch_size if isinstance(model, ImageModelSettings) else 1
 
 
 def _patch(token: int, tokens: int, grid: int) -> int | None:

@@ -1,0 +1,353 @@
+"""A mixture of whole networks: small experts, and a gate that weighs what they say of an image.
+
+    p = gate(x)        y = sum_e p_e softmax(o_e(x))
+
+The model returns log y, by logsumexp: its softmax is y, and its cross-entropy the negative
+log-likelihood of the mixture. The gate is a network too; with G and E_e the last hidden layers of
+the gate and of the experts, before their ReLUs,
+
+    softmax      p = softmax(W relu(G) + b)
+    attentive    p = softmax(Q K^T / sqrt(h)),  Q = G W_q,  K_e = E_e W_k
+
+Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture of experts", sections
+1 and 5; the mixture itself: Jacobs et al. 1991, "Adaptive mixtures of local experts".
+
+Shapes: B images, C channels, H x W pixels, M experts, D width of an expert's last hidden layer, G
+that of the gate's, K classes.
+"""
+
+from typing import Annotated, Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from model.block import run_block
+from model.config import SectionError
+from model.initialization import Initializer
+from model.mumoe.gating import GateOutput
+from model.mumoe.statistics import gate_statistics
+from model.output import ModelOutput, RoutingStats
+from model.settings import Count, ModelSettings
+from model.small_network import Linear, NetworkConfig, NetworkOutput, SmallNetwork
+from model.smoe.losses import importance_loss, load, load_balance_loss, router_z_loss
+from model.vision import ImageSettings
+
+SCORES = "mixture.gate.scores."
+"""How the names of those parameters begin that another kind of gate does not have."""
+
+
+class MixtureConfig(ImageSettings):
+    """The defaults are the paper's model of MNIST with the plain gate."""
+
+    kind: Literal["mixture"] = "mixture"
+    """Which model this is."""
+    image_size: Count = 28
+    """Side of the square input, in pixels."""
+    grey: bool = False
+    """Whether the networks read one number a pixel, the mean of red, green and blue."""
+    num_experts: Annotated[int, Field(ge=2, le=10_000)] = 5
+    """Number of experts M."""
+    expert: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(5, 32))
+    """Sizes of each expert, whose output layer has the classes."""
+    gate_network: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(128, 32))
+    """Sizes of the gate, without its last layer."""
+    gate: Literal["softmax", "attentive"] = "softmax"
+    """From the gate's last hidden layer to the experts' shares: `softmax`, a linear layer; or
+    `attentive`, attention to the experts' last hidden layers, for which every expert has to run."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Experts of an image: those with the largest shares, which then sum to 1. With gate: softmax
+    the others do not run in evaluation. null: all."""
+    output: Literal["probabilities", "logits"] = "probabilities"
+    """What is mixed: the probabilities that the experts give the classes, or their logits."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.top_k is not None and self.top_k > self.num_experts:
+            raise ValueError(
+                f"model.top_k: {self.top_k} is more than model.num_experts: {self.num_experts}"
+            )
+        for key in ("expert", "gate_network"):
+            try:
+                getattr(self, key).check(self.image_size)
+            except SectionError as error:
+                raise ValueError(error.within(f"model.{key}")) from None
+        return self
+
+    @property
+    def read_channels(self) -> int:
+        """Numbers of a pixel as the networks read it."""
+        return 1 if self.grey else self.channels
+
+    def gives_log_probabilities(self) -> bool:
+        """Whether probabilities are mixed."""
+        return self.output == "probabilities"
+
+    def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
+        """The last layer of the gate, where the other model has another kind of gate."""
+        other = isinstance(theirs, MixtureConfig) and theirs.gate != self.gate
+        return (SCORES,) if other else ()
+
+    def in_words(self) -> str:
+        """The experts and the gate, for people."""
+        return f"mixture of {self.num_experts} networks, {self.gate} gate"
+
+    def last_parameter(self) -> str:
+        """A parameter of the last expert."""
+        return f"mixture.experts.{self.num_experts - 1}.output.weight"
+
+    def flops_per_unit(self) -> int:
+        """Counts the floating-point operations of training on one image, forward and backward.
+
+        Returns:
+            FLOPs, a multiply-add counted as two: 6 for each weight and each place where it is used.
+        """
+        size, channels, experts = self.image_size, self.read_channels, self.num_experts
+        classes, width = self.known_num_classes(), self.expert.hidden_sizes[-1]
+        each = self.expert.multiply_adds(size, channels, classes)
+        gate = self.gate_network.multiply_adds(size, channels, None)
+        own = self.gate_network.hidden_sizes[-1]
+        attention = own * width + experts * (width * width + width)
+        scores = attention if self.gate == "attentive" else own * experts
+        return 6 * (experts * (each + classes) + gate + scores)
+
+    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
+        """A rough estimate of what the backward pass needs from the forward pass."""
+        size, channels = self.image_size, self.read_channels
+        each = self.expert.saved_numbers(size, channels)
+        gate = self.gate_network.saved_numbers(size, channels)
+        kept = self.num_experts * each + gate
+        if self.recompute == "block":
+            kept = max(each, gate)
+        numbers = channels * size**2 + kept + 3 * self.num_experts * self.known_num_classes()
+        return micro_batch_size * numbers * number_bytes
+
+
+class LinearScores(Linear):
+    """The plain gate's last layer.
+
+    Args:
+        width: G.
+        experts: M.
+    """
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__(width, experts)
+
+    def forward(self, gate_BG: Tensor, experts_BMD: Tensor | None = None) -> Tensor:
+        """Scores every expert, [B, M].
+
+        Args:
+            gate_BG: The gate's last hidden layer, before its ReLU.
+            experts_BMD: Not read.
+        """
+        return super().forward(relu(gate_BG))
+
+
+class AttentiveScores(nn.Module):
+    """The attentive gate: from queries of the gate and keys of the experts, without biases.
+
+    Args:
+        width: G, in the paper as large as D.
+        expert_width: D, the paper's h.
+    """
+
+    def __init__(self, width: int, expert_width: int) -> None:
+        super().__init__()
+        self.query = Linear(width, expert_width, bias=False)
+        self.key = Linear(expert_width, expert_width, bias=False)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """None: its layers say how they start."""
+        return {}
+
+    def forward(self, gate_BG: Tensor, experts_BMD: Tensor) -> Tensor:
+        """Scores every expert, [B, M].
+
+        Args:
+            gate_BG: The gate's last hidden layer, before its ReLU.
+            experts_BMD: Each expert's.
+        """
+        query_BD, key_BMD = self.query(gate_BG), self.key(experts_BMD)
+        scores_BM = torch.einsum("BD,BMD->BM", query_BD, key_BMD)
+        return scores_BM.div(key_BMD.shape[-1] ** 0.5)
+
+
+class Shares(NamedTuple):
+    """What the gate decides."""
+
+    scores_BM: Tensor
+    """Of every expert, fp32 at least, before top-K."""
+    log_p_BM: Tensor
+    """The logarithm of each expert's share; minus infinity where it has none."""
+
+
+class MixtureGate(nn.Module):
+    """A network, and what makes the experts' shares of its last hidden layer.
+
+    Args:
+        config: Of the model.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.network = SmallNetwork(
+            config.gate_network, config.image_size, config.read_channels, None
+        )
+        width = config.gate_network.hidden_sizes[-1]
+        self.scores = (
+            AttentiveScores(width, config.expert.hidden_sizes[-1])
+            if config.gate == "attentive"
+            else LinearScores(width, config.num_experts)
+        )
+        self.top_k = config.top_k
+
+    def forward(self, gate_BG: Tensor, experts_BMD: Tensor | None = None) -> Shares:
+        """Weighs the experts.
+
+        Args:
+            gate_BG: The last hidden layer of `network`, before its ReLU.
+            experts_BMD: Each expert's, which an attentive gate needs.
+        """
+        scores_BM: Tensor = self.scores(gate_BG, experts_BMD)
+        scores_BM = scores_BM.to(torch.promote_types(scores_BM.dtype, torch.float32))
+        return Shares(scores_BM, log_shares(scores_BM, self.top_k))
+
+
+class Mixture(nn.Module):
+    """Experts and their gate.
+
+    Args:
+        config: Of the model.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.experts = nn.ModuleList(
+            SmallNetwork(
+                config.expert, config.image_size, config.read_channels, config.known_num_classes()
+            )
+            for _ in range(config.num_experts)
+        )
+        self.gate = MixtureGate(config)
+
+    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, RoutingStats]:
+        """Classifies images.
+
+        Args:
+            x_BCHW: As the networks read them.
+
+        Returns:
+            Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
+        """
+        config = self.config
+        gate: NetworkOutput = run_block(self.gate.network, x_BCHW, config.recompute)
+        if config.gate == "softmax" and config.top_k is not None and not self.training:
+            shares = self.gate(gate.hidden_BD)
+            o_BMK = self._of_chosen(x_BCHW, shares.log_p_BM)
+            return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, [gate])
+        ran = [run_block(expert, x_BCHW, config.recompute) for expert in self.experts]
+        experts_BMD = torch.stack([each.hidden_BD for each in ran], dim=1)
+        shares = self.gate(gate.hidden_BD, experts_BMD)
+        o_BMK = torch.stack([each.output_BO for each in ran], dim=1)
+        return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, [*ran, gate])
+
+    def _of_chosen(self, x_BCHW: Tensor, log_p_BM: Tensor) -> Tensor:
+        """What each expert says of the images that chose it [B, M, K]; 0 of the others."""
+        classes = self.config.known_num_classes()
+        o_BMK = x_BCHW.new_zeros(*log_p_BM.shape, classes)
+        for number, expert in enumerate(self.experts):
+            rows = log_p_BM[:, number].isfinite().nonzero().squeeze(-1)
+            # Also without an image: at ZeRO stage 3 all processes gather the weights together.
+            o_BMK[rows, number] = expert(x_BCHW[rows]).output_BO
+        return o_BMK
+
+    def _mixed(self, log_p_BM: Tensor, o_BMK: Tensor) -> Tensor:
+        o_BMK = o_BMK.to(log_p_BM.dtype)
+        if self.config.output == "logits":
+            return torch.einsum("BM,BMK->BK", log_p_BM.exp(), o_BMK)
+        return (log_p_BM.unsqueeze(-1) + o_BMK.log_softmax(-1)).logsumexp(1)
+
+    def _statistics(self, shares: Shares, ran: list[NetworkOutput]) -> RoutingStats:
+        scores_BM, log_p_BM = shares
+        before_BM = scores_BM.softmax(-1)
+        best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
+        norms = self.training and any(each.norm_mean_N.numel() for each in ran)
+        coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
+        return gate_statistics(coefficients)._replace(
+            name="mixture",
+            balance_loss=load_balance_loss(before_BM, load(best_BK, log_p_BM.shape[1])),
+            z_loss=router_z_loss(scores_BM),
+            importance_loss=importance_loss(before_BM),
+            norm_mean_N=torch.cat([each.norm_mean_N for each in ran]) if norms else None,
+            norm_square_N=torch.cat([each.norm_square_N for each in ran]) if norms else None,
+        )
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Moves the running statistics of the BatchNorms; called once after each optimizer step.
+
+        Args:
+            stats: Of the mixture, averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+        if stats.norm_mean_N is None or stats.norm_square_N is None:
+            return
+        networks = [network for network in self.modules() if isinstance(network, SmallNetwork)]
+        norms = [norm for network in networks for norm in network.norms()]
+        sizes = [sum(norm.num_experts) for norm in norms]
+        means, squares = (
+            each_N.split_with_sizes(sizes) for each_N in (stats.norm_mean_N, stats.norm_square_N)
+        )
+        for norm, mean_C, square_C in zip(norms, means, squares, strict=True):
+            if norm.training:  # that of a frozen network is not
+                norm.update(mean_C, square_C)
+
+
+def log_shares(scores_BM: Tensor, top_k: int | None) -> Tensor:
+    """The logarithm of each expert's share.
+
+    Args:
+        scores_BM: Of the gate, fp32 at least.
+        top_k: How many experts have one; None: all.
+
+    Returns:
+        [B, M]; minus infinity where an expert has none.
+    """
+    if top_k is not None:
+        best_BK = scores_BM.topk(top_k, dim=-1).indices
+        others_BM = torch.ones_like(scores_BM, dtype=torch.bool).scatter(1, best_BK, False)
+        scores_BM = scores_BM.masked_fill(others_BM, float("-inf"))
+    return scores_BM.log_softmax(-1)
+
+
+class MixtureModel(nn.Module):
+    """A mixture of whole networks; see `GPT2` for how a model is built and filled.
+
+    Args:
+        config: Its configuration, with the number of classes filled in.
+
+    Raises:
+        ValueError: The number of classes is None.
+    """
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mixture = Mixture(config)
+
+    def forward(self, images_BCHW: Tensor) -> ModelOutput:
+        """Classifies images.
+
+        Args:
+            images_BCHW: Normalized.
+
+        Returns:
+            Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
+        """
+        x_BCHW = images_BCHW.to(next(self.parameters()).dtype)
+        if self.config.grey:
+            x_BCHW = x_BCHW.mean(1, keepdim=True)
+        logits_BK, stats = self.mixture(x_BCHW)
+        return ModelOutput(logits_BK, (stats,))

@@ -1,0 +1,70 @@
+"""Distillation: a run also learns what a trained model, its teacher, says of the same images.
+
+    loss = (1 - w) * task loss + w * KL(teacher || student),  both softmaxes at temperature T
+
+Source: Hinton et al. 2015, "Distilling the knowledge in a neural network". Their T^2, which keeps
+gradients of the KL as large at any T, is part of it.
+
+Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from model.config import Config
+from model.output import ModelOutput
+
+
+class DistillConfig(Config):
+    """A trained model that a run learns from, beside its data."""
+
+    teacher: str | None = None
+    """A run or checkpoint of an image model with the same classes, normalization and image size;
+    null: none."""
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share w of KL(teacher || student) in the loss; the task's own loss has the rest."""
+    temperature: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What the logits of both are divided by before the softmax."""
+
+
+class Teacher:
+    """A trained model, and its share in the loss.
+
+    Args:
+        model: In evaluation mode, on the device of the training.
+        config: Weight and temperature.
+    """
+
+    def __init__(self, model: Callable[[Tensor], ModelOutput], config: DistillConfig) -> None:
+        self._model, self._config = model, config
+
+    def taught(self, losses_B: Tensor, logits_BK: Tensor, inputs_BCHW: Tensor) -> Tensor:
+        """The loss of each image with the teacher's share [B].
+
+        Args:
+            losses_B: The task's.
+            logits_BK: The student's, fp32.
+            inputs_BCHW: What the student read.
+        """
+        with torch.no_grad():
+            theirs_BK = self._model(inputs_BCHW).logits.float()
+        weight = self._config.weight
+        kl_B = distillation_loss(theirs_BK, logits_BK, self._config.temperature)
+        return (1 - weight) * losses_B + weight * kl_B
+
+
+def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher || student) of each sample [B], in nats.
+
+    Args:
+        teacher_BK: Logits.
+        student_BK: Logits.
+        temperature: T.
+    """
+    theirs_BK = (teacher_BK / temperature).log_softmax(-1)
+    ours_BK = (student_BK / temperature).log_softmax(-1)
+    return temperature**2 * (theirs_BK.exp() * (theirs_BK - ours_BK)).sum(-1)
