@@ -5,7 +5,7 @@ recomputation and `torch.compile` unchanged. Statistics are returned and never s
 stored one counts twice when a block is recomputed.
 
 Shapes: B batch, T tokens in a sequence, V vocabulary, E experts (of a muMoE: of all levels, side by
-side), A heads, S experts of all levels, L levels.
+side), A heads, S experts of all levels, L levels, D width.
 """
 
 from typing import NamedTuple
@@ -56,6 +56,15 @@ class RoutingStats(NamedTuple):
     gate has a BatchNorm."""
     score_square_S: Tensor | None = None
     """Mean over tokens of each expert's squared score; None as `score_mean_S`."""
+    sample_scores_BS: Tensor | None = None
+    """Of each sample the mean over its tokens of each expert's score, without noise and before a
+    graph, with its gradient; None unless a loss over pairs of samples asks for it."""
+    sample_inputs_BD: Tensor | None = None
+    """Of each sample the mean over its tokens of what the router reads; None as
+    `sample_scores_BS`."""
+    similarity_loss: Tensor | None = None
+    """The loss of sample similarity, which the loop puts in the place of both, with its
+    gradient."""
     tokens: Tensor | None = None
     """How many tokens all this is of, without padding; None: as many in every micro-batch."""
 
