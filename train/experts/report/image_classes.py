@@ -53,6 +53,7 @@ class ImageClasses:
             first: the number of the first image among those that are read.
         """
         size = len(labels_B)
+        number_B = torch.arange(first, first + size, device=labels_B.device)
         losses_B, probabilities_BK = self._task.examined(logits_BK.float(), labels_B)
         self._outcomes.add(
             self._numbers[first : first + size], labels_B, probabilities_BK, losses_B
@@ -60,7 +61,7 @@ class ImageClasses:
         for name, decision in decisions.items():
             tokens = len(decision.levels[0])
             row_N = torch.arange(size, device=labels_B.device).repeat_interleave(tokens // size)
-            self._experts.add(name, decision, row_N, first)
+            self._experts.add(name, decision, row_N, number_B)
 
     def result(self, examples: int) -> ClassPass:
         """What was found.

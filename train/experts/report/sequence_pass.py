@@ -71,9 +71,11 @@ def read_sequences(
                 outcomes.add_numbers(number_B, batch.labels_B, outputs_BK[:, 0], losses_B)
             else:
                 outcomes.add(number_B, batch.labels_B, outputs_BK.softmax(-1), losses_B)
-            row_N = batch.mask_BCT.flatten(0, 1).nonzero()[:, 0]
+            mask_RT = batch.mask_BCT.flatten(0, 1)
+            row_N = mask_RT.nonzero()[:, 0]
+            number_R = torch.arange(len(mask_RT), device=device) + done * task.data.choices
             for name, decision in decisions.items():
-                experts.add(name, decision, row_N, done * task.data.choices)
+                experts.add(name, decision, row_N, number_R)
             done += len(batch.labels_B)
             progress(done / len(rows))
     found = outcomes.result(
