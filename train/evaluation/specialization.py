@@ -16,13 +16,9 @@ from train.config.smaller import to_evaluate
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
-from train.evaluation.routing_measures import (
-    RoutingMeasures,
-    classes_of,
-    measure_sequences,
-    measure_text,
-)
+from train.evaluation.routing_measures import classes_of, measure_sequences, measure_text
 from train.experts.probing import RoutedLayer, deciding, routed_head, routed_layers
+from train.experts.routing_measures import RoutingMeasures
 from train.experts.specialization import LeaveOneOut, polysemanticity
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
@@ -86,13 +82,13 @@ def specialization(
             found = _images(model, layers, task, *rest)
         elif isinstance(task, SequenceTask):
             measures = measure_sequences(model, layers, task, *rest)
-            found = {"sequences_scored": measures.samples, "layers": _levels(measures)}
+            found = {"sequences_scored": measures.samples, "layers": _levels(measures, world)}
         else:
             measures, tokens = measure_text(model, layers, task, *rest)
             found = {
                 "tokens_scored": tokens,
                 "windows_scored": measures.samples,
-                "layers": _levels(measures),
+                "layers": _levels(measures, world),
             }
     return {
         "checkpoint": str(opened.checkpoint.folder),
@@ -108,8 +104,9 @@ def specialization(
     }
 
 
-def _levels(measures: RoutingMeasures) -> dict[str, Any]:
-    return {name: {"levels": levels} for name, levels in measures.result().items()}
+def _levels(measures: RoutingMeasures, world: comm.World) -> dict[str, Any]:
+    found = measures.result(lambda values: comm.sum_over_samples(values, world)).to_json()
+    return {name: {"levels": levels} for name, levels in found.items()}
 
 
 @torch.inference_mode()
@@ -123,7 +120,7 @@ def _images(
 ) -> dict[str, Any]:
     """Reads all images. Those with attributes have no one class: entropies alone are known."""
     total, names = task.units_of(split), list(task.data.manifest.class_names)
-    measures = RoutingMeasures(layers, total, world)
+    measures = RoutingMeasures(layers, total, world.device)
     counts: list[LeaveOneOut] = []
     if not task.has_attributes:
         measures.by_class(*classes_of(task, split))
@@ -155,7 +152,8 @@ def _images(
     return {
         "images_scored": total,
         "layers": {
-            name: left_out.get(name, {}) | levels for name, levels in _levels(measures).items()
+            name: left_out.get(name, {}) | levels
+            for name, levels in _levels(measures, world).items()
         },
     }
 

@@ -32,12 +32,17 @@ class LevelEntropy:
     of_usage: Measured
     """H_u: the entropy of their mean over all tokens."""
 
+    @property
+    def highest(self) -> float:
+        """The entropy of even probabilities."""
+        return math.log2(self.experts)
+
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
         return {
             "entropy_bits": self.of_token.to_json(),
             "usage_entropy_bits": self.of_usage.to_json(),
-            "highest_entropy_bits": math.log2(self.experts),
+            "highest_entropy_bits": self.highest,
         }
 
 
