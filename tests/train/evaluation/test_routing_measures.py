@@ -13,8 +13,10 @@ from data.text.dataset import PreparedData
 from launch.cli import run as polyad
 from parallel.weights import load_model
 from tests.helpers.fine_tuned import one_by_one, table, trainer
+from tests.helpers.pages import Page
 from tests.helpers.runs import run, write_config
 from train.evaluation.specialization import specialization, specialization_table
+from train.experts.report.command import report
 
 pytestmark = pytest.mark.distributed
 
@@ -163,6 +165,25 @@ def test_sequences_are_by_class(workers, tmp_path_factory):
             float(expected.max(1).values.sum() / expected.sum())
         )
     assert "polysemanticity" not in specialization_table(found)
+
+
+def test_the_report_says_the_same(workers, runs, tmp_path):
+    """It leaves out the one token before the text."""
+    told = report(runs["smoe"], output=tmp_path / "page.html", tokens=10**9)["text"]
+    found = workers(1).run(specialization, runs["smoe"])[0]
+    assert told["tokens"] == found["tokens_scored"] - 1
+    (ours,), (theirs,) = told["division"][LAYER], found["layers"][LAYER]["levels"]
+    for label in ("characters", "position", "frequency"):
+        counts = torch.tensor(ours["labels"][label]["counts"])
+        difference = torch.tensor(theirs["labels"][label]["counts"]) - counts
+        assert (difference.sum(), difference.abs().sum()) == (1, 1)
+    assert ours["entropy_bits"]["value"] == pytest.approx(theirs["entropy_bits"]["value"], rel=1e-3)
+    page = (tmp_path / "page.html").read_text()
+    Page(page)
+    assert 'href="#division"' in page
+    measure = ours["labels"]["characters"]["purity"]
+    low, high = measure["interval"]
+    assert f"<td>{measure['value']:.4f} [{low:.4f}, {high:.4f}]</td>" in page
 
 
 def test_the_command_says_it_for_people(runs, capfd, tmp_path):
