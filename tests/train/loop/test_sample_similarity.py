@@ -7,7 +7,15 @@ from model.build import build_model, materialize, read_model_config
 from model.output import RoutingStats
 from model.padding import RealTokens
 from model.samples import SampleStatistics, give_samples
-from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
+from tests.helpers.training import (
+    Case,
+    image_batch,
+    moe_model,
+    mumoe_model,
+    relative,
+    tensors,
+    train,
+)
 from train.loop.losses import LossConfig, routing_loss
 from train.loop.sample_similarity import (
     Reading,
@@ -222,3 +230,24 @@ def test_two_processes_train_as_one_with_the_same_micro_batches(
     ]
     assert len(losses[0]) > 1
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.slow)])
+def test_pixels_are_compared_in_training(workers, recompute):
+    """The first step's loss is the model's own, computed beside the engine on the same images."""
+    tree = IMAGES | MODELS["vit sparse"] | {"recompute": recompute}
+    case = SGD.but(
+        model=read_model_config(tree), last_step=1, losses=LossConfig(sample_similarity=config())
+    )
+    one, two = (workers(size).run(train, case)[0]["routing"][0] for size in (1, 2))
+    key = "routing/blocks.1.feed_forward/similarity_loss"
+    assert two[key] == pytest.approx(one[key], rel=1e-4)
+    model = build_model(case.model)
+    materialize(model, 7)  # the seed of `train`
+    give_samples(model, True)
+    losses = []
+    for images in image_batch(0, case.model).images_BCHW.split(case.micro_batch):
+        scores = model(images).routing[1].sample_scores_BS.detach()
+        losses.append(by_the_formula(scores, images.flatten(1), config()))
+    assert one[key] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-4)
