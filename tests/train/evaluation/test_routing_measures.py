@@ -123,6 +123,7 @@ def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
     assert characters["information_bits"]["value"] > 2 * characters["information_bits_by_chance"]
 
 
+@pytest.mark.slow
 def test_levels_of_a_mumoe_are_apart(workers, runs, prepared_path):
     found = workers(1).run(specialization, runs["mumoe"])[0]["layers"][LAYER]["levels"]
     tokens, *_ = token_by_token(runs["mumoe"], prepared_path)
@@ -167,6 +168,7 @@ def test_sequences_are_by_class(workers, tmp_path_factory):
     assert "polysemanticity" not in specialization_table(found)
 
 
+@pytest.mark.slow
 def test_the_report_says_the_same(workers, runs, tmp_path):
     """It leaves out the one token before the text."""
     told = report(runs["smoe"], output=tmp_path / "page.html", tokens=10**9)["text"]

@@ -94,6 +94,7 @@ def test_groups_hold_equally_many_samples_at_random():
     assert groups_of_samples(50_000, 10**6)[0] == 20
 
 
+@pytest.mark.slow
 def test_a_thousand_classes_take_seconds():
     tables = np.random.default_rng(0).random((32, 64, 1000))
     started = time.monotonic()
