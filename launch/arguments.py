@@ -187,7 +187,9 @@ def evaluate_arguments(parser: Parser) -> None:
     add(
         "--specialization",
         action="store_true",
-        help="of a model of images: for how many classes each expert matters, by leaving it out",
+        help="how experts divide the work: entropies of the gates, and what experts tell about "
+        "classes, of text about classes of tokens; of images also for how many classes each expert "
+        "matters, by leaving it out",
     )
     add(
         "--rewrite",

@@ -5,7 +5,8 @@ recomputation and `torch.compile` unchanged. Statistics are returned and never s
 stored one counts twice when a block is recomputed.
 
 Shapes: B batch, T tokens in a sequence, V vocabulary, E experts (of a muMoE: of all levels, side by
-side), A heads, S experts of all levels, L levels, N channels of all BatchNorms of a mixture.
+side), A heads, S experts of all levels, L levels, D width, N channels of all BatchNorms of a
+mixture.
 """
 
 from typing import NamedTuple
@@ -61,6 +62,15 @@ class RoutingStats(NamedTuple):
     reads, the networks side by side; for the update of the running statistics alone."""
     norm_square_N: Tensor | None = None
     """Mean of the squares; None as `norm_mean_N`."""
+    sample_scores_BS: Tensor | None = None
+    """Of each sample the mean over its tokens of each expert's score, without noise and before a
+    graph, with its gradient; None unless a loss over pairs of samples asks for it."""
+    sample_inputs_BD: Tensor | None = None
+    """Of each sample the mean over its tokens of what the router reads; None as
+    `sample_scores_BS`."""
+    similarity_loss: Tensor | None = None
+    """The loss of sample similarity, which the loop puts in the place of both, with its
+    gradient."""
     tokens: Tensor | None = None
     """How many tokens all this is of, without padding; None: as many in every micro-batch."""
 

@@ -11,7 +11,7 @@ Shapes: B images, D width, K classes.
 from typing import Literal
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import SectionError
 from model.initialization import Initializer
@@ -26,6 +26,7 @@ from model.mumoe.config import (
 from model.mumoe.gating import Gate
 from model.mumoe.statistics import gate_statistics
 from model.output import RoutingStats
+from model.samples import SampleStatistics
 
 
 class MuMoEHeadConfig(FactorizedExperts):
@@ -102,7 +103,7 @@ class MuMoEHeadConfig(FactorizedExperts):
         return FACTORIZATIONS[self.factorization]
 
 
-class MuMoEHead(nn.Module):
+class MuMoEHead(SampleStatistics):
     """A gate and one factorized layer.
 
     Args:
@@ -132,7 +133,8 @@ class MuMoEHead(nn.Module):
         """
         output = self.gate(z_BD)
         logits_BK: Tensor = self.layer(z_BD, self.gate.mixing_weights(output, z_BD.dtype))
-        return logits_BK, gate_statistics(output)._replace(name="head")
+        stats = gate_statistics(output)._replace(name="head")
+        return logits_BK, self.with_samples(stats, output.coefficients, z_BD.unsqueeze(1))
 
     def gate_columns(self) -> list[Tensor]:
         """The gate's columns, of each level [N, D]."""

@@ -19,9 +19,10 @@ from model.mumoe.gating import Gate
 from model.mumoe.statistics import gate_statistics
 from model.output import RoutingStats
 from model.padding import RealTokens, pack, unpack
+from model.samples import SampleStatistics
 
 
-class MuMoE(FeedForward):
+class MuMoE(FeedForward, SampleStatistics):
     """A gate and two factorized layers.
 
     Args:
@@ -61,7 +62,9 @@ class MuMoE(FeedForward):
         z_MD = pack(normalized_BTD.flatten(0, 1), real)
         coefficients = self.gate.mixing_weights(output, z_MD.dtype)
         y_MD = unpack(self.down(self.up(z_MD, coefficients), coefficients), real)
-        return self.dropout(y_MD.view_as(normalized_BTD)), gate_statistics(output, real)
+        stats = gate_statistics(output, real)
+        stats = self.with_samples(stats, output.coefficients, u_BTD, real)
+        return self.dropout(y_MD.view_as(normalized_BTD)), stats
 
     def gate_columns(self) -> list[Tensor]:
         """The gate's columns, of each level [N, D]: rows of the weight as it is stored."""

@@ -7,13 +7,14 @@ experts, K experts of a token.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.interface import FeedForwardContext
 from model.output import RoutingStats
 from model.padding import RealTokens, counted, pack, unpack
+from model.samples import SampleStatistics
 from model.smoe.config import SparseMoEConfig
 from model.smoe.graph import GRAPHS
 from model.smoe.losses import (
@@ -36,7 +37,7 @@ class Routing(NamedTuple):
     """The statistics, with an empty name."""
 
 
-class Router(nn.Module):
+class Router(SampleStatistics):
     """A router with any score and any graph.
 
     Args:
@@ -115,7 +116,7 @@ class Router(nn.Module):
             head_entropy_A=mixed.head_entropy_A,
             tokens=None if real is None else counted(real, mixed_NE.dtype),
         )
-        return Routing(selected, stats)
+        return Routing(selected, self.with_samples(stats, [clean_NE], u_BTD, real))
 
     def select(self, mixed_NE: Tensor, noisy_NE: Tensor) -> Selected:
         """Selects experts.

@@ -18,7 +18,6 @@ from parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
 from train.evaluation.evaluate import evaluate
 from train.evaluation.rewriting import rewriting
 from train.evaluation.robustness import robustness
-from train.evaluation.specialization import specialization
 from train.loop.device import memory_of_process
 from train.loop.metrics import Metrics, peak_memory_bytes
 from train.loop.statistics import StepStatistics
@@ -93,15 +92,6 @@ def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
     except Exception as error:
         return type(error).__name__, str(error), getattr(error, "exit_status", -1)
     return "none", "", 0
-
-
-def specialization_error(path: Path) -> str:
-    """The error of `polyad evaluate --specialization`."""
-    try:
-        specialization(path)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def evaluation(path: Path, **options: Any) -> dict[str, Any]:

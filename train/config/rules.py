@@ -6,6 +6,7 @@ from pathlib import Path
 from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
 from model.settings import ModelSettings
+from model.vision import ImageModelSettings
 from parallel.dims import Dims
 from train.config.run import RunConfig
 from train.config.text import flatten
@@ -58,6 +59,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
     check_load_loss(config)
+    check_sample_similarity(config)
     if config.adapt.lora is not None and config.checkpoint.init_from is None:
         raise ConfigError(
             "adapt.lora: needs the weights that it is added to: checkpoint.init_from, a "
@@ -236,6 +238,41 @@ def check_load_loss(config: RunConfig) -> None:
             f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
             f"feed-forward of kind: smoe or emoe with router_noise above 0; without one 0 is "
             f"allowed"
+        )
+
+
+def check_sample_similarity(config: RunConfig) -> None:
+    """Checks that the loss of sample similarity has experts, pairs of samples and distances.
+
+    Raises:
+        ConfigError: it has not, or the layout would count its gradient several times.
+    """
+    pairs = config.loss.sample_similarity
+    if pairs is None:
+        return
+    head = getattr(config.model, "head", None)
+    kinds = {config.model.known_feed_forward().kind, getattr(head, "kind", head)}
+    if not kinds & {"smoe", "emoe", "mumoe"}:
+        raise ConfigError(
+            f"loss.sample_similarity: is not allowed with {_kinds(config)}, which has no experts "
+            f"that samples could share; null is"
+        )
+    if pairs.of == "input" and not isinstance(config.model, ImageModelSettings):
+        raise ConfigError(
+            f"loss.sample_similarity.of: input is not allowed with model.kind: "
+            f"{config.model.kind}, whose inputs are token ids, which have no distance; layer_input "
+            f"is"
+        )
+    if config.train.micro_batch_size < 2:
+        raise ConfigError(
+            f"train.micro_batch_size: {config.train.micro_batch_size} is not allowed with "
+            f"loss.sample_similarity, which compares the samples of a micro-batch; 2 or more is"
+        )
+    size = config.parallel.tensor_parallel_size
+    if size > 1 and "mumoe" in kinds:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size: {size} is not allowed with loss.sample_similarity and "
+            f"a muMoE, whose gate would get its gradient {size} times; 1 is"
         )
 
 

@@ -1,10 +1,12 @@
-"""`polyad evaluate --specialization`: for how many classes each expert matters."""
+"""`polyad evaluate --specialization`: how experts divide the work; of images also for how many
+classes each expert matters, by leaving it out."""
 
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from data.evaluation import evaluation_batches
 from data.text.manifest import SplitName
@@ -14,10 +16,18 @@ from train.config.smaller import to_evaluate
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
-from train.experts.probing import routed_head, routed_layers
+from train.evaluation.routing_measures import classes_of, measure_sequences, measure_text
+from train.experts.probing import RoutedLayer, deciding, routed_head, routed_layers
+from train.experts.routing_measures import RoutingMeasures
 from train.experts.specialization import LeaveOneOut, polysemanticity
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
+from train.tasks.images import ImageClassification
+from train.tasks.sequences import SequenceTask
+from train.tasks.text import TextTask
+
+UNITS = ("images", "sequences", "tokens")
+"""What is read."""
 
 
 def specialization(
@@ -29,11 +39,14 @@ def specialization(
     weights: Choice = "trained",
     base: Path | None = None,
 ) -> dict[str, Any]:
-    """Measures class polysemanticity of all experts, in one process or under torchrun.
+    """Measures how experts divide the work, in one process or under torchrun.
+
+    Of every router the entropies of its probabilities, and what its experts tell about labels; of
+    images with one class each also the class polysemanticity of all experts.
 
     Args:
         path: a checkpoint, or a run whose newest one is taken.
-        data: prepared images; None takes the run's.
+        data: as `data.path`; None takes the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
@@ -46,13 +59,17 @@ def specialization(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights, base)
-    task, config = opened.images("--specialization"), opened.config
+    task, config = opened.task, opened.config
+    if not isinstance(task, ImageClassification | SequenceTask | TextTask):
+        raise ConfigError(
+            f"--specialization: is not allowed with data.kind: {config.data.kind}; images, "
+            f"attributes, sequences, text and masked_text have it"
+        )
     task.check_split(split)
     world = comm.initialize(config.parallel.timeout_minutes)
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
-    names = task.data.manifest.class_names
-    with explain_out_of_memory(lambda: "leaving out experts", world, to_evaluate(config)):
+    with explain_out_of_memory(lambda: "measuring experts", world, to_evaluate(config)):
         model = load_model(opened.checkpoint, world.device, config.train.precision)
         head = routed_head(model)
         layers = [*routed_layers(model), *([head] if head else [])]
@@ -60,36 +77,84 @@ def specialization(
             raise ConfigError(
                 f"--specialization: {path}: its model has no experts, in blocks or as its head"
             )
-        counts = [LeaveOneOut(model, layer, len(names), opened.batch_size) for layer in layers]
-        total = task.units_of(split)
-        report = Progress("leave out experts", total, "img") if world.is_main else None
-        done = 0
-        for batch, counts_B in evaluation_batches(
-            task.held_out(split),
-            total,
-            opened.batch_size,
-            rank=world.data_parallel_rank,
-            ranks=world.data_parallel_size,
-            num_workers=task.settings.num_workers,
-        ):
-            images_BCHW = task.inputs(batch.images_BCHW[counts_B].to(world.device))
-            labels_B = batch.labels_B[counts_B].to(world.device)
-            for count in counts if len(labels_B) else []:
-                count.add(images_BCHW, labels_B)
-            done += len(counts_B) * world.data_parallel_size
-            if report is not None:
-                report(min(1.0, done / total))
+        rest = (split, opened.batch_size, world)
+        if isinstance(task, ImageClassification):
+            found = _images(model, layers, task, *rest)
+        elif isinstance(task, SequenceTask):
+            measures = measure_sequences(model, layers, task, *rest)
+            found = {"sequences_scored": measures.samples, "layers": _levels(measures, world)}
+        else:
+            measures, tokens = measure_text(model, layers, task, *rest)
+            found = {
+                "tokens_scored": tokens,
+                "windows_scored": measures.samples,
+                "layers": _levels(measures, world),
+            }
     return {
         "checkpoint": str(opened.checkpoint.folder),
         "step": opened.checkpoint.training_step,
         "data": task.name,
+        "data_kind": config.data.kind,
         "split": split,
-        "images_scored": total,
-        "layers": {count.layer.name: _layer(count, names, total, world) for count in counts},
+        **found,
         "weights": weights,
         "precision": config.train.precision,
         "processes": world.size,
         "seconds": time.monotonic() - started,
+    }
+
+
+def _levels(measures: RoutingMeasures, world: comm.World) -> dict[str, Any]:
+    found = measures.result(lambda values: comm.sum_over_samples(values, world)).to_json()
+    return {name: {"levels": levels} for name, levels in found.items()}
+
+
+@torch.inference_mode()
+def _images(
+    model: nn.Module,
+    layers: list[RoutedLayer],
+    task: ImageClassification,
+    split: SplitName,
+    batch_size: int,
+    world: comm.World,
+) -> dict[str, Any]:
+    """Reads all images. Those with attributes have no one class: entropies alone are known."""
+    total, names = task.units_of(split), list(task.data.manifest.class_names)
+    measures = RoutingMeasures(layers, total, world.device)
+    counts: list[LeaveOneOut] = []
+    if not task.has_attributes:
+        measures.by_class(*classes_of(task, split))
+        counts = [LeaveOneOut(model, layer, len(names), batch_size) for layer in layers]
+    report = Progress("leave out experts", total, "img") if world.is_main else None
+    done, first = 0, world.data_parallel_rank
+    for batch, counts_B in evaluation_batches(
+        task.held_out(split),
+        total,
+        batch_size,
+        rank=world.data_parallel_rank,
+        ranks=world.data_parallel_size,
+        num_workers=task.settings.num_workers,
+    ):
+        images_BCHW = task.inputs(batch.images_BCHW[counts_B].to(world.device))
+        labels_B = batch.labels_B[counts_B].to(world.device)
+        if len(labels_B):
+            with deciding(model, layers) as decisions:
+                model(images_BCHW)
+            number_B = torch.arange(len(labels_B), device=world.device) + first * len(counts_B)
+            measures.add(decisions, None, number_B)
+        for count in counts if len(labels_B) else []:
+            count.add(images_BCHW, labels_B)
+        done += len(counts_B) * world.data_parallel_size
+        first += world.data_parallel_size
+        if report is not None:
+            report(min(1.0, done / total))
+    left_out = {count.layer.name: _layer(count, names, total, world) for count in counts}
+    return {
+        "images_scored": total,
+        "layers": {
+            name: left_out.get(name, {}) | levels
+            for name, levels in _levels(measures, world).items()
+        },
     }
 
 
@@ -120,18 +185,59 @@ def _layer(count: LeaveOneOut, names: list[str], images: int, world: comm.World)
 
 def specialization_table(result: dict[str, Any]) -> str:
     """A result for a person."""
+    read = next(name for name in UNITS if f"{name}_scored" in result)
     rows = [
         ("checkpoint", f"{result['checkpoint']} (step {result['step']:,})"),
-        ("split", f"{result['split']} of {result['data']}, {result['images_scored']:,} images"),
+        ("split", f"{result['split']} of {result['data']}, {result[f'{read}_scored']:,} {read}"),
         ("processes", f"{result['processes']}"),
     ]
+    if result["data_kind"] == "attributes":
+        rows.append(("not known", "polysemanticity, information, purity: they need one class each"))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
-    width = max(map(len, result["layers"]))
-    lines += ["", f"{'':{width}}  polysemanticity  experts that matter  computed again"]
-    for name, layer in result["layers"].items():
+    return "\n".join([*lines, *_left_out_rows(result["layers"]), *_measure_rows(result["layers"])])
+
+
+def _left_out_rows(layers: dict[str, Any]) -> list[str]:
+    """Polysemanticity, of models of images with one class each."""
+    if not all("polysemanticity" in layer for layer in layers.values()):
+        return []
+    width = max(map(len, layers))
+    lines = ["", f"{'':{width}}  polysemanticity  experts that matter  computed again"]
+    for name, layer in layers.items():
         mean = "none" if layer["polysemanticity"] is None else f"{layer['polysemanticity']:.4f}"
         matter = f"{layer['experts_that_matter']:,} of {layer['experts']:,}"
         again = f"{100 * layer['share_of_all_pairs']:.2f}%"
         lines.append(f"{name:{width}}  {mean:>15}  {matter:>19}  {again:>14}")
-    return "\n".join(lines)
+    return lines
+
+
+def _measure_rows(layers: dict[str, Any]) -> list[str]:
+    """Entropies of each level, and what its experts tell about each kind of label."""
+    heads = ("", "H_s", "H_u", "at most", "I(E; Y)", "by chance", "normalized", "purity")
+    table: list[tuple[str, ...]] = []
+    for name, layer in layers.items():
+        for number, level in enumerate(layer["levels"]):
+            title = name if len(layer["levels"]) == 1 else f"{name}, level {number}"
+            entropies = (level["entropy_bits"], level["usage_entropy_bits"])
+            told = (*map(_number, entropies), f"{level['highest_entropy_bits']:.2f}")
+            table.append((title, *told, "", "", "", ""))
+            for label, each in level["labels"].items():
+                chance = f"{each['information_bits_by_chance']:.4f}"
+                ratios = (each["normalized_information"], each["purity"])
+                said = (_number(each["information_bits"]), chance, *map(_number, ratios))
+                table.append((f"  by {label}", "", "", "", *said))
+    widths = [max(len(row[column]) for row in (heads, *table)) for column in range(len(heads))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in (heads, *table)
+    ]
+    return ["", "entropies and information in bits, 95% intervals over samples", *lines]
+
+
+def _number(measure: dict[str, Any]) -> str:
+    """A measure, and its interval in brackets."""
+    if measure["interval"] is None:
+        return f"{measure['value']:.4f}"
+    low, high = measure["interval"]
+    return f"{measure['value']:.4f} [{low:.4f}, {high:.4f}]"

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from model.output import RoutingStats
+from model.samples import give_samples
 from parallel import comm
 from parallel.zero import Engine, StepResult
 from train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
 from train.loop.losses import LossConfig, routing_loss
 from train.loop.routing import update_routers
+from train.loop.sample_similarity import Reading, with_sample_similarity
 from train.loop.statistics import Exchanged, StepStatistics
 from train.tasks.task import Batch, Predictor
 
@@ -67,12 +69,16 @@ def issue_step(
     Returns:
         Whether the step was applied, and its numbers, which the host has not waited for.
     """
-    statistics = StepStatistics(engine.device)
+    statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
+    give_samples(engine.module, pairs is not None)
+    read = Reading(engine)
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
-        of_targets, routing = task_losses(engine, next(micro_batches))
+        of_targets, routing = task_losses(engine if pairs is None else read, next(micro_batches))
         loss = of_targets.mean()
+        if pairs is not None:
+            routing = with_sample_similarity(routing, read.inputs, pairs)
         statistics.add(loss, routing)
         auxiliary = routing_loss(routing, losses)
         if auxiliary is not None:

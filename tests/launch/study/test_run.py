@@ -419,7 +419,7 @@ def test_a_run_that_fails_stops_the_study_and_names_itself(tmp_path: Path, data:
 
 def test_two_variants_of_one_seed_see_the_same_batches(finished: Path) -> None:
     batches = {}
-    for one in load_study(finished).runs:
+    for one in load_study(finished).runs({}):
         config = load_config(one.folder / "config.yaml")
         samples = TrainingData.open(config.data).samples(config.model.sequence_length, config.seed)
         batches[one.variant.name] = [samples[i].tolist() for i in range(16)]

@@ -5,19 +5,20 @@ import pytest
 import torch
 
 from model.smoe.selection import Selected
+from train.experts.information import information_bits
 from train.experts.probing import Decision, RoutedLayer
-from train.experts.report.by_class import ExpertsByClass, mutual_information
+from train.experts.report.by_class import ExpertsByClass
 
 
 def test_information_by_hand():
     # Two experts that tell two classes apart wholly: one bit; that know nothing: none.
-    assert mutual_information(np.array([[8.0, 0.0], [0.0, 8.0]])) == pytest.approx(1.0)
-    assert mutual_information(np.array([[3.0, 6.0], [1.0, 2.0]])) == pytest.approx(0.0, abs=1e-12)
+    assert information_bits(np.array([[8.0, 0.0], [0.0, 8.0]])) == pytest.approx(1.0)
+    assert information_bits(np.array([[3.0, 6.0], [1.0, 2.0]])) == pytest.approx(0.0, abs=1e-12)
     # p = [[1/2, 1/4], [0, 1/4]], of experts 3/4 and 1/4, of classes 1/2 and 1/2:
     # 1/2 log2(4/3) + 1/4 log2(2/3) + 1/4 log2 2.
     expected = 0.5 * np.log2(4 / 3) + 0.25 * np.log2(2 / 3) + 0.25
-    assert mutual_information(np.array([[2.0, 1.0], [0.0, 1.0]])) == pytest.approx(expected)
-    assert mutual_information(np.zeros((2, 3))) == 0.0
+    assert information_bits(np.array([[2.0, 1.0], [0.0, 1.0]])) == pytest.approx(expected)
+    assert information_bits(np.zeros((2, 3))) == 0.0
 
 
 def test_chance_is_that_of_whole_sequences():
@@ -36,7 +37,7 @@ def test_chance_is_that_of_whole_sequences():
         selected = Selected(torch.ones_like(ids_N1, dtype=torch.float32), ids_N1)
         counts = ExpertsByClass([layer], ["a", "b"], label_A)
         decision = Decision(levels=[torch.zeros(rows * length, 2)], selected=selected)
-        counts.add(layer.name, decision, row_N, 0)
+        counts.add(layer.name, decision, row_N, torch.arange(rows))
         (level,) = counts.result()[layer.name]
         assert level.counts_SY.sum() == rows * length
         assert low <= level.information <= high

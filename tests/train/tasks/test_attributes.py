@@ -18,11 +18,10 @@ from tests.helpers.runs import (
     rewriting_error,
     run,
     run_expecting_error,
-    specialization_error,
     weights_of,
 )
 from train.evaluation.rewriting import rewriting
-from train.evaluation.specialization import specialization
+from train.evaluation.specialization import specialization, specialization_table
 
 pytestmark = pytest.mark.distributed
 
@@ -183,7 +182,14 @@ def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
     assert same["before"] == same["after"] == far["before"]
     found = workers(1).run(specialization, tmp_path / "run")[0]
     assert list(found["layers"]) == ["head"]
-    assert found["layers"]["head"]["experts"] == 4
+    head = found["layers"]["head"]
+    assert head["experts"] == 4
+    by_class = head["levels"][0]["labels"]["class"]
+    labels = ImageData.open(tmp_path / "images").split("validation").labels
+    held = [int((labels == number).sum()) for number in range(len(by_class["classes"]))]
+    given = [sum(column) for column in zip(*by_class["counts"], strict=True)]
+    assert given == pytest.approx(held)  # a head's coefficients of an image add up to 1
+    assert by_class["purity"]["samples"] == found["images_scored"] == sum(held)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +226,13 @@ def test_settings_that_do_not_fit_are_one_line(workers, config, override, messag
     assert "\n" not in text
 
 
-def test_it_is_not_left_out_of_what_classes_have(workers, config):
+def test_without_one_class_each_only_the_entropies_of_the_gate_are_known(workers, config):
     folder = config.parent / "run"
     assert workers(1).run(run, config, "train.steps=1", "checkpoint.every=1") == [1]
-    text = workers(1).run(specialization_error, folder)[0]
-    assert "--specialization: is not allowed with data.kind: attributes; images has it" in text
+    found = workers(1).run(specialization, folder)[0]
+    (level,) = found["layers"]["head"]["levels"]
+    assert "polysemanticity" not in found["layers"]["head"]
+    assert level["labels"] == {}
+    assert 0 <= level["entropy_bits"]["value"] <= level["usage_entropy_bits"]["value"] <= 2
+    table = specialization_table(found)
+    assert "not known   polysemanticity, information, purity: they need one class each" in table

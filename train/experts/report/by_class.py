@@ -3,47 +3,39 @@
 A class may be any group of sequences or images: also the right choices and the wrong ones, or rows
 with low, middle and high numbers.
 
-Shapes: N tokens, R sequences or images of a batch, A all that are read, Y classes, S experts of all
-levels side by side, P labels: the right ones first, then shuffled ones.
+Shapes: N tokens, R sequences or images of a batch, or tokens, A all samples that are read, Y
+classes, S experts of all levels side by side, P labels: the right ones first, then shuffled ones, G
+groups of samples.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from train.errors import ConfigError
+from train.experts.gate_entropy import Summed
+from train.experts.information import (
+    Matrix,
+    Measured,
+    groups_of_samples,
+    information_bits,
+    measured,
+    normalized_information,
+    purity,
+)
 from train.experts.probing import Decision, RoutedLayer
 
-Matrix = npt.NDArray[np.float64]
 SHUFFLES = 8
 """How often labels are shuffled for what chance alone gives."""
 MOST_LEANING = 10
 """Experts that are named as those that lean most to a class."""
 LEAST_EXPECTED = 5.0
 """Tokens that an expert has to be expected to get of a class before its lift says anything."""
-
-
-def mutual_information(counts_SY: Matrix) -> float:
-    """I(E; Y) of experts and classes, in bits: what the expert of a token tells about its class.
-
-    Args:
-        counts_SY: tokens of each class that every expert gets, or shares of tokens.
-
-    Returns:
-        From 0 to the smaller entropy of both; 0 where nothing was counted.
-    """
-    total = counts_SY.sum()
-    if total <= 0:
-        return 0.0
-    joint_SY = counts_SY / total
-    apart_SY = joint_SY.sum(1, keepdims=True) * joint_SY.sum(0, keepdims=True)
-    some = joint_SY > 0
-    return max(0.0, float((joint_SY[some] * np.log2(joint_SY[some] / apart_SY[some])).sum()))
 
 
 class Lean(NamedTuple):
@@ -76,13 +68,29 @@ class LevelByClass:
     """Names of the classes."""
     counts_SY: Matrix
     """Tokens of each class that every expert gets; of a muMoE sums of coefficients."""
+    counts_GSY: Matrix
+    """The same of groups of sequences or images, which intervals follow from."""
+    samples: int
+    """Sequences, images or windows in all groups."""
     by_chance: float
     """The mean of `information` over labels that were shuffled among the sequences or images."""
 
     @property
     def information(self) -> float:
         """I(E; Y) in bits."""
-        return mutual_information(self.counts_SY)
+        return float(information_bits(self.counts_SY))
+
+    @functools.cached_property
+    def measures(self) -> dict[str, Measured]:
+        """Information in bits, the same over the mean entropy, and purity, with intervals."""
+        return {
+            name: measured(measure, self.counts_GSY, self.samples)
+            for name, measure in (
+                ("information_bits", information_bits),
+                ("normalized_information", normalized_information),
+                ("purity", purity),
+            )
+        }
 
     @property
     def share_S(self) -> Matrix:
@@ -130,6 +138,7 @@ class LevelByClass:
         return {
             "information_bits": self.information,
             "information_bits_by_chance": self.by_chance,
+            "measures": {name: each.to_json() for name, each in self.measures.items()},
             "experts": self.experts,
             "share": self.share_S.tolist(),
             "counts": self.counts_SY.tolist(),
@@ -138,8 +147,94 @@ class LevelByClass:
         }
 
 
-class ExpertsByClass:
-    """Adds up what experts get of each class, in one pass.
+class ExpertCounts:
+    """Adds up what experts get of each class, in one pass, by labels of single rows.
+
+    Args:
+        layers: those that are counted.
+        groups: names of the classes.
+        samples: sequences, images or windows that are read, over all processes.
+        device: where decisions are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        groups: Sequence[str],
+        samples: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._layers, self._groups, self._samples = layers, list(groups), samples
+        self._group_A: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        """Of each layer [G + SHUFFLES, Y, S]: of groups of samples, then of shuffled labels."""
+        for layer in layers:
+            size = len(groups) * layer.num_experts
+            tables, group_A = groups_of_samples(samples, size)
+            self._group_A[layer.name] = group_A.to(device)
+            self._counts[layer.name] = torch.zeros(
+                *(tables + SHUFFLES, len(groups), layer.num_experts),
+                dtype=torch.float64,
+                device=device,
+            )
+
+    def count(self, name: str, given_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
+        """Adds rows.
+
+        Args:
+            name: of the layer.
+            given_RS: what each row gives to every expert, fp64; see `given`.
+            label_PR: its class, and shuffled ones; -1: it does not count.
+            number_R: that of the sample that it belongs to.
+        """
+        flat = self._counts[name].flatten(0, 1)
+        classes, tables = len(self._groups), len(self._counts[name]) - SHUFFLES
+        for shuffle, label_R in enumerate(label_PR):
+            counted_R = label_R >= 0
+            table_R = self._group_A[name][number_R[counted_R]]
+            if shuffle:
+                table_R = torch.full_like(table_R, tables + shuffle - 1)
+            flat.index_add_(0, table_R * classes + label_R[counted_R], given_RS[counted_R])
+
+    def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
+        """The levels of each layer, by the layer's name.
+
+        Args:
+            summed: over processes.
+
+        Raises:
+            ConfigError: coefficients are not finite.
+        """
+        found: dict[str, list[LevelByClass]] = {}
+        for layer in self._layers:
+            counts_SY = summed(self._counts[layer.name]).mT.cpu().numpy()
+            if not np.isfinite(counts_SY).all():
+                raise ConfigError(
+                    f"the coefficients of {layer.name} are not finite: its weights hold NaN or "
+                    f"inf, or are too large"
+                )
+            first, levels = 0, []
+            for size in layer.levels:
+                columns = range(first, first + size)
+                of_level_SY = counts_SY[:, first : first + size]
+                of_groups_GSY = of_level_SY[:-SHUFFLES]
+                levels.append(
+                    LevelByClass(
+                        experts=[layer.expert_name(column) for column in columns],
+                        groups=self._groups,
+                        counts_SY=of_groups_GSY.sum(0),
+                        counts_GSY=of_groups_GSY,
+                        samples=self._samples,
+                        by_chance=float(information_bits(of_level_SY[-SHUFFLES:]).mean()),
+                    )
+                )
+                first += size
+            found[layer.name] = levels
+        return found
+
+
+class ExpertsByClass(ExpertCounts):
+    """Counts by the class of whole sequences or images.
 
     The shuffled labels are those of whole sequences, since tokens of one sequence are alike: labels
     of single tokens would make chance look smaller than it is.
@@ -158,63 +253,26 @@ class ExpertsByClass:
         group_A: Tensor,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._layers, self._groups = layers, list(groups)
+        super().__init__(layers, groups, len(group_A), device)
         generator = torch.Generator().manual_seed(0)
         shuffled = [
             group_A[torch.randperm(len(group_A), generator=generator)] for _ in range(SHUFFLES)
         ]
-        self._group_PA = torch.stack([group_A, *shuffled]).to(device)
-        self._counts_PYS = {
-            layer.name: torch.zeros(
-                *(1 + SHUFFLES, len(groups), layer.num_experts), dtype=torch.float64, device=device
-            )
-            for layer in layers
-        }
+        self._class_PA = torch.stack([group_A, *shuffled]).to(device)
 
-    def add(self, name: str, decision: Decision, row_N: Tensor, first: int) -> None:
+    def add(self, name: str, decision: Decision, row_N: Tensor, number_R: Tensor) -> None:
         """Adds what a layer decided for a batch.
 
         Args:
             name: of the layer.
             decision: for tokens that are real.
             row_N: of each of them the row of the batch that it belongs to.
-            first: the number of the batch's first row among all that are read.
+            number_R: that of each row among all that are read.
         """
         given_NS = given(decision)
-        rows = int(row_N[-1]) + 1  # ascending, and no row is without a token
-        given_RS = given_NS.new_zeros(rows, given_NS.shape[1]).index_add_(0, row_N, given_NS)
-        for counts_YS, group_A in zip(self._counts_PYS[name], self._group_PA, strict=True):
-            counts_YS.index_add_(0, group_A[first : first + rows], given_RS)
-
-    def result(self) -> dict[str, list[LevelByClass]]:
-        """The levels of each layer, by the layer's name.
-
-        Raises:
-            ConfigError: coefficients are not finite.
-        """
-        found: dict[str, list[LevelByClass]] = {}
-        for layer in self._layers:
-            counts_PSY = self._counts_PYS[layer.name].mT.cpu().numpy()
-            if not np.isfinite(counts_PSY).all():
-                raise ConfigError(
-                    f"the coefficients of {layer.name} are not finite: its weights hold NaN or "
-                    f"inf, or are too large"
-                )
-            first, levels = 0, []
-            for size in layer.levels:
-                columns = range(first, first + size)
-                of_level_PSY = counts_PSY[:, first : first + size]
-                levels.append(
-                    LevelByClass(
-                        experts=[layer.expert_name(column) for column in columns],
-                        groups=self._groups,
-                        counts_SY=of_level_PSY[0],
-                        by_chance=float(np.mean([mutual_information(c) for c in of_level_PSY[1:]])),
-                    )
-                )
-                first += size
-            found[layer.name] = levels
-        return found
+        given_RS = given_NS.new_zeros(len(number_R), given_NS.shape[1])
+        given_RS.index_add_(0, row_N, given_NS)
+        self.count(name, given_RS, self._class_PA[:, number_R], number_R)
 
 
 def given(decision: Decision) -> Tensor:

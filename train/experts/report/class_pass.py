@@ -17,6 +17,7 @@ from torch import Tensor
 from data.sequences.schemas import Metric
 from train.errors import ConfigError
 from train.experts.report.by_class import LevelByClass
+from train.experts.routing_measures import Division
 from train.tasks.benchmark_metrics import ClassScore, scores_of_predictions
 
 FEW_CLASSES = 20
@@ -89,6 +90,8 @@ class ClassPass:
     """What experts are counted by: the classes, or what stands for them."""
     layers: Mapping[str, list[LevelByClass]]
     """Of each layer its levels, by the layer's name."""
+    division: Division
+    """How experts divide the work: the same, and the entropies of gates."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -110,6 +113,10 @@ class ClassPass:
             "expert_classes": self.groups,
             "experts": {
                 name: [level.to_json() for level in levels] for name, levels in self.layers.items()
+            },
+            "entropies": {
+                name: [level.to_json() for level in levels]
+                for name, levels in self.division.entropies.items()
             },
         }
 

@@ -10,6 +10,7 @@ from train.experts.report.class_pass import ClassPass
 from train.experts.report.history import History, last
 from train.experts.report.image_pass import ImagePass
 from train.experts.report.snippets import Piece, Place
+from train.experts.routing_measures import Division
 from train.tasks.task import Task
 
 
@@ -53,6 +54,8 @@ class TextPass:
     """Tokens of the whole split."""
     layers: dict[str, list[ExpertReport]]
     """By the layer's name."""
+    division: Division
+    """How experts divide the work, by classes of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +121,12 @@ class Report:
         }
 
     @property
+    def division(self) -> Division | None:
+        """How experts divide the work; None where nothing was read that has experts."""
+        read = self.classes or self.text
+        return read.division if read is not None and read.division.entropies else None
+
+    @property
     def validation(self) -> float | None:
         """The newest validation score of training."""
         values = self.history.scalars.get(self.task.validation_score, [])
@@ -129,6 +138,7 @@ def _text(text: TextPass) -> dict[str, Any]:
         "data": text.data,
         "split": text.split,
         "tokens": text.tokens,
+        "division": text.division.to_json(),
         "layers": {
             name: [
                 {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from train.experts.probing import Decision, RoutedLayer
-from train.experts.report.by_class import ExpertsByClass
 from train.experts.report.class_pass import ClassPass, Described, Outcomes
+from train.experts.routing_measures import RoutingMeasures
 from train.tasks.benchmark_metrics import accuracy
 from train.tasks.images import ImageClassification
 
@@ -38,7 +38,8 @@ class ImageClasses:
         self._task, self._split, self._numbers = task, split, torch.tensor(numbers)
         self._names = list(task.data.manifest.class_names)
         class_A = torch.as_tensor(np.asarray(task.data.split(split).labels)[numbers]).long()
-        self._experts = ExpertsByClass(layers, self._names, class_A, device)
+        self._experts = RoutingMeasures(layers, len(class_A), device)
+        self._experts.by_class(self._names, class_A)
         self._outcomes = Outcomes()
 
     def add(
@@ -53,14 +54,12 @@ class ImageClasses:
             first: the number of the first image among those that are read.
         """
         size = len(labels_B)
+        number_B = torch.arange(first, first + size, device=labels_B.device)
         losses_B, probabilities_BK = self._task.examined(logits_BK.float(), labels_B)
         self._outcomes.add(
             self._numbers[first : first + size], labels_B, probabilities_BK, losses_B
         )
-        for name, decision in decisions.items():
-            tokens = len(decision.levels[0])
-            row_N = torch.arange(size, device=labels_B.device).repeat_interleave(tokens // size)
-            self._experts.add(name, decision, row_N, first)
+        self._experts.add(decisions, None, number_B)
 
     def result(self, examples: int) -> ClassPass:
         """What was found.
@@ -78,6 +77,7 @@ class ImageClasses:
             describe=lambda number: Described([], self._names),
             measure=lambda labels, predicted: {"accuracy": accuracy(labels, predicted)},
         )
+        division = self._experts.result()
         return ClassPass(
             task="classification",
             data=self._task.name,
@@ -85,6 +85,7 @@ class ImageClasses:
             unit=self._task.unit.name,
             of_samples=self._task.units_of(self._split),
             groups=self._names,
-            layers=self._experts.result(),
+            layers=division.by_label["class"],
+            division=division,
             **found,
         )

@@ -6,6 +6,7 @@ from train.experts.report.by_class_page import by_class_section
 from train.experts.report.charts import WIDE, Line, legend, line_chart, number
 from train.experts.report.class_page import CLASS_CSS, class_section, class_title
 from train.experts.report.content import Report
+from train.experts.report.division_page import DIVISION_TITLE, division_section
 from train.experts.report.history import Series
 from train.experts.report.image_page import image_style
 from train.experts.report.layers import figure, layers_section, layers_title, maximum_entropy
@@ -46,7 +47,8 @@ def render(report: Report) -> str:
     """
     title = f"{report.run}: Polyad report"
     best = " (the best validation)" if report.is_best else ""
-    more = CLASS_CSS if report.classes is not None else ""
+    tables = report.classes is not None or report.division is not None
+    more = CLASS_CSS if tables else ""
     more += "" if report.images is None else image_style(report.images)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -54,6 +56,7 @@ def render(report: Report) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{escape(title)}</title><style>{CSS}{more}</style></head>\n<body><main>\n"
         f"{_header(report)}\n{_loss(report)}\n{class_section(report)}\n{by_class_section(report)}\n"
+        f"{division_section(report)}\n"
         f"{_over_time(report)}\n{layers_section(report)}\n"
         f"<footer>Made by <code>polyad report</code> from {escape(report.checkpoint)}{best} and "
         f"the run's metrics.jsonl.</footer>\n</main></body></html>\n"
@@ -87,6 +90,8 @@ def _header(report: Report) -> str:
     if report.classes is not None:
         links.append(("classes", class_title(report.classes)))
         links += [("by-class", "Experts by class")] if report.classes.layers else []
+    if report.division is not None:
+        links.append(("division", DIVISION_TITLE))
     if report.routed:
         links += [("time", "Experts over time"), ("layers", layers_title(report))]
     nav = "".join(f'<a href="#{place}">{text}</a>' for place, text in links)

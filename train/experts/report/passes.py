@@ -83,7 +83,7 @@ def pass_over_text(
     total = prepared.manifest.splits[split].tokens
     expected = min(total, text.count * text.length)
     with _loaded(weights, kept) as model:
-        tokens, reports = read_text(
+        found = read_text(
             model,
             layers,
             text,
@@ -91,7 +91,14 @@ def pass_over_text(
             name=str(weights.folder),
             progress=Progress(f"read {split}", expected),
         )
-    return TextPass(data=str(path), split=split, tokens=tokens, of_tokens=total, layers=reports)
+    return TextPass(
+        data=str(path),
+        split=split,
+        tokens=found.tokens,
+        of_tokens=total,
+        layers=found.layers,
+        division=found.division,
+    )
 
 
 def pass_over_images(

@@ -19,12 +19,13 @@ from data.text.dataset import TokenStream
 from data.text.tokenizers.tokenizer import Tokenizer
 from data.text.windows import EvaluationWindows
 from train.errors import ConfigError
-from train.experts.probing import RoutedLayer
+from train.experts.probing import RoutedLayer, deciding
 from train.experts.report.coefficients import Reader, reading
 from train.experts.report.content import ExpertReport, Snippet
 from train.experts.report.snippets import Documents, Place, pieces
 from train.experts.report.top_tokens import TopTokens, choose_experts
 from train.experts.report.words import WordTokens
+from train.experts.routing_measures import Division, RoutingMeasures, TokenLabels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,17 @@ class Text:
         return begin, min(begin + self.length, self.stream.num_tokens)
 
 
+class TextRead(NamedTuple):
+    """What the text says of experts."""
+
+    tokens: int
+    """Tokens that were read."""
+    layers: dict[str, list[ExpertReport]]
+    """Of each layer the experts that are shown."""
+    division: Division
+    """How all experts divide the work, by classes of tokens."""
+
+
 def read_text(
     model: nn.Module,
     layers: Sequence[RoutedLayer],
@@ -109,7 +121,7 @@ def read_text(
     *,
     name: str,
     progress: Callable[[float], None] = lambda share: None,
-) -> tuple[int, dict[str, list[ExpertReport]]]:
+) -> TextRead:
     """Reads the text.
 
     Args:
@@ -120,9 +132,6 @@ def read_text(
         name: of the weights, for an error.
         progress: is told the share done after each batch.
 
-    Returns:
-        How many tokens were read, and of each layer the experts that are shown.
-
     Raises:
         ConfigError: coefficients are not finite.
     """
@@ -132,13 +141,18 @@ def read_text(
         for _ in range(2)
     )
     are_words = WordTokens(text.tokenizer)
-    with reading(model, layers) as read:
+    measures = RoutingMeasures(layers, text.count, device)
+    labels = TokenLabels(text.tokenizer, text.stream, text.count, text.length)
+    measures.by_token(labels.sorted_by)
+    with reading(model, layers) as read, deciding(model, layers) as decisions:
         done = 0
         for numbers, input_BT, position_BT in text.batches(text.numbers()):
             word_position_BT = position_BT.where(are_words(input_BT), -1).to(device)
             for layer_name, a_BTS in read(input_BT.to(device)).items():
                 tops[layer_name].add(a_BTS, position_BT.to(device))
                 word_tops[layer_name].add(a_BTS, word_position_BT)
+            number_B = torch.arange(done, done + len(numbers))
+            measures.add_text(decisions, *labels(input_BT, position_BT >= 0, number_B))
             done += len(numbers)
             progress(done / text.count)
         columns = {layer.name: _columns(layer, tops[layer.name], choice, name) for layer in layers}
@@ -162,7 +176,7 @@ def read_text(
             )
             for column in columns[layer.name]
         ]
-    return tokens, reports
+    return TextRead(tokens, reports, measures.result())
 
 
 def _columns(layer: RoutedLayer, top: TopTokens, choice: Choice, name: str) -> list[int]:

@@ -16,8 +16,8 @@ from data.evaluation import evaluation_batches
 from data.sequences.encoding import form_of
 from data.sequences.samples import SequenceBatch
 from train.experts.probing import RoutedLayer, deciding
-from train.experts.report.by_class import ExpertsByClass
 from train.experts.report.class_pass import ClassPass, Described, Outcomes
+from train.experts.routing_measures import RoutingMeasures
 from train.tasks.benchmark_metrics import METRICS
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.sequences import SequenceTask
@@ -59,7 +59,8 @@ def read_sequences(
     labels_N = task.data.encoded(split).labels_N
     assert labels_N is not None
     groups, group_A = groups_of(task, labels_N[row_of])
-    experts = ExpertsByClass(layers, groups, torch.from_numpy(group_A), device)
+    experts = RoutingMeasures(layers, len(group_A), device)
+    experts.by_class(groups, torch.from_numpy(group_A))
     outcomes, done = Outcomes(), 0
     with deciding(model, layers) as decisions, torch.inference_mode():
         for read, counts_B in evaluation_batches(rows, len(rows), batch_size):
@@ -71,9 +72,10 @@ def read_sequences(
                 outcomes.add_numbers(number_B, batch.labels_B, outputs_BK[:, 0], losses_B)
             else:
                 outcomes.add(number_B, batch.labels_B, outputs_BK.softmax(-1), losses_B)
-            row_N = batch.mask_BCT.flatten(0, 1).nonzero()[:, 0]
-            for name, decision in decisions.items():
-                experts.add(name, decision, row_N, done * task.data.choices)
+            mask_RT = batch.mask_BCT.flatten(0, 1)
+            row_N = mask_RT.nonzero()[:, 0]
+            number_R = torch.arange(len(mask_RT), device=device) + done * task.data.choices
+            experts.add(decisions, row_N, number_R)
             done += len(batch.labels_B)
             progress(done / len(rows))
     found = outcomes.result(
@@ -85,6 +87,7 @@ def read_sequences(
             name: METRICS[name](labels, predicted) for name in task.schema.metrics
         },
     )
+    division = experts.result()
     return ClassPass(
         task=task.schema.task,
         data=task.name,
@@ -92,7 +95,8 @@ def read_sequences(
         unit=task.unit.name,
         of_samples=task.data.size(split),
         groups=groups,
-        layers=experts.result(),
+        layers=division.by_label["class"],
+        division=division,
         **found,
     )
 

@@ -1,0 +1,143 @@
+"""Entropies, information and purity: by hand, by scikit-learn and scipy; and their intervals."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import entropy
+from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
+
+from model.smoe.selection import Selected
+from train.errors import ConfigError
+from train.experts.gate_entropy import GateEntropies
+from train.experts.information import (
+    entropy_bits,
+    groups_of_samples,
+    information_bits,
+    measured,
+    normalized_information,
+    purity,
+)
+from train.experts.probing import Decision, RoutedLayer
+
+
+@pytest.mark.parametrize(
+    ("counts", "information", "normalized", "pure"),
+    [
+        ([[8, 0], [0, 8]], 1.0, 1.0, 1.0),  # each expert has a class of its own
+        ([[4, 4], [4, 4]], 0.0, 0.0, 0.5),  # even
+        ([[3, 6], [1, 2]], 0.0, 0.0, 8 / 12),  # uneven, and alike
+        ([[5, 5], [0, 0]], 0.0, 0.0, 0.5),  # one expert has all
+        ([[5, 0], [3, 0]], 0.0, 0.0, 1.0),  # one class is all
+        # Experts 1/2, 1/4, 1/4, classes 1/2, 1/2: each expert is of one class. I = 1 bit, the
+        # entropies are 1.5 and 1.
+        ([[4, 0], [0, 2], [0, 2]], 1.0, 1 / 1.25, 1.0),
+        ([[0, 0], [0, 0]], 0.0, 0.0, 0.0),
+    ],
+)
+def test_tables_by_hand(counts, information, normalized, pure):
+    counts = np.array(counts, dtype=np.float64)
+    assert information_bits(counts) == pytest.approx(information, abs=1e-12)
+    assert normalized_information(counts) == pytest.approx(normalized, abs=1e-12)
+    assert purity(counts) == pytest.approx(pure)
+
+
+def test_random_tables_are_those_of_scikit_learn_and_scipy():
+    generator = np.random.default_rng(0)
+    tables = generator.integers(0, 9, (5, 4, 6)).astype(np.float64)
+    for counts in tables:
+        expert, label = (np.repeat(axis.ravel(), counts.astype(int).ravel())
+                         for axis in np.indices(counts.shape))  # fmt: skip
+        nats = mutual_info_score(expert, label)
+        assert information_bits(counts) == pytest.approx(nats / math.log(2), rel=1e-9)
+        theirs = normalized_mutual_info_score(expert, label)  # over the arithmetic mean
+        assert normalized_information(counts) == pytest.approx(theirs, rel=1e-9)
+        assert entropy_bits(counts.sum(1)) == pytest.approx(entropy(counts.sum(1), base=2))
+    for measure in (information_bits, normalized_information, purity):
+        assert measure(tables).tolist() == [float(measure(counts)) for counts in tables]
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says():
+    """Of 100 samples of a coin, the share of heads: intervals of 95%, 200 times."""
+    generator = np.random.default_rng(1)
+    held = 0
+    for _ in range(200):
+        heads = (generator.random(100) < 0.3).astype(np.float64)
+        sums = np.stack([heads, np.ones(100)], 1)
+        found = measured(lambda each: each[..., 0] / each[..., 1], sums, 100)
+        assert found.low <= found.value <= found.high
+        held += found.low <= 0.3 <= found.high
+    assert 0.89 * 200 <= held <= 0.99 * 200
+
+
+def test_intervals_are_of_samples_and_not_of_tokens():
+    """Ten tokens of each sample that are alike make no interval narrower."""
+    generator = np.random.default_rng(2)
+    tables = np.zeros((60, 2, 2))
+    tables[np.arange(60), generator.integers(0, 2, 60), generator.integers(0, 2, 60)] = 1
+    one, ten = (measured(purity, times * tables, 60) for times in (1, 10))
+    assert (one.low, one.high) == pytest.approx((ten.low, ten.high))
+    assert 0.1 < one.high - one.low < 0.5
+    assert measured(purity, tables[:1], 1)[1:3] == (None, None)
+    assert one == measured(purity, tables, 60)  # seeded
+
+
+def test_groups_hold_equally_many_samples_at_random():
+    groups, group_A = groups_of_samples(1000, 10)
+    assert groups == 200
+    assert group_A.bincount().tolist() == [5] * 200
+    assert group_A[:200].tolist() != list(range(200))
+    assert groups_of_samples(7, 10)[0] == 7
+    assert groups_of_samples(50_000, 64 * 1000)[0] == 32  # 16 MB of a layer
+    assert groups_of_samples(50_000, 10**6)[0] == 20
+
+
+@pytest.mark.slow
+def test_a_thousand_classes_take_seconds():
+    tables = np.random.default_rng(0).random((32, 64, 1000))
+    started = time.monotonic()
+    measured(information_bits, tables, 50_000)
+    assert time.monotonic() - started < 60
+
+
+def decided(*levels, selected=None):
+    return Decision(levels=[torch.tensor(p) for p in levels], selected=selected)
+
+
+def test_entropies_of_gates_by_hand():
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(4, 2))
+    gates = GateEntropies([layer], samples=3)
+    # Tokens of samples 0, 0, 2; one does not count. Entropies 0, 1, 2 and 0, 0, 1 bits.
+    first = [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0, 0, 0, 1.0]]
+    second = [[1.0, 0], [1.0, 0], [0.5, 0.5], [0, 1.0]]
+    gates.add(layer.name, decided(first, second), torch.tensor([0, 0, 2, -1]))
+    upper, lower = gates.result()[layer.name]
+    assert upper.of_token.value == pytest.approx(1.0)
+    assert lower.of_token.value == pytest.approx(1 / 3)
+    assert upper.of_usage.value == pytest.approx(
+        entropy([1.75 / 3, 0.75 / 3, 0.25 / 3, 0.25 / 3], base=2)
+    )
+    assert lower.of_usage.value == pytest.approx(entropy([2.5 / 3, 0.5 / 3], base=2))
+    assert upper.to_json()["highest_entropy_bits"] == 2
+    assert upper.of_token.samples == 3
+
+
+def test_probabilities_of_a_sparse_gate_are_all_of_its_scores():
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(3,))
+    gates = GateEntropies([layer], samples=2)
+    scores = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]
+    one = Selected(torch.ones(2, 1), torch.tensor([[0], [1]]))
+    gates.add(layer.name, decided(scores, selected=one), torch.tensor([0, 1]))
+    (found,) = gates.result()[layer.name]
+    assert found.of_token.value == pytest.approx(1.5)
+    assert found.of_usage.value == pytest.approx(entropy([0.375, 0.375, 0.25], base=2))
+
+
+def test_probabilities_that_are_not_finite_are_one_line():
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(2,))
+    gates = GateEntropies([layer], samples=2)
+    gates.add(layer.name, decided([[math.nan, 0.5]]), torch.tensor([0]))
+    with pytest.raises(ConfigError, match="the coefficients of blocks"):
+        gates.result()

@@ -1,0 +1,76 @@
+"""Classes of tokens, and labels that are moved around in their window."""
+
+import numpy as np
+import pytest
+import torch
+
+from train.experts.token_classes import (
+    BINS,
+    CHARACTERS,
+    Shifts,
+    _by_position,
+    _position_names,
+    character_class,
+    equal_mass,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" the", "letters"),
+        ("é1", "letters"),
+        ("7th", "digits"),
+        (" (", "punctuation"),
+        ("+=", "punctuation"),
+        ("$", "punctuation"),
+        ("\n\n", "space or newline"),
+        (" ", "space or newline"),
+        ("\ufffd", "other"),
+        ("🙂", "other"),
+        ("\x00", "other"),
+        ("", "other"),
+    ],
+)
+def test_characters(text, expected):
+    assert CHARACTERS[character_class(text)] == expected
+
+
+def test_frequencies_by_hand():
+    # 16 tokens of a text in 4 bins of 4. Token 2 is there 6 times, its middle after the third;
+    # token 0 4 times, after the eighth; 3 and 4 twice, after the 11th and 13th; 1 and 5 once.
+    counts = np.array([4, 1, 6, 2, 2, 1])
+    assert equal_mass(counts, 4).tolist() == [2, 3, 0, 2, 3, 3]
+    even = equal_mass(np.full(80, 5), 8)
+    assert np.bincount(even).tolist() == [10] * 8
+    assert equal_mass(np.zeros(3, dtype=np.int64)).max() < BINS
+
+
+@pytest.mark.parametrize("length", [8, 13, 1024])
+def test_positions_have_eight_bins(length):
+    (labels,) = _by_position(torch.zeros(1, length)).tolist()
+    assert sorted(set(labels)) == list(range(8))
+    names = _position_names(length)
+    for number, name in enumerate(names):
+        first, last = map(int, name.split(" to "))
+        assert [t for t in range(length) if labels[t] == number] == list(range(first, last + 1))
+
+
+def test_moved_labels_are_those_of_the_same_window():
+    labels = torch.arange(12).view(2, 6)
+    labels[1, 4:] = -1  # which do not count
+    shifts = Shifts(windows=5, length=6, shuffles=3)
+    found = shifts(labels, torch.tensor([1, 4]))
+    assert found.shape == (4, 2, 6)
+    assert torch.equal(found[0], labels)
+    distances = set()
+    for moved in found[1:, 0].tolist():
+        distance = moved.index(0)
+        distances.add(distance)
+        assert moved == [(t - distance) % 6 for t in range(6)]
+    assert len(distances) > 1
+    for moved in found[1:, 1].tolist():
+        assert moved[4:] == [-1, -1]
+        assert set(moved[:4]) <= {6, 7, 8, 9, -1}
+    alone = shifts(labels[1:], torch.tensor([4]))  # whatever the other windows of the batch are
+    assert torch.equal(alone[:, 0], found[:, 1])

@@ -1,0 +1,253 @@
+"""The loss of sample similarity: equal to its formula, term by term, in value and gradient."""
+
+import pytest
+import torch
+
+from model.build import build_model, materialize, read_model_config
+from model.output import RoutingStats
+from model.padding import RealTokens
+from model.samples import SampleStatistics, give_samples
+from tests.helpers.training import (
+    Case,
+    image_batch,
+    moe_model,
+    mumoe_model,
+    relative,
+    tensors,
+    train,
+)
+from train.loop.losses import LossConfig, routing_loss
+from train.loop.sample_similarity import (
+    Reading,
+    SampleSimilarityConfig,
+    sample_similarity_loss,
+    weigh_by_distance,
+    with_sample_similarity,
+)
+
+DISTANCES = ("squared", "batch_maximum")
+
+
+def config(**changes):
+    return SampleSimilarityConfig(**({"same": 0.7, "different": 1.9} | changes))
+
+
+def by_the_formula(scores, inputs, settings):
+    """Four loops, over x, x', e and e'."""
+    samples, experts = scores.shape
+    distances = [
+        [((a - b) ** 2).sum() if settings.distance == "squared" else (a - b).norm() for b in inputs]
+        for a in inputs
+    ]
+    largest = max(float(d) for row in distances for d in row)
+    scale = 1.0 if settings.distance == "squared" else largest
+    total = torch.zeros((), dtype=torch.float64)
+    for x in range(samples):
+        for other in range(samples):
+            d = distances[x][other].item() / scale
+            for e in range(experts):
+                for f in range(experts):
+                    both = scores[x, e] * scores[other, f] * d
+                    if e == f:
+                        total = total + settings.same * both / experts
+                    else:
+                        total = total - settings.different * both / (experts**2 - experts)
+    return total / (samples**2 - samples)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("rows", [1, 3, 256])
+def test_it_is_the_formula_in_value_and_gradient(distance, rows):
+    torch.manual_seed(0)
+    inputs = torch.randn(7, 2, 3, dtype=torch.float64)
+    inputs[4] = inputs[2]  # a distance of 0, where a root has no gradient
+    logits = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    settings = config(distance=distance)
+    scores = logits.softmax(-1)
+    ours = sample_similarity_loss(
+        scores, weigh_by_distance(inputs, scores, settings, rows), settings
+    )
+    (our_gradient,) = torch.autograd.grad(ours, logits)
+    theirs = by_the_formula(logits.softmax(-1), inputs.flatten(1), settings)
+    (their_gradient,) = torch.autograd.grad(theirs, logits)
+    # A distance is the root of a difference of squares, which rounding leaves near 1e-16, not at 0.
+    close = (
+        {"rtol": 1e-12, "atol": 1e-14} if distance == "squared" else {"rtol": 1e-7, "atol": 1e-9}
+    )
+    torch.testing.assert_close(ours, theirs, **close)
+    torch.testing.assert_close(our_gradient, their_gradient, **close)
+    assert their_gradient.abs().max() > 1e-3
+
+
+def test_it_is_a_number_worked_out_by_hand():
+    # Two samples at a squared distance of 4, two experts. Apart, with <p, p'> = 0: the ordered
+    # pairs give 2 * -(1.9 / 2) * 4 over N^2 - N = 2. Together: 2 * (0.7 / 2) * 4 over 2.
+    inputs = torch.tensor([[0.0], [2.0]], dtype=torch.float64)
+    for scores, expected in (([[1, 0], [0, 1]], -3.8), ([[0, 1], [0, 1]], 1.4)):
+        scores = torch.tensor(scores, dtype=torch.float64)
+        loss = sample_similarity_loss(scores, weigh_by_distance(inputs, scores, config()), config())
+        assert loss.item() == pytest.approx(expected)
+
+
+def test_one_expert_and_equal_samples_are_finite():
+    for samples in (torch.zeros(3, 2), torch.randn(3, 2)):
+        for distance in DISTANCES:
+            settings = config(distance=distance)
+            ones = torch.ones(3, 1, requires_grad=True)
+            loss = sample_similarity_loss(
+                ones, weigh_by_distance(samples, ones, settings), settings
+            )
+            loss.backward()
+            assert loss.isfinite()
+            assert ones.grad.isfinite().all()
+
+
+IMAGES = {"image_size": 8, "patch_size": 4, "num_classes": 4, "num_layers": 2, "hidden_size": 16}
+CP = {"kind": "mumoe", "num_experts": [4, 2], "rank": 8, "hidden_size": 20, "level_std": 0.5}
+MODELS = {
+    "vit sparse": {
+        "kind": "vit", "num_heads": 4, "feed_forward":
+        {"kind": "smoe", "num_experts": 5, "expert_hidden_size": 12, "graph": "similarity"},
+    },
+    "mixer": {
+        "kind": "mixer",
+        "token_feed_forward": CP | {"gate_input": "normalized"},
+        "channel_feed_forward": CP | {"gate_input": "normalized"},
+    },
+    "head": {
+        "kind": "vit", "num_heads": 4, "head": {"kind": "mumoe", "num_experts": [3], "rank": 4}
+    },
+}  # fmt: skip
+
+
+def made(name):
+    model = build_model(read_model_config(IMAGES | MODELS[name]))
+    materialize(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape))
+    return model.double()
+
+
+@pytest.mark.parametrize("of", ["input", "layer_input"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
+    torch.manual_seed(1)
+    model, images = made(name), torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    assert all(stats.sample_scores_BS is None for stats in model(images).routing)
+    give_samples(model, True)
+    read = Reading(model)
+    routing = read(images).routing
+    settings = config(of=of)
+    found = with_sample_similarity(routing, read.inputs, settings)
+    assert len(found) == len(routing) > 0
+    for stats, result in zip(routing, found, strict=True):
+        levels = stats.levels or (stats.sample_scores_BS.shape[1],)
+        inputs = images.flatten(1) if of == "input" else stats.sample_inputs_BD
+        expected = sum(
+            by_the_formula(scores.detach(), inputs, settings)
+            for scores in stats.sample_scores_BS.split(levels, dim=1)
+        )
+        torch.testing.assert_close(result.similarity_loss, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            stats.sample_scores_BS.sum(1), torch.full((5,), float(len(levels))).double()
+        )
+        assert result.sample_scores_BS is result.sample_inputs_BD is None
+    loss = routing_loss(found, LossConfig(sample_similarity=settings))
+    torch.testing.assert_close(loss, torch.stack([x.similarity_loss for x in found]).sum())
+    loss.backward()
+    gates = [p for n, p in model.named_parameters() if "gate" in n or "router.score" in n]
+    assert all(gate.grad.abs().max() > 0 for gate in gates)
+    model.eval()
+    assert all(stats.sample_scores_BS is None for stats in model(images).routing)
+
+
+def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    real = RealTokens.of(mask)
+    layer = SampleStatistics()
+    layer.gives_samples = True
+    u = torch.randn(3, 3, 4)
+    scores = torch.rand(6, 2)
+    found = layer.with_samples(RoutingStats("", scores, scores), [scores], u, real)
+    for sample, rows in enumerate(([0, 1], [2], [3, 4, 5])):
+        inputs = u[sample][mask[sample]].mean(0)
+        torch.testing.assert_close(found.sample_scores_BS[sample], scores[rows].mean(0))
+        torch.testing.assert_close(found.sample_inputs_BD[sample], inputs)
+
+
+def test_the_plain_importance_loss_is_the_root_and_finite_where_scores_are_even():
+    squared = torch.tensor(0.25, requires_grad=True)
+    stats = RoutingStats(name="", load_E=torch.ones(1), entropy=squared, importance_loss=squared)
+    plain = LossConfig(importance=2, importance_form="plain")
+    loss = routing_loss((stats,), plain)
+    assert loss.item() == 2 * 0.5
+    (gradient,) = torch.autograd.grad(loss, squared)
+    assert gradient.item() == pytest.approx(2 * 0.5 / 0.5)
+    even = torch.zeros((), requires_grad=True)
+    loss = routing_loss((stats._replace(importance_loss=even),), plain)
+    (gradient,) = torch.autograd.grad(loss, even)
+    assert loss.item() == gradient.item() == 0
+
+
+SGD = Case(optimizer="sgd", learning_rate=0.1, last_step=3)
+ON = LossConfig(
+    importance=0.1, importance_form="plain",
+    sample_similarity=config(of="layer_input", same=0.5, different=2),
+)  # fmt: skip
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("feed_forward", "layout"),
+    [
+        (moe_model(), {}),
+        pytest.param(moe_model(), {"expert": 2}, marks=pytest.mark.slow),
+        pytest.param(moe_model(), {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(moe_model(), {"stage": 3}, marks=pytest.mark.slow),
+        pytest.param(mumoe_model(), {"stage": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one_with_the_same_micro_batches(
+    workers, tmp_path, feed_forward, layout
+):
+    """Over micro-batches of one size the loss is a mean, over those of a process or of all."""
+    case = SGD.but(model=feed_forward, losses=ON)
+    one = workers(1).run(train, case.but(save_to=str(tmp_path / "one")))[0]
+    two = workers(2).run(train, case.but(save_to=str(tmp_path / "two"), **layout))[0]
+    without = workers(1).run(train, SGD.but(model=feed_forward, save_to=str(tmp_path / "without")))[
+        0
+    ]
+    torch.testing.assert_close(
+        torch.tensor(two["losses"]), torch.tensor(one["losses"]), rtol=1e-5, atol=0
+    )
+    assert one["losses"] != without["losses"]
+    ours, theirs = (tensors(tmp_path / name / "step-00000003") for name in ("two", "one"))
+    assert all(relative(ours[key].double(), theirs[key].double()) < 1e-5 for key in theirs)
+    losses = [
+        {key: value for key, value in each["routing"][-1].items() if "similarity_loss" in key}
+        for each in (one, two)
+    ]
+    assert len(losses[0]) > 1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.slow)])
+def test_pixels_are_compared_in_training(workers, recompute):
+    """The first step's loss is the model's own, computed beside the engine on the same images."""
+    tree = IMAGES | MODELS["vit sparse"] | {"recompute": recompute}
+    case = SGD.but(
+        model=read_model_config(tree), last_step=1, losses=LossConfig(sample_similarity=config())
+    )
+    one, two = (workers(size).run(train, case)[0]["routing"][0] for size in (1, 2))
+    key = "routing/blocks.1.feed_forward/similarity_loss"
+    assert two[key] == pytest.approx(one[key], rel=1e-4)
+    model = build_model(case.model)
+    materialize(model, 7)  # the seed of `train`
+    give_samples(model, True)
+    losses = []
+    for images in image_batch(0, case.model).images_BCHW.split(case.micro_batch):
+        scores = model(images).routing[1].sample_scores_BS.detach()
+        losses.append(by_the_formula(scores, images.flatten(1), config()))
+    assert one[key] == pytest.approx(float(sum(losses) / len(losses)), rel=1e-4)

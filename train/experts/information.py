@@ -1,0 +1,139 @@
+"""Measures of how experts divide the work: entropies and information in bits, with intervals.
+
+    H_s      the mean entropy of the gate's probabilities of single tokens: low if it is decided
+    H_u      the entropy of their mean over all data: high if all experts are used
+    I(E; Y)  what the expert of a token tells about its label
+
+Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture of experts", section
+3. Their code takes H_u of the last batch and I of what the experts predict; here both are of all
+that was read, and of labels.
+
+Shapes: S experts, Y classes, G groups of samples, D draws. All measures take further axes in front.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Matrix = npt.NDArray[np.float64]
+DRAWS = 200
+"""How often groups of samples are drawn anew for an interval."""
+GROUPS, FEWEST_GROUPS = 200, 20
+"""Groups that samples are put into at random, at most; and where each takes much memory."""
+MOST_NUMBERS = 1 << 21
+"""Numbers that the groups of a layer take, unless the fewest take more."""
+OUTSIDE = (0.025, 0.975)
+"""Quantiles that bound an interval."""
+
+
+def entropy_bits(counts: Matrix) -> Matrix:
+    """The entropy in bits of counts, or shares, over the last axis; 0 where there are none."""
+    total = counts.sum(-1)
+    some = np.where(total > 0, total, 1.0)
+    inner = (counts * np.log2(np.where(counts > 0, counts, 1.0))).sum(-1)
+    found: Matrix = np.maximum(0.0, np.log2(some) - inner / some)
+    return found
+
+
+def information_bits(counts_SY: Matrix) -> Matrix:
+    """I(E; Y) of experts and classes: what the expert of a token tells about its class.
+
+    Args:
+        counts_SY: tokens of each class that every expert gets, or shares of tokens.
+
+    Returns:
+        Bits, from 0 to the smaller entropy of both; 0 where nothing was counted.
+    """
+    apart = entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))
+    joint = entropy_bits(counts_SY.reshape(*counts_SY.shape[:-2], -1))
+    found: Matrix = np.maximum(0.0, apart - joint)
+    return found
+
+
+def normalized_information(counts_SY: Matrix) -> Matrix:
+    """I(E; Y) over the mean of the entropies of both, from 0 to 1.
+
+    As `sklearn.metrics.normalized_mutual_info_score` by default, but 0 where both entropies are.
+
+    Args:
+        counts_SY: as of `information_bits`.
+    """
+    mean = (entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))) / 2
+    found: Matrix = np.where(mean > 0, information_bits(counts_SY) / np.where(mean > 0, mean, 1), 0)
+    return found
+
+
+def purity(counts_SY: Matrix) -> Matrix:
+    """The share of tokens that are of the most frequent class of their expert.
+
+    Args:
+        counts_SY: as of `information_bits`.
+    """
+    total = counts_SY.sum((-2, -1))
+    found: Matrix = counts_SY.max(-1).sum(-1) / np.where(total > 0, total, 1.0)
+    return found
+
+
+class Measured(NamedTuple):
+    """A measure and its interval."""
+
+    value: float
+    low: float | None
+    """None of a single sample."""
+    high: float | None
+    samples: int
+    """Sequences, images or windows that were read."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        interval = None if self.low is None else [self.low, self.high]
+        return {"value": self.value, "interval": interval, "samples": self.samples}
+
+
+def measured(
+    measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10
+) -> Measured:
+    """A measure of all samples, and a bootstrap interval over groups of them.
+
+    Groups are drawn with replacement. Draws hold fewer different samples than there are, and by
+    that overstate information, so the interval is that of the draws around their own mean, put
+    around the value.
+
+    Args:
+        measure: of sums over samples; further axes in front are draws.
+        sums_G: of each group, [G, ...].
+        samples: in all groups together.
+        at_once: draws that are held at a time.
+    """
+    value = float(measure(sums_G.sum(0)))
+    groups = len(sums_G)
+    if samples < 2:
+        return Measured(value, None, None, samples)
+    drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
+    found = [
+        measure(np.tensordot(drawn_DG[first : first + at_once].astype(np.float64), sums_G, 1))
+        for first in range(0, DRAWS, at_once)
+    ]
+    draws_D = np.concatenate(found)
+    low, high = value + np.quantile(draws_D - draws_D.mean(), OUTSIDE)
+    return Measured(value, max(0.0, float(low)), float(high), samples)
+
+
+def groups_of_samples(samples: int, numbers: int) -> tuple[int, Tensor]:
+    """Puts samples into groups of equal size at random, the same on every process.
+
+    Args:
+        samples: how many there are.
+        numbers: that each group takes.
+
+    Returns:
+        How many groups, and of each sample its own.
+    """
+    wanted = min(GROUPS, max(FEWEST_GROUPS, MOST_NUMBERS // max(1, numbers)))
+    groups = max(1, min(samples, wanted))
+    generator = torch.Generator().manual_seed(0)
+    return groups, torch.randperm(samples, generator=generator) % groups

@@ -1,0 +1,63 @@
+"""The part of a page about how experts divide the work: entropies of gates, and information."""
+
+from html import escape
+
+from train.experts.information import Measured
+from train.experts.report.class_page import figure_of_table, table
+from train.experts.report.content import Report
+
+DIVISION_TITLE = "How experts divide the work"
+NOTE = (
+    "H_s: the mean entropy of a token's probabilities over experts, low where the gate is decided. "
+    "H_u: the entropy of their mean over all tokens, high where all experts are used. I(E; Y): "
+    "what the expert of a token tells about its label; normalized: over the mean entropy of "
+    "experts and labels; purity: the share of tokens with the most frequent label of their expert. "
+    "In brackets: 95% intervals, by drawing samples anew 200 times."
+)
+
+
+def division_section(report: Report) -> str:
+    """A table of all layers that were read; nothing where none was.
+
+    Args:
+        report: what the page says.
+
+    Returns:
+        HTML.
+    """
+    division = report.division
+    if division is None:
+        return ""
+    titles = {layer.name: layer.title.capitalize() for layer in report.routed}
+    entropies, information = [], []
+    for name, levels in division.entropies.items():
+        for number, level in enumerate(levels):
+            title = titles.get(name, name) + (f", level {number}" if len(levels) > 1 else "")
+            highest = f"{level.highest:.2f}"
+            entropies.append(
+                [escape(title), _number(level.of_token), _number(level.of_usage), highest]
+            )
+            for label, found in division.by_label.items():
+                each = found[name][number]
+                said = [_number(measure) for measure in each.measures.values()]
+                said.insert(1, f"{each.by_chance:.4f}")
+                information.append([escape(title), label, *said])
+    figures = figure_of_table(
+        "Entropies of gates",
+        table(("layer", "H_s, bits", "H_u, bits", "at most"), entropies),
+        wide=True,
+    )
+    if information:
+        heads = ("layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity")
+        figures += figure_of_table(
+            "What an expert tells", table(heads, information, names=2), wide=True
+        )
+    return (
+        f'<section id="division"><h2>{DIVISION_TITLE}</h2><p class="note">{NOTE}</p>'
+        f'<div class="grid">{figures}</div></section>'
+    )
+
+
+def _number(measure: Measured) -> str:
+    interval = "" if measure.low is None else f" [{measure.low:.4f}, {measure.high:.4f}]"
+    return f"{measure.value:.4f}{interval}"

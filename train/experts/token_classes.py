@@ -1,0 +1,154 @@
+"""Classes of tokens that need no tagger: their characters, their position, their frequency.
+
+Shapes: W windows of a split, B of a batch, T tokens of a window, V tokens of the vocabulary, P
+labels: the right ones first, then shifted ones.
+"""
+
+import itertools
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from data.text.dataset import TokenStream
+from data.text.tokenizers.tokenizer import Tokenizer
+
+BINS = 8
+"""Of positions and of frequencies."""
+CHARACTERS = ("letters", "digits", "punctuation", "space or newline", "other")
+AT_ONCE = 1 << 22
+"""Tokens that are counted at a time."""
+
+
+class Labelling(NamedTuple):
+    """A way to sort tokens."""
+
+    name: str
+    classes: Sequence[str]
+    of: Callable[[Tensor], Tensor]
+    """From token ids [B, T], on the CPU, to numbers of classes [B, T]."""
+
+
+def character_class(text: str) -> int:
+    """A number of `CHARACTERS`: of the first character that is no white space, if there is one.
+
+    Marks belong to letters and mathematical signs to punctuation; other are pictures, control
+    characters and halves of characters.
+
+    Args:
+        text: of a token.
+    """
+    inner = text.strip()
+    if not inner:
+        return CHARACTERS.index("space or newline" if text else "other")
+    category = unicodedata.category(inner[0])
+    if category == "So" or category[0] == "C":
+        return CHARACTERS.index("other")
+    return {"L": 0, "M": 0, "N": 1, "P": 2, "S": 2}.get(category[0], len(CHARACTERS) - 1)
+
+
+def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[Labelling]:
+    """All ways to sort the tokens of a split.
+
+    Args:
+        tokenizer: of the ids.
+        stream: the split, whose frequencies count.
+        length: T.
+    """
+    counts_V = frequencies(stream, tokenizer.vocab_size)
+    used = np.flatnonzero(counts_V)
+    character_V = np.full(len(counts_V), CHARACTERS.index("other"))
+    for token in used.tolist():
+        if token != tokenizer.end_of_text_id:
+            character_V[token] = character_class(tokenizer.decode([token]))
+    return [
+        Labelling("characters", CHARACTERS, _by_token(character_V)),
+        Labelling("position", _position_names(length), _by_position),
+        Labelling("frequency", _frequency_names(), _by_token(equal_mass(counts_V))),
+    ]
+
+
+def frequencies(stream: TokenStream, vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each token is in a split, [V].
+
+    Args:
+        stream: the split.
+        vocab_size: V.
+    """
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for first in range(0, stream.num_tokens, AT_ONCE):
+        ids = stream.read(first, min(stream.num_tokens, first + AT_ONCE))
+        counts_V += np.bincount(ids, minlength=vocab_size)[:vocab_size]
+    return counts_V
+
+
+def equal_mass(counts_V: npt.NDArray[np.int64], bins: int = BINS) -> npt.NDArray[np.int64]:
+    """Sorts tokens by frequency into bins that hold about as many tokens of the text each.
+
+    Args:
+        counts_V: how often each token occurs.
+        bins: how many.
+
+    Returns:
+        The bin of each token [V], 0 for the most frequent; a token is in one bin, wherever the
+        middle of its occurrences falls.
+    """
+    order = np.argsort(-counts_V, kind="stable")
+    middles = np.cumsum(counts_V[order]) - counts_V[order] / 2
+    found_V = np.zeros(len(counts_V), dtype=np.int64)
+    found_V[order] = np.minimum(bins - 1, bins * middles // max(1, counts_V.sum()))
+    return found_V
+
+
+class Shifts:
+    """What chance gives: labels of a window moved around in it, each window by another distance.
+
+    So labels that come in runs stay in runs, as experts do, and only what they have in common goes.
+
+    Args:
+        windows: W.
+        length: T.
+        shuffles: P - 1.
+    """
+
+    def __init__(self, windows: int, length: int, shuffles: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._by_PW = torch.randint(length, (shuffles, windows), generator=generator)
+        self._length = length
+
+    def __call__(self, label_BT: Tensor, number_B: Tensor) -> Tensor:
+        """The labels, and moved ones, [P, B, T]; -1 where a token, or its moved label, has none.
+
+        Args:
+            label_BT: -1: the token does not count.
+            number_B: of the windows.
+        """
+        by_PB1 = self._by_PW[:, number_B].unsqueeze(-1)
+        from_PBT = (torch.arange(self._length) - by_PB1) % self._length
+        moved_PBT = label_BT.expand(len(from_PBT), -1, -1).gather(-1, from_PBT)
+        moved_PBT = moved_PBT.where(label_BT >= 0, -1)
+        return torch.cat([label_BT.unsqueeze(0), moved_PBT])
+
+
+def _by_token(class_V: npt.NDArray[np.int64]) -> Callable[[Tensor], Tensor]:
+    table_V = torch.from_numpy(class_V).long()
+    return lambda ids_BT: table_V[ids_BT]
+
+
+def _by_position(ids_BT: Tensor) -> Tensor:
+    length = ids_BT.shape[1]
+    return (torch.arange(length) * BINS // length).expand_as(ids_BT)
+
+
+def _position_names(length: int) -> list[str]:
+    edges = [-(-length * number // BINS) for number in range(BINS + 1)]
+    return [f"{first} to {last - 1}" for first, last in itertools.pairwise(edges)]
+
+
+def _frequency_names() -> list[str]:
+    between = [f"eighth {number}" for number in range(2, BINS)]
+    return ["most frequent eighth", *between, "rarest eighth"]
