@@ -29,6 +29,7 @@ from model.initialization import Initializer
 from model.mumoe.gating import GateOutput
 from model.mumoe.statistics import gate_statistics
 from model.output import ModelOutput, RoutingStats
+from model.samples import SampleStatistics
 from model.settings import Count, ModelSettings
 from model.small_network import Linear, NetworkConfig, NetworkOutput, SmallNetwork
 from model.smoe.losses import importance_loss, load, load_balance_loss, router_z_loss
@@ -215,7 +216,7 @@ class MixtureGate(nn.Module):
         return Shares(scores_BM, log_shares(scores_BM, self.top_k))
 
 
-class Mixture(nn.Module):
+class Mixture(SampleStatistics):
     """Experts and their gate.
 
     Args:
@@ -247,12 +248,12 @@ class Mixture(nn.Module):
         if config.gate == "softmax" and config.top_k is not None and not self.training:
             shares = self.gate(gate.hidden_BD)
             o_BMK = self._of_chosen(x_BCHW, shares.log_p_BM)
-            return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, [gate])
+            return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, gate, [gate])
         ran = [run_block(expert, x_BCHW, config.recompute) for expert in self.experts]
         experts_BMD = torch.stack([each.hidden_BD for each in ran], dim=1)
         shares = self.gate(gate.hidden_BD, experts_BMD)
         o_BMK = torch.stack([each.output_BO for each in ran], dim=1)
-        return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, [*ran, gate])
+        return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, gate, [*ran, gate])
 
     def _of_chosen(self, x_BCHW: Tensor, log_p_BM: Tensor) -> Tensor:
         """What each expert says of the images that chose it [B, M, K]; 0 of the others."""
@@ -270,13 +271,15 @@ class Mixture(nn.Module):
             return torch.einsum("BM,BMK->BK", log_p_BM.exp(), o_BMK)
         return (log_p_BM.unsqueeze(-1) + o_BMK.log_softmax(-1)).logsumexp(1)
 
-    def _statistics(self, shares: Shares, ran: list[NetworkOutput]) -> RoutingStats:
+    def _statistics(
+        self, shares: Shares, gate: NetworkOutput, ran: list[NetworkOutput]
+    ) -> RoutingStats:
         scores_BM, log_p_BM = shares
         before_BM = scores_BM.softmax(-1)
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
         coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
-        return gate_statistics(coefficients)._replace(
+        stats = gate_statistics(coefficients)._replace(
             name="mixture",
             balance_loss=load_balance_loss(before_BM, load(best_BK, log_p_BM.shape[1])),
             z_loss=router_z_loss(scores_BM),
@@ -284,6 +287,7 @@ class Mixture(nn.Module):
             norm_mean_N=torch.cat([each.norm_mean_N for each in ran]) if norms else None,
             norm_square_N=torch.cat([each.norm_square_N for each in ran]) if norms else None,
         )
+        return self.with_samples(stats, [before_BM], gate.hidden_BD.unsqueeze(1))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Moves the running statistics of the BatchNorms; called once after each optimizer step.

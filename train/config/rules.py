@@ -6,7 +6,7 @@ from pathlib import Path
 from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
 from model.settings import ModelSettings
-from model.vision import ImageModelSettings
+from model.vision import ImageSettings
 from parallel.dims import Dims
 from train.config.run import RunConfig
 from train.config.text import flatten
@@ -251,13 +251,15 @@ def check_sample_similarity(config: RunConfig) -> None:
     if pairs is None:
         return
     head = getattr(config.model, "head", None)
-    kinds = {config.model.known_feed_forward().kind, getattr(head, "kind", head)}
-    if not kinds & {"smoe", "emoe", "mumoe"}:
+    kinds = {config.model.kind, getattr(head, "kind", head)}
+    if config.model.kind != "mixture":
+        kinds.add(config.model.known_feed_forward().kind)
+    if not kinds & {"smoe", "emoe", "mumoe", "mixture"}:
         raise ConfigError(
             f"loss.sample_similarity: is not allowed with {_kinds(config)}, which has no experts "
             f"that samples could share; null is"
         )
-    if pairs.of == "input" and not isinstance(config.model, ImageModelSettings):
+    if pairs.of == "input" and not isinstance(config.model, ImageSettings):
         raise ConfigError(
             f"loss.sample_similarity.of: input is not allowed with model.kind: "
             f"{config.model.kind}, whose inputs are token ids, which have no distance; layer_input "

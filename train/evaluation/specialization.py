@@ -10,6 +10,7 @@ from torch import nn
 
 from data.evaluation import evaluation_batches
 from data.text.manifest import SplitName
+from model.mixture import Mixture
 from parallel import comm
 from parallel.weights import Choice, load_model
 from train.config.smaller import to_evaluate
@@ -124,7 +125,11 @@ def _images(
     counts: list[LeaveOneOut] = []
     if not task.has_attributes:
         measures.by_class(*classes_of(task, split))
-        counts = [LeaveOneOut(model, layer, len(names), batch_size) for layer in layers]
+        counts = [
+            LeaveOneOut(model, layer, len(names), batch_size)
+            for layer in layers
+            if not isinstance(model.get_submodule(layer.name), Mixture)  # whole networks
+        ]
     report = Progress("leave out experts", total, "img") if world.is_main else None
     done, first = 0, world.data_parallel_rank
     for batch, counts_B in evaluation_batches(

@@ -1,7 +1,7 @@
 """Reads the decisions of routers from a model in evaluation.
 
-Training returns only means of them. Here hooks on the gates of a muMoE, and on the selection of
-sparse experts, yield the decisions of one forward pass.
+Training returns only means of them. Here hooks on the gates of a muMoE or of a mixture of networks,
+and on the selection of sparse experts, yield the decisions of one forward pass.
 
 Shapes: M tokens of a forward pass, N experts of a level, S experts of all levels side by side, K
 experts of a token.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model.interface import FeedForward
+from model.mixture import Mixture, MixtureGate, Shares
 from model.mumoe.gating import Gate
 from model.mumoe.head import MuMoEHead
 from model.smoe.router import Router
@@ -80,6 +81,8 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
                 elif isinstance(part, Router):
                     experts = part.selection.config.num_experts
                     layers.append(RoutedLayer(name=name, levels=(experts,)))
+        elif isinstance(module, Mixture):
+            layers.append(RoutedLayer(name=name, levels=(module.config.num_experts,)))
     return layers
 
 
@@ -100,9 +103,10 @@ class Decision:
     """The decisions of one layer for the tokens of a forward pass."""
 
     levels: list[Tensor]
-    """[M, N] of each level: the coefficients of a muMoE, or the scores that top-K sees."""
+    """[M, N] of each level: the coefficients of a muMoE, the shares of networks, or the scores that
+    top-K sees."""
     selected: Selected | None
-    """The selected experts of a sparse mixture; None in a muMoE."""
+    """The selected experts of a sparse mixture; None in others."""
 
     def coefficients(self) -> Tensor:
         """How much of each expert every token gets, [M, S], in fp32.
@@ -132,6 +136,8 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
             if isinstance(output, Selected):
                 seen[layer.name] = Decision(levels=[arguments[0]], selected=output)
+            elif isinstance(output, Shares):
+                seen[layer.name] = Decision(levels=[output.log_p_BM.exp()], selected=None)
             else:
                 seen[layer.name] = Decision(levels=output.coefficients, selected=None)
 
@@ -141,7 +147,7 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
         (part.selection if isinstance(part, Router) else part).register_forward_hook(hook(layer))
         for layer in layers
         for part in model.get_submodule(layer.name).children()
-        if isinstance(part, Gate | Router)
+        if isinstance(part, Gate | Router | MixtureGate)
     ]
     # set_stance imports the compiler, which takes seconds, so it is called only if it is needed.
     compiled = any(part._compiled_call_impl is not None for part in model.modules())

@@ -114,6 +114,11 @@ MODELS = {
         "token_feed_forward": CP | {"gate_input": "normalized"},
         "channel_feed_forward": CP | {"gate_input": "normalized"},
     },
+    "networks": {
+        "kind": "mixture", "num_experts": 3,
+        "expert": {"convolutions": [], "hidden_sizes": [6, 5]},
+        "gate_network": {"convolutions": [], "hidden_sizes": [7, 5]}, "gate": "attentive",
+    },
     "head": {
         "kind": "vit", "num_heads": 4, "head": {"kind": "mumoe", "num_experts": [3], "rank": 4}
     },
@@ -121,7 +126,8 @@ MODELS = {
 
 
 def made(name):
-    model = build_model(read_model_config(IMAGES | MODELS[name]))
+    shared = IMAGES if name != "networks" else {k: IMAGES[k] for k in ("image_size", "num_classes")}
+    model = build_model(read_model_config(shared | MODELS[name]))
     materialize(model, 0)
     with torch.no_grad():
         for parameter in model.parameters():
