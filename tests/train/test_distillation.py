@@ -2,11 +2,14 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from scipy.stats import entropy
 from torch.nn.functional import cross_entropy, kl_div
 
+from data.images.dataset import ImageData
 from data.images.prepare import prepare_images
 from parallel.weights import load_model
 from tests.helpers import images as made
@@ -18,6 +21,8 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
+from train.evaluation.specialization import specialization
+from train.experts.probing import deciding, routed_layers
 from train.tasks.distillation import distillation_loss
 
 pytestmark = pytest.mark.distributed
@@ -66,6 +71,33 @@ def test_a_mixture_with_an_attentive_gate_learns_digits(workers, attentive):
     assert last["routing/mixture/load_max"] >= 1
     assert sum(last["routing/mixture/load"]) == pytest.approx(1, abs=1e-4)
     assert "routing/mixture/norm_mean" not in last
+
+
+def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
+    (found,) = workers(1).run(specialization, attentive)
+    assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
+    (level,) = found["layers"]["mixture"]["levels"]
+    data = ImageData.open(config.parent / "data").split("validation")
+    model = load_model(attentive)
+    shares, labels = [], []
+    with torch.inference_mode():
+        for number in range(len(data)):
+            pixels_HWC = torch.from_numpy(data.decode(number))
+            x_BCHW = (pixels_HWC.permute(2, 0, 1).unsqueeze(0) / 255 - 0.5) / 0.5
+            with deciding(model, routed_layers(model)) as decisions:
+                model(x_BCHW)
+            shares.append(decisions["mixture"].coefficients().squeeze(0).numpy())
+            labels.append(int(data.labels[number]))
+    p_NM = np.stack(shares).astype(float)
+    assert level["entropy_bits"]["value"] == pytest.approx(entropy(p_NM, base=2, axis=1).mean())
+    mean_M = p_NM.mean(0)
+    assert level["usage_entropy_bits"]["value"] == pytest.approx(entropy(mean_M, base=2), rel=1e-5)
+    joint_MY = np.stack([p_NM[np.array(labels) == y].sum(0) for y in range(10)], axis=1)
+    joint_MY /= joint_MY.sum()
+    information = entropy(joint_MY.sum(0), base=2) + entropy(joint_MY.sum(1), base=2)
+    information -= entropy(joint_MY.flatten(), base=2)
+    known = level["labels"]["class"]["information_bits"]["value"]
+    assert known == pytest.approx(information, rel=1e-4)
 
 
 def test_a_mixture_with_a_plain_gate_learns_digits_and_an_even_load(workers, config, attentive):
