@@ -4,9 +4,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launch import arguments, handlers
+from launch.arguments import data as data_arguments
+from launch.arguments import results as result_arguments
+from launch.arguments import runs as run_arguments
 from launch.bench import arguments as bench_arguments
 from launch.bench import handlers as bench_handlers
+from launch.handlers import data, results, runs
 from launch.parser import Parser
 
 
@@ -31,16 +34,16 @@ COMMANDS: dict[str, Command] = {
         "--parts 4 --processes 2\n"
         "polyad prepare --source configs --format text --tokenizer words --output runs/array "
         "--parts 100 --via slurm --time 1:00:00 --dry-run",
-        arguments=arguments.prepare_arguments,
-        handler=handlers.prepare,
+        arguments=data_arguments.prepare_arguments,
+        handler=data.prepare,
     ),
     "train": Command(
         summary="Trains in this process, or in those of torchrun; continues a run that was begun.",
         example="polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20\n"
         "torchrun --nproc-per-node 2 -m launch train configs/quickstart/gpt2.yaml "
         "data.path=runs/stdlib",
-        arguments=arguments.config_arguments,
-        handler=handlers.train,
+        arguments=run_arguments.config_arguments,
+        handler=runs.train,
     ),
     "launch": Command(
         summary="Checks a run, then trains it in P processes of this machine, or of N hosts.",
@@ -50,8 +53,8 @@ COMMANDS: dict[str, Command] = {
         "--rdzv-endpoint node-1:29400 data.path=runs/stdlib\n"
         "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
         "--gpus-per-node 4 --time 24:00:00 data.path=runs/stdlib --dry-run",
-        arguments=arguments.launch_arguments,
-        handler=handlers.launch,
+        arguments=run_arguments.launch_arguments,
+        handler=runs.launch,
     ),
     "evaluate": Command(
         summary="Scores prepared text, as it is or attacked; or compares the routing of two "
@@ -61,35 +64,35 @@ COMMANDS: dict[str, Command] = {
         "polyad evaluate runs/quickstart/run --attack word-swap --rate 0.1 --seed 1\n"
         "polyad evaluate runs/quickstart/run --compare "
         "runs/quickstart/run/checkpoints/step-00000100",
-        arguments=arguments.evaluate_arguments,
-        handler=handlers.evaluate,
+        arguments=result_arguments.evaluate_arguments,
+        handler=results.evaluate,
     ),
     "validate": Command(
         summary="Checks a run without starting it, and says what it will do and cost.",
         example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
         "model.vocab_size=50257",
-        arguments=arguments.validate_arguments,
-        handler=handlers.validate,
+        arguments=run_arguments.validate_arguments,
+        handler=runs.validate,
     ),
     "schema": Command(
         summary="Prints the JSON Schema of a configuration, for editors.",
         example="polyad schema > polyad.schema.json\npolyad schema study > study.schema.json",
-        arguments=arguments.schema_arguments,
-        handler=handlers.schema,
+        arguments=run_arguments.schema_arguments,
+        handler=runs.schema,
     ),
     "doctor": Command(
         summary="Looks for what would break a run on these hosts, or slow it down.",
         example="polyad doctor --processes-per-node 2\n"
         "polyad doctor configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib",
-        arguments=arguments.doctor_arguments,
-        handler=handlers.doctor,
+        arguments=run_arguments.doctor_arguments,
+        handler=runs.doctor,
     ),
     "verify-layout": Command(
         summary="Compares a layout with one process: losses, every gradient, and a checkpoint.",
         example="polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "
         "parallel.expert_parallel_size=2",
-        arguments=arguments.verify_layout_arguments,
-        handler=handlers.verify_layout,
+        arguments=run_arguments.verify_layout_arguments,
+        handler=runs.verify_layout,
     ),
     "plan": Command(
         summary="Predicts memory, exchanges and time of a run on GPUs, and which layout is best.",
@@ -99,47 +102,47 @@ COMMANDS: dict[str, Command] = {
         "model.num_layers=4\n"
         "polyad plan configs/quickstart/gpt2-smoe.yaml --device cpu-here --processes-per-node 2 "
         "--check 3 data.path=runs/stdlib",
-        arguments=arguments.plan_arguments,
-        handler=handlers.plan,
+        arguments=run_arguments.plan_arguments,
+        handler=runs.plan,
     ),
     "report": Command(
         summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
         example="polyad report runs/quickstart/run\n"
         "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
-        arguments=arguments.report_arguments,
-        handler=handlers.report,
+        arguments=result_arguments.report_arguments,
+        handler=results.report,
     ),
     "study": Command(
         summary="Trains variants of a run over several seeds, and compares them in pairs.",
         example="polyad study configs/studies/mumoe.yaml --dry-run\n"
         "polyad study configs/studies/mumoe.yaml --markdown",
-        arguments=arguments.study_arguments,
-        handler=handlers.study,
+        arguments=result_arguments.study_arguments,
+        handler=results.study,
     ),
     "checkpoint list": Command(
         summary="Lists the checkpoints of a run: step, size, and whether one is damaged.",
         example="polyad checkpoint list runs/quickstart/run",
-        arguments=arguments.checkpoint_arguments,
-        handler=handlers.checkpoint_list,
+        arguments=run_arguments.checkpoint_arguments,
+        handler=runs.checkpoint_list,
     ),
     "checkpoint verify": Command(
         summary="Reads every byte of checkpoints; exit status 2 if one is damaged.",
         example="polyad checkpoint verify runs/quickstart/run --json -\n"
         "polyad checkpoint verify runs/quickstart/run/checkpoints/step-00000100",
-        arguments=arguments.checkpoint_arguments,
-        handler=handlers.checkpoint_verify,
+        arguments=run_arguments.checkpoint_arguments,
+        handler=runs.checkpoint_verify,
     ),
     "checkpoint delete": Command(
         summary="Deletes checkpoints, but not the last good one of a run.",
         example="polyad checkpoint delete runs/quickstart/run/checkpoints/step-00000100",
-        arguments=arguments.checkpoint_delete_arguments,
-        handler=handlers.checkpoint_delete,
+        arguments=run_arguments.checkpoint_delete_arguments,
+        handler=runs.checkpoint_delete,
     ),
     "data verify": Command(
         summary="Reads every byte of prepared data; exit status 2 if a file is damaged.",
         example="polyad data verify runs/stdlib\npolyad data verify runs/stdlib --json -",
-        arguments=arguments.data_arguments,
-        handler=handlers.data_verify,
+        arguments=data_arguments.data_arguments,
+        handler=data.data_verify,
     ),
     "bench data": Command(
         summary="Times encoding beside the tokenizers library, and the loader beside training.",
@@ -203,8 +206,8 @@ COMMANDS: dict[str, Command] = {
         example="polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
         "--top-k 50 --top-p 0.95 --seed 1\n"
         "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
-        arguments=arguments.generate_arguments,
-        handler=handlers.generate,
+        arguments=result_arguments.generate_arguments,
+        handler=results.generate,
     ),
     "convert": Command(
         summary="Weights to a Hugging Face folder or plain safetensors, or to a checkpoint.",
@@ -215,7 +218,7 @@ COMMANDS: dict[str, Command] = {
         "polyad convert exported runs/split --to polyad --split num_experts=16,top_k=8,blocks=[3]\n"
         "polyad convert exported runs/factorized --to polyad --factorize num_experts=[64]\n"
         "polyad convert runs/split runs/merged --to polyad --merge",
-        arguments=arguments.convert_arguments,
-        handler=handlers.convert,
+        arguments=result_arguments.convert_arguments,
+        handler=results.convert,
     ),
 }

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.arguments import override_arguments
+from launch.arguments.runs import override_arguments
 from launch.parser import Parser, non_negative, positive
 
 

@@ -1,0 +1,226 @@
+"""What the commands do that take a checkpoint or a study."""
+
+import sys
+from argparse import Namespace
+
+from launch.machine import is_main
+from launch.output import check_json_path, only_results_on_stdout, show
+from launch.parser import UsageError
+
+
+def evaluate(options: Namespace) -> None:
+    """`polyad evaluate`."""
+    from launch.machine import end_with_launcher, prepare_environment
+
+    end_with_launcher()
+    prepare_environment()
+    from data.images.noise import GaussianNoise
+    from data.text.attack import WordSwap
+    from parallel import comm
+    from parallel.checkpoint.checkpoint import best_checkpoint
+    from train.evaluation.evaluate import evaluate, result_table
+    from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
+
+    check_json_path(options.json)
+    _check_evaluation(options)
+    if options.best:
+        options.path = best_checkpoint(options.path)
+    chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
+    stored = {"weights": options.weights, "base": options.base}
+    with only_results_on_stdout() as stdout:
+        if options.compare is not None:
+            units = PROBE_UNITS if options.probe_tokens is None else options.probe_tokens
+            result = compare(options.path, options.compare, units=units, **chosen)
+            table = comparison_table(result)
+        elif options.specialization:
+            from train.evaluation.specialization import specialization, specialization_table
+
+            result = specialization(options.path, **stored, **chosen)
+            table = specialization_table(result)
+        elif options.rewrite is not None:
+            from train.evaluation.rewriting import rewriting, rewriting_table
+
+            result = rewriting(options.path, options.rewrite, **stored, **chosen)
+            table = rewriting_table(result)
+        elif options.robustness is not None:
+            from data.errors import user_path
+            from train.evaluation.robustness import robustness, robustness_table
+
+            name, place = options.robustness
+            del chosen["split"]
+            result = robustness(options.path, name, user_path(place), **stored, **chosen)
+            table = robustness_table(result)
+        else:
+            attack: WordSwap | GaussianNoise | None = None
+            if options.attack is not None:
+                kind = WordSwap if options.attack == "word-swap" else GaussianNoise
+                attack = kind(options.rate, options.seed or 0)
+            result = evaluate(
+                options.path,
+                attack=attack,
+                leak=options.leak,
+                **stored,
+                **chosen,
+            )
+            table = result_table(result)
+        if is_main():
+            show(result, table, options.json, stdout)
+        comm.shutdown()
+
+
+def _check_evaluation(options: Namespace) -> None:
+    """Which options of `polyad evaluate` go together."""
+    from data.images.imagenet import ROBUSTNESS_SETS
+
+    needs = {"--rate": "--attack", "--seed": "--attack", "--probe-tokens": "--compare"}
+    for option, needed in needs.items():
+        value = getattr(options, option.removeprefix("--").replace("-", "_"))
+        if value is not None and getattr(options, needed.removeprefix("--")) is None:
+            raise UsageError(f"{option}: {value} means nothing without {needed}")
+    if options.attack is not None and options.rate is None:
+        raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
+    in_place = [
+        option
+        for option, value in (
+            ("--compare", options.compare),
+            ("--specialization", options.specialization or None),
+            ("--rewrite", options.rewrite),
+            ("--robustness", options.robustness),
+        )
+        if value is not None
+    ]
+    for option, value in (("--attack", options.attack), ("--leak", options.leak)):
+        if value is not None and in_place:
+            raise UsageError(f"{option}: {value} is not allowed with {in_place[0]}")
+    if options.weights != "trained" and options.compare is not None:
+        raise UsageError(f"--weights: {options.weights} is not allowed with --compare")
+    if options.base is not None and options.compare is not None:
+        raise UsageError(f"--base: {options.base} is not allowed with --compare")
+    if len(in_place) > 1:
+        raise UsageError(f"{in_place[1]}: is not allowed with {in_place[0]}")
+    if options.robustness is not None and options.robustness[0] not in ROBUSTNESS_SETS:
+        raise UsageError(
+            f"--robustness: {options.robustness[0]!r} is not allowed; "
+            f"{', '.join(ROBUSTNESS_SETS)} are"
+        )
+
+
+def report(options: Namespace) -> None:
+    """`polyad report`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.experts.report.command import report, report_line
+
+    check_json_path(options.json)
+    with only_results_on_stdout() as stdout:
+        result = report(
+            options.run,
+            output=options.output,
+            checkpoint=options.checkpoint,
+            best=options.best,
+            data=options.data,
+            split=options.split,
+            layers=options.layers,
+            experts=options.experts,
+            top=options.top,
+            tokens=options.tokens,
+        )
+        show(result, report_line(result), options.json, stdout)
+
+
+def study(options: Namespace) -> None:
+    """`polyad study`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from launch.study.figure import check_figure, figure
+    from launch.study.progress import plans_table
+    from launch.study.run import describe_study, study
+    from launch.study.tables import result_table
+
+    check_json_path(options.json)
+    if options.figure is not None:
+        check_figure(options.figure, dry_run=options.dry_run)
+    with only_results_on_stdout() as stdout:
+        if options.dry_run:
+            plan = describe_study(options.study)
+            show(plan, plans_table(plan), options.json, stdout)
+            return
+        result = study(options.study)
+        if options.figure is not None:
+            options.figure.write_text(figure(result), encoding="utf-8")
+        show(result, result_table(result, markdown=options.markdown), options.json, stdout)
+
+
+def convert(options: Namespace) -> None:
+    """`polyad convert`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.exchange.change import Change
+    from train.exchange.convert import conversion_table, convert
+    from train.exchange.factorize import Factorizing
+    from train.exchange.split import Splitting
+    from train.exchange.upcycle import Upcycling
+
+    check_json_path(options.json)
+    change: Change | None = None
+    for text, kind in (
+        (options.upcycle, Upcycling),
+        (options.split, Splitting),
+        (options.factorize, Factorizing),
+    ):
+        if text is not None:
+            change = kind(text)
+    with only_results_on_stdout() as stdout:
+        result = convert(
+            options.source,
+            options.destination,
+            options.to,
+            change,
+            options.weights,
+            options.merge,
+            options.base,
+        )
+        show(result, conversion_table(result), options.json, stdout)
+
+
+def generate(options: Namespace) -> None:
+    """`polyad generate`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
+    from train.evaluation.generate import Sampling, generate
+    from train.experts.steering import effect_lines, parse_steering
+
+    check_json_path(options.json)
+    steerings = [parse_steering(text) for text in options.steer]
+    with only_results_on_stdout() as stdout:
+
+        def write(text: str) -> None:
+            if options.json != "-" and text:
+                stdout.write(text)
+                stdout.flush()
+
+        result = generate(
+            options.path,
+            options.prompt,
+            tokenizer=options.tokenizer,
+            max_tokens=options.max_tokens,
+            sampling=Sampling(
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
+            ),
+            use_cache=not options.no_cache,
+            precision=options.precision,
+            steerings=steerings,
+            base=options.base,
+            write=write,
+        )
+        speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
+        print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)
+        print(effect_lines(result["steering"]), end="", file=sys.stderr)
+        show(result, "", options.json, stdout)
