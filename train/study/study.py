@@ -65,7 +65,8 @@ class Variant:
         """Whether any part of it is a mixture of experts."""
         model = self.config.model
         parts = [*model.feed_forwards().values(), getattr(model, "head", None)]
-        return any(getattr(part, "kind", None) in ("mumoe", "smoe", "emoe") for part in parts)
+        kinds = [model.kind, *(getattr(part, "kind", None) for part in parts)]
+        return any(kind in ("mumoe", "smoe", "emoe", "mixture") for kind in kinds)
 
     def defining_keys(self) -> dict[str, Any]:
         """The keys that its results depend on, with their values, as JSON has them."""
