@@ -22,7 +22,7 @@ OUTPUT_ERRORS = frozenset(
 )
 """Errors of a file system that the user can solve: one line and no traceback."""
 
-RANK_ZERO_SPEAKS_FIRST = 2.0
+RANK_ZERO_SPEAKS_FIRST = 5.0
 """Seconds another rank waits with its error: torchrun ends it if rank 0 has failed as well."""
 
 

@@ -96,7 +96,7 @@ def study(file: Path) -> dict[str, Any]:
         plans = {}
         for name, study in studies.items():
             check_data(study, fingerprints[name])
-            plans[name] = _check_runs(study)
+            plans[name] = _planned(study)
         found: dict[str, dict[str, Any]] = {}
         for name, study in studies.items():
             if name:
@@ -119,7 +119,7 @@ def _finished(study: Study) -> Results:
     return {_key(run): result for run in every if (result := read_result(run)) is not None}
 
 
-def _check_runs(study: Study) -> dict[str, Any]:
+def _planned(study: Study) -> dict[str, Any]:
     """Plans the study, and every run that is not finished, as far as it is known."""
     results = _finished(study)
     plan = _plan(study, results)

@@ -1,6 +1,8 @@
 """What `polyad convert` can make of a model on its way: another kind of feed-forward."""
 
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from model.build import ModelSizeError, build_model
+from model.build import ModelSizeError, build_model, initial_value
 from model.config import Config
 from model.dense import DenseFeedForward, DenseFeedForwardConfig
 from model.interface import Activation
@@ -124,6 +126,59 @@ class Option:
         return ConfigError(f"{self.name} {self.text}: {message}")
 
 
+class FromDense(ABC):
+    """A dense model's weights with other feed-forwards: what is the dense model's own stays, and a
+    subclass makes the rest.
+
+    Args:
+        weights: the dense model's, of any format.
+        option: that changes them.
+        config: of the other model.
+        seed: of what begins as in a new run.
+
+    Raises:
+        ConfigError: the weights are not of their configuration, or the other model is too large.
+    """
+
+    def __init__(self, weights: Weights, option: Option, config: ModelSettings, seed: int) -> None:
+        check_own(weights)
+        self.folder = weights.folder
+        self._weights, self._config, self._seed = weights, config, seed
+        self._own_buffers = own_buffers(weights)
+        self._model = built(option, config)
+        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+
+    def model_config(self) -> ModelSettings:
+        """The configuration of the other model, complete."""
+        return self._config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its weights by name."""
+        return self._shapes
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32: the dense model's own, or one that is made of its."""
+        return self._weights.whole(name) if name in self._weights.shapes() else self.made(name)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A persistent buffer: the dense model's own, or one that is made."""
+        own = name in self._own_buffers
+        return self._weights.buffer(name) if own else self.made_buffer(name)
+
+    @abstractmethod
+    def made(self, name: str) -> torch.Tensor:
+        """A weight that the dense model has not, fp32."""
+
+    def made_buffer(self, name: str) -> torch.Tensor:
+        """A buffer that the dense model has not; as in a new run."""
+        dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
+        return self.begun(name).to(dtypes[name])
+
+    def begun(self, name: str) -> torch.Tensor:
+        """The value of a parameter or buffer in a new run of the seed."""
+        return initial_value(self._model, name, self._seed)
+
+
 def dense_section(
     option: Option, model: ModelSettings, given: str | None, folder: Path, verb: str
 ) -> tuple[str, int]:
@@ -184,6 +239,40 @@ def with_feed_forward(
         return _Tree.model_validate({"model": tree}).model
     except ValidationError as error:
         raise option.error(describe(error, RunConfig)) from None
+
+
+def with_inner_width(
+    option: Option,
+    model: ModelSettings,
+    section: str,
+    keys: dict[str, Any],
+    inner: int,
+    folder: Path,
+    widths: Sequence[str] = ("hidden_size",),
+) -> ModelSettings:
+    """The configuration with another feed-forward that is as wide inside as the dense one.
+
+    Args:
+        option: that changes the model.
+        model: the dense one.
+        section: the name of the feed-forward.
+        keys: of the other one.
+        inner: the dense one's inner units.
+        folder: where its weights are, for errors.
+        widths: keys that say the inner width; those that are missing get it.
+
+    Raises:
+        ConfigError: the keys are wrong, do not fit the model, or say another width.
+    """
+    given = {key: keys[key] for key in widths if keys.get(key) is not None}
+    config = with_feed_forward(option, model, section, keys | dict.fromkeys(widths, inner) | given)
+    for key in widths:
+        if (found := getattr(getattr(config, section), key)) != inner:
+            raise option.error(
+                f"model.{section}.{key}: {found} does not fit: the dense weights of {folder} have "
+                f"{inner} inner units, and what is made of them has as many"
+            )
+    return config
 
 
 def check_own(weights: Weights) -> None:

@@ -13,7 +13,7 @@ from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
 from train.errors import ConfigError
 from train.exchange.change import Change, Changed
-from train.tasks.images import class_names_of
+from train.tasks.class_names import class_names_of
 from train.tasks.tokenizers import tokenizer_of
 
 

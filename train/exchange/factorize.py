@@ -11,25 +11,15 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from model.build import initial_value
 from model.config import Config
 from model.initialization import seeded_generator
 from model.mumoe.base import Factorized
 from model.mumoe.config import MuMoEConfig
 from model.mumoe.fitting import FITTED, Fit, components, equal_experts, fit
 from model.settings import ModelSettings
-from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
 from train.config.run import RunConfig
-from train.exchange.change import (
-    Option,
-    activation_of,
-    built,
-    check_own,
-    dense_section,
-    own_buffers,
-    with_feed_forward,
-)
+from train.exchange.change import FromDense, Option, activation_of, dense_section, with_inner_width
 
 
 class _Start(Config):
@@ -88,20 +78,10 @@ class Factorizing(Option):
         """
         section, inner = dense_section(self, dense, self.start.section, folder, "factorized")
         keys = {"kind": "mumoe"} | self.keys
-        if keys.get("hidden_size") is None:
-            keys["hidden_size"] = inner
-        config = with_feed_forward(self, dense, section, keys).filled()
-        found = getattr(config, section)
-        assert isinstance(found, MuMoEConfig)
-        if found.hidden_size != inner:
-            raise self.error(
-                f"model.{section}.hidden_size: {found.hidden_size} does not fit: the dense weights "
-                f"of {folder} have {inner} inner units"
-            )
-        return section, config
+        return section, with_inner_width(self, dense, section, keys, inner, folder).filled()
 
 
-class Factored:
+class Factored(FromDense):
     """A dense model's weights with its feed-forwards as the start of factorized experts.
 
     Args:
@@ -113,21 +93,17 @@ class Factored:
     """
 
     def __init__(self, weights: Weights, factorizing: Factorizing) -> None:
-        self.folder = weights.folder
-        self._weights, self._factorizing = weights, factorizing
-        section, self._config = factorizing.model_config(weights.model_config(), self.folder)
+        section, config = factorizing.model_config(weights.model_config(), weights.folder)
+        super().__init__(weights, factorizing, config, factorizing.start.seed)
+        self._factorizing = factorizing
         self._pattern = re.compile(rf"blocks\.\d+\.{section}\.(up|down)")
-        found = getattr(self._config, section)
+        found = getattr(config, section)
         assert isinstance(found, MuMoEConfig)
         self._feed_forward = found
-        check_own(weights)
         if not found.bias and f"blocks.0.{section}.up.bias" in weights.shapes():
             raise factorizing.error(
                 f"bias: false does not fit: the dense layers of {self.folder} have biases"
             )
-        self._own_buffers = own_buffers(weights)
-        self._model = built(factorizing, self._config)
-        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
         self._sizes = {
             name: layer.sizes
             for name, layer in self._model.named_modules()
@@ -136,21 +112,11 @@ class Factored:
         self._last: tuple[str, Fit] | None = None
         self._errors: dict[str, float] = {}
 
-    def model_config(self) -> ModelSettings:
-        """The configuration of the model with factorized experts, complete."""
-        return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its weights by name."""
-        return self._shapes
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32: the dense model's own, a factor, or a gate's first value."""
-        if name in self._weights.shapes():
-            return self._weights.whole(name)
+    def made(self, name: str) -> torch.Tensor:
+        """A factor, or a gate's first value."""
         start, (layer, _, kind) = self._factorizing.start, name.rpartition(".")
         if self._pattern.fullmatch(layer) is None:
-            return initial_value(self._model, name, start.seed)
+            return self.begun(name)
         if kind == "input_factor":
             return self._fit(layer).input_factor
         if kind == "output_factor":
@@ -159,19 +125,11 @@ class Factored:
         factorization = self._feed_forward.factorization
         return equal_experts(factorization, self._shapes[name], start.noise, generator)
 
-    def buffer(self, name: str) -> torch.Tensor:
-        """A buffer, the dense model's own or of a gate as it starts."""
-        if name in self._own_buffers:
-            return self._weights.buffer(name)
-        dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
-        return initial_value(self._model, name, self._factorizing.start.seed).to(dtypes[name])
-
     def _fit(self, layer: str) -> Fit:
         """The factors of a layer. Those of the last one are kept: two are asked for in turn."""
         if self._last is None or self._last[0] != layer:
             dense_CO, sizes = self._dense(layer), self._sizes[layer]
-            seed = self._factorizing.start.seed
-            first = initial_value(self._model, f"{layer}.input_factor", seed)
+            first = self.begun(f"{layer}.input_factor")
             found = fit(self._feed_forward.factorization, sizes, dense_CO, first)
             self._last, self._errors[layer] = (layer, found), found.error
         return self._last[1]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from model.build import build_model, initial_value
+from model.build import build_model
 from model.config import Config
 from model.emoe.clustering import balanced_kmeans, random_groups
 from model.emoe.config import EmergentMoEConfig
@@ -22,14 +22,7 @@ from model.settings import ModelSettings
 from parallel.weights import Weights
 from train.config.run import RunConfig
 from train.errors import ConfigError
-from train.exchange.change import (
-    Option,
-    built,
-    check_own,
-    dense_section,
-    own_buffers,
-    with_feed_forward,
-)
+from train.exchange.change import FromDense, Option, check_own, dense_section, with_inner_width
 
 UNIT = "unit"
 """The name of the buffer that has the places."""
@@ -88,18 +81,10 @@ class Splitting(Option):
         """
         section, inner = dense_section(self, dense, self.start.section, folder, "split")
         keys = {"kind": "emoe"} | self.keys
-        if keys.get("hidden_size") is None:
-            keys["hidden_size"] = inner
-        config = with_feed_forward(self, dense, section, keys)
-        if (found := getattr(config, section).hidden_size) != inner:
-            raise self.error(
-                f"model.{section}.hidden_size: {found} does not fit: the dense weights of {folder} "
-                f"have {inner} inner units"
-            )
-        return section, config
+        return section, with_inner_width(self, dense, section, keys, inner, folder)
 
 
-class Split:
+class Split(FromDense):
     """A dense model's weights with the units of its feed-forwards in groups.
 
     Args:
@@ -111,45 +96,27 @@ class Split:
     """
 
     def __init__(self, weights: Weights, splitting: Splitting) -> None:
-        self.folder = weights.folder
-        self._weights, self._splitting = weights, splitting
-        section, self._config = splitting.model_config(weights.model_config(), self.folder)
+        section, config = splitting.model_config(weights.model_config(), weights.folder)
+        super().__init__(weights, splitting, config, splitting.start.seed)
+        self._splitting = splitting
         self._pattern = re.compile(rf"(blocks\.\d+\.{section})\.(.+)")
-        found = getattr(self._config, section)
+        found = getattr(config, section)
         assert isinstance(found, EmergentMoEConfig)
         self._feed_forward = found
-        check_own(weights)
-        self._model = built(splitting, self._config)
-        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
-        self._own_buffers = own_buffers(weights)
         self._units: dict[str, torch.Tensor] = {}
 
-    def model_config(self) -> ModelSettings:
-        """The configuration of the split model, complete."""
-        return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the split model's weights by name."""
-        return self._shapes
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32: the dense model's, with units in groups or as it is, or the first
-        value of a learned score.
-        """
-        if name in self._weights.shapes():
-            return self._weights.whole(name)
+    def made(self, name: str) -> torch.Tensor:
+        """The dense model's units in groups, or the first value of a learned score."""
         parts = self._pattern.fullmatch(name)
         assert parts is not None
         layer, dense_name = parts[1], DENSE_NAMES.get(parts[2])
         if dense_name is None:
-            return initial_value(self._model, name, self._splitting.start.seed)
+            return self.begun(name)
         dense = self._weights.whole(f"{layer}.{dense_name}")
         return split(dense_name, dense, self._unit(layer), self._feed_forward.num_experts)
 
-    def buffer(self, name: str) -> torch.Tensor:
-        """The places of units; what the dense model itself has."""
-        if name in self._own_buffers:
-            return self._weights.buffer(name)
+    def made_buffer(self, name: str) -> torch.Tensor:
+        """The places of units."""
         parts = self._pattern.fullmatch(name)
         assert parts is not None
         assert parts[2] == UNIT

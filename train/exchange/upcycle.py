@@ -10,23 +10,13 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from model.build import initial_value
 from model.config import Config
 from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 from model.smoe.upcycling import copies, dense_tensor
-from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
 from train.config.run import RunConfig
-from train.exchange.change import (
-    Option,
-    activation_of,
-    built,
-    check_own,
-    dense_section,
-    own_buffers,
-    with_feed_forward,
-)
+from train.exchange.change import FromDense, Option, activation_of, dense_section, with_inner_width
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
 
@@ -78,20 +68,10 @@ class Upcycling(Option):
         """
         section, inner = dense_section(self, dense, self.start.section, folder, "upcycled")
         keys = {"kind": "smoe", "activation": activation_of(dense)} | self.keys
-        for key in _WIDTHS:
-            if keys.get(key) is None:
-                keys[key] = inner
-        config = with_feed_forward(self, dense, section, keys)
-        for key in _WIDTHS:
-            if (found := getattr(getattr(config, section), key)) != inner:
-                raise self.error(
-                    f"model.{section}.{key}: {found} does not fit: the dense weights of "
-                    f"{folder} have {inner} inner units, and every copy has as many"
-                )
-        return section, config
+        return section, with_inner_width(self, dense, section, keys, inner, folder, _WIDTHS)
 
 
-class Upcycled:
+class Upcycled(FromDense):
     """A dense model's weights with its feed-forwards as experts.
 
     Args:
@@ -103,42 +83,20 @@ class Upcycled:
     """
 
     def __init__(self, weights: Weights, upcycling: Upcycling) -> None:
-        self.folder = weights.folder
-        self._weights, self._start = weights, upcycling.start
-        dense = weights.model_config()
-        self._section, self._config = upcycling.model_config(dense, self.folder)
-        check_own(weights)
-        self._own_buffers = own_buffers(weights)
-        self._model = built(upcycling, self._config)
-        self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
+        self._section, config = upcycling.model_config(weights.model_config(), weights.folder)
+        super().__init__(weights, upcycling, config, upcycling.start.seed)
+        self._start = upcycling.start
 
-    def model_config(self) -> ModelSettings:
-        """The configuration of the sparse model, complete."""
-        return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sparse model's weights by name."""
-        return self._shapes
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32: the dense model's own, copies of one, or a router's first value."""
-        if name in self._weights.shapes():
-            return self._weights.whole(name)
+    def made(self, name: str) -> torch.Tensor:
+        """Copies of a weight, or a router's first value."""
         source, start = dense_tensor(name), self._start
         if source is None:
-            return initial_value(self._model, name, start.seed)
+            return self.begun(name)
         value = self._weights.whole(source.name)
         num_experts = self._shapes[name][0]
         if not source.is_weight:
             return copies(value, num_experts, 0.0, start.seed, name)
         return copies(value.T, num_experts, start.noise, start.seed, name)
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A buffer, the dense model's own or of a router as it starts."""
-        if name in self._own_buffers:
-            return self._weights.buffer(name)
-        dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
-        return initial_value(self._model, name, self._start.seed).to(dtypes[name])
 
     def notes(self) -> list[str]:
         """Says whether the sparse model starts with the dense model's outputs."""

@@ -42,7 +42,7 @@ from train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
 from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
 from train.state import TrainState
-from train.tasks.images import CLASSES_FILE
+from train.tasks.class_names import CLASSES_FILE
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
 FORMATS: dict[Format, str] = {

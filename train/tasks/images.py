@@ -7,7 +7,6 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,6 +26,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.huggingface_vision import VisionWeights
 from parallel.weights import Weights
 from train.errors import ConfigError
+from train.tasks.class_names import CLASSES_FILE, class_names_of, differing
 from train.tasks.counting import Counted, CountedClasses, CountedDomains
 from train.tasks.distillation import Teacher
 from train.tasks.domains import domain_records, domain_rows
@@ -41,9 +41,6 @@ from train.tasks.task import (
     Task,
     Unit,
 )
-
-CLASSES_FILE = "classes.json"
-"""The file of a checkpoint with the names of its classes, in their order."""
 
 
 class ImageProbe:
@@ -409,7 +406,7 @@ class ImageClassification(Task[ImageBatch]):
         names = class_names_of(checkpoint.folder)
         ours = list(self.data.manifest.class_names)
         if names is not None and names != ours:
-            raise ConfigError(f"{self.place} has {_differing(ours, names, owner)}")
+            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}")
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the images in the training split."""
@@ -452,20 +449,3 @@ def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSett
         return model.model_copy(update={"num_classes": classes}).filled()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def class_names_of(folder: Path) -> list[str] | None:
-    """The names of the classes that a checkpoint was trained with; None if it has none."""
-    file = folder / CLASSES_FILE
-    names: list[str] | None = json.loads(file.read_bytes()) if file.is_file() else None
-    return names
-
-
-def _differing(ours: list[str], theirs: list[str], owner: str) -> str:
-    if len(ours) != len(theirs):
-        return f"{len(ours)} classes, the {owner} was trained with {len(theirs)}"
-    first = next(n for n, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-    return (
-        f"other classes than the {owner} was trained with: class {first} is {ours[first]!r}, "
-        f"not {theirs[first]!r}"
-    )

@@ -32,9 +32,9 @@ from parallel.huggingface_bert import BertWeights
 from parallel.weights import Weights, open_weights
 from train.errors import ConfigError
 from train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
+from train.tasks.class_names import CLASSES_FILE, class_names_of
 from train.tasks.cross_entropy import cross_entropy
 from train.tasks.domains import domain_records, domain_rows
-from train.tasks.images import CLASSES_FILE, class_names_of
 from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
 from train.tasks.text import with_vocabulary
 from train.tasks.tokenizers import same_ids, tokenizer_of

@@ -1,0 +1,59 @@
+"""A study of several tasks with a grid, in real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch.study.test_run import QUICK, start, write
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def test_tasks_and_a_grid_are_trained_and_the_best_point_is_compared(
+    tmp_path: Path, data: Path
+) -> None:
+    path = write(
+        tmp_path,
+        data,
+        data=None,
+        seeds=[1, 2],
+        grid={"optimizer.learning_rate": [1.0e-6, 0.01]},
+        grid_seeds=1,
+        tasks={
+            "two": {"data.path": str(data), "train.steps": 2},
+            "four": {"data.path": str(data), "train.steps": 4, "checkpoint.keep_best": True},
+        },
+        common={"evaluation.every": 2, **QUICK},
+    )
+    done = start(path, "--json", "-")
+    out, err = done.communicate(timeout=400)
+    assert done.returncode == 0, err
+    result = json.loads(out)
+    folder = tmp_path / "study"
+    assert result == json.loads((folder / "results.json").read_text())
+    assert "=== task four, 2 of 2" in err
+    assert "== run 6 of 6: four, cp at learning_rate=0.01, seed 2" in err
+    for name, task in result["tasks"].items():
+        assert task["finished"]
+        for variant in ("dense", "cp"):
+            # With a rate of 1e-6 nothing is learned; the second seed trains the other point alone.
+            assert task["variants"][variant]["point"] == "learning_rate=0.01"
+            points = task["grids"][variant]
+            (other,) = (point for point in points if point != "learning_rate=0.01")
+            assert points["learning_rate=0.01"] < points[other]
+            runs = folder / name / "runs" / variant
+            assert (runs / "learning_rate=0.01" / "seed-2" / "metrics.jsonl").exists()
+            assert not (runs / other / "seed-2").exists()
+        assert [run["seed"] for run in task["runs"]] == [1, 1, 2, 2]
+        assert len(task["swept"]) == 2
+    means = result["variants"]["cp"]["mean"]["values"]
+    by_task = [
+        [r["loss"] for r in t["runs"] if r["variant"] == "cp"] for t in result["tasks"].values()
+    ]
+    assert means == pytest.approx([(a + b) / 2 for a, b in zip(*by_task, strict=True)])
+    # The same command again trains nothing.
+    again = start(path, "--json", "-")
+    out, err = again.communicate(timeout=400)
+    assert "== run" not in err
+    assert json.loads(out)["variants"] == result["variants"]

@@ -1,0 +1,31 @@
+"""The names of the classes that a checkpoint was trained with."""
+
+import json
+from pathlib import Path
+
+CLASSES_FILE = "classes.json"
+"""The file of a checkpoint with the names of its classes, in their order."""
+
+
+def class_names_of(folder: Path) -> list[str] | None:
+    """The names of the classes that a checkpoint was trained with; None if it has none."""
+    file = folder / CLASSES_FILE
+    names: list[str] | None = json.loads(file.read_bytes()) if file.is_file() else None
+    return names
+
+
+def differing(ours: list[str], theirs: list[str], owner: str) -> str:
+    """In words how two lists of classes differ, which they do.
+
+    Args:
+        ours: of the data.
+        theirs: of weights.
+        owner: what an error calls the weights.
+    """
+    if len(ours) != len(theirs):
+        return f"{len(ours)} classes, the {owner} was trained with {len(theirs)}"
+    first = next(n for n, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+    return (
+        f"other classes than the {owner} was trained with: class {first} is {ours[first]!r}, "
+        f"not {theirs[first]!r}"
+    )
