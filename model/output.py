@@ -27,6 +27,8 @@ class RoutingStats(NamedTuple):
     """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. Of a
     muMoE: of the leaves' coefficients, products over levels, whose entropy is the levels' sum. No
     dimensions, as all that follow unless a suffix says them."""
+    usage_E: Tensor | None = None
+    """Mean over tokens of the scores that experts are chosen by; None: `load_E`."""
     balance_loss: Tensor | None = None
     """E sum_e f_e P_e, with its gradient: 1 at even load."""
     z_loss: Tensor | None = None

@@ -106,6 +106,7 @@ class Router(SampleStatistics):
         stats = RoutingStats(
             name="",
             load_E=load_E,
+            usage_E=mixed_NE.detach().mean(0),
             entropy=mean_entropy(mixed_NE.detach()),
             balance_loss=load_balance_loss(mixed_NE, load_E),
             z_loss=router_z_loss(logits_NE),

@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from scipy.stats import entropy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch.cli import run as polyad
@@ -48,6 +49,8 @@ def test_every_step_records_what_each_gate_did(finished):
         assert line[f"{LAYER}/load_max"] == pytest.approx(busiest, rel=1e-5)
         assert line[f"{LAYER}/unused"] == pytest.approx(load.count(0.0) / 18)
         assert all(share <= 2 * mean + 1e-6 for share, mean in zip(dominant, load, strict=True))
+        used = [entropy(load[:16]), entropy(load[16:])]
+        assert line[f"{LAYER}/usage_entropy"] == pytest.approx(sum(used), abs=1e-4)
         assert not any("dropped" in key or "balance" in key for key in line)
         both = [line[f"routing/blocks.{block}.feed_forward/effective_experts"] for block in (0, 1)]
         assert line["routing/effective_experts"] == pytest.approx(sum(both) / 2)

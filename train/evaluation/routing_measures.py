@@ -67,6 +67,7 @@ def measure_sequences(
     groups, group_A = classes_of(task, split)
     measures = RoutingMeasures(layers, len(group_A), device)
     measures.by_class(groups, group_A)
+    measures.by_output(batch_size * choices)
     report = _progress(len(rows), task.unit.short, world)
     done = 0
     with deciding(model, layers) as decisions:
@@ -117,6 +118,7 @@ def measure_text(
     measures = RoutingMeasures(layers, len(probe), world.device)
     labels = TokenLabels(tokenizer, stream, len(probe), probe.about()["sequence_length"])
     measures.by_token(labels.sorted_by)
+    measures.by_output(batch_size)
     report = _progress(len(probe), "windows", world)
     done, tokens = world.data_parallel_rank, torch.zeros(1, dtype=torch.float64)
     with deciding(model, layers) as decisions:

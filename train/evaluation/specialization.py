@@ -122,6 +122,7 @@ def _images(
     """Reads all images. Those with attributes have no one class: entropies alone are known."""
     total, names = task.units_of(split), list(task.data.manifest.class_names)
     measures = RoutingMeasures(layers, total, world.device)
+    measures.by_output(batch_size)
     counts: list[LeaveOneOut] = []
     if not task.has_attributes:
         measures.by_class(*classes_of(task, split))
@@ -200,7 +201,10 @@ def specialization_table(result: dict[str, Any]) -> str:
         rows.append(("not known", "polysemanticity, information, purity: they need one class each"))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, *_left_out_rows(result["layers"]), *_measure_rows(result["layers"])])
+    layers = result["layers"]
+    return "\n".join(
+        [*lines, *_left_out_rows(layers), *_measure_rows(layers), *_similarity_rows(layers)]
+    )
 
 
 def _left_out_rows(layers: dict[str, Any]) -> list[str]:
@@ -232,16 +236,36 @@ def _measure_rows(layers: dict[str, Any]) -> list[str]:
                 ratios = (each["normalized_information"], each["purity"])
                 said = (_number(each["information_bits"]), chance, *map(_number, ratios))
                 table.append((f"  by {label}", "", "", "", *said))
-    widths = [max(len(row[column]) for row in (heads, *table)) for column in range(len(heads))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in (heads, *table)
-    ]
+    lines = _aligned([heads, *table])
     return ["", "entropies and information in bits, 95% intervals over samples", *lines]
+
+
+def _similarity_rows(layers: dict[str, Any]) -> list[str]:
+    """How alike the outputs of experts are on the same tokens."""
+    table: list[tuple[str, ...]] = [("", "experts", "tokens", "cosine", "CKA")]
+    for name, layer in layers.items():
+        for number, level in enumerate(layer["levels"]):
+            title = name if len(layer["levels"]) == 1 else f"{name}, level {number}"
+            alike = level["similarity"]
+            sizes = (str(len(alike["experts"])), f"{alike['tokens']:,}")
+            table.append((title, *sizes, _number(alike["cosine"]), _number(alike["cka"])))
+    heading = "outputs of experts on the same tokens, means over pairs, 95% intervals over batches"
+    return ["", heading, *_aligned(table)]
+
+
+def _aligned(table: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table whose first column is of names."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in table
+    ]
 
 
 def _number(measure: dict[str, Any]) -> str:
     """A measure, and its interval in brackets."""
+    if measure["value"] is None:
+        return "none"
     if measure["interval"] is None:
         return f"{measure['value']:.4f}"
     low, high = measure["interval"]

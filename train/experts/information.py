@@ -90,12 +90,19 @@ class Measured(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
-        interval = None if self.low is None else [self.low, self.high]
-        return {"value": self.value, "interval": interval, "samples": self.samples}
+        known = bool(np.isfinite(self.value))
+        interval = None if self.low is None or not known else [self.low, self.high]
+        value = self.value if known else None
+        return {"value": value, "interval": interval, "samples": self.samples}
 
 
 def measured(
-    measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10
+    measure: Callable[[Matrix], Matrix],
+    sums_G: Matrix,
+    samples: int,
+    *,
+    at_once: int = 10,
+    lowest: float = 0.0,
 ) -> Measured:
     """A measure of all samples, and a bootstrap interval over groups of them.
 
@@ -108,6 +115,7 @@ def measured(
         sums_G: of each group, [G, ...].
         samples: in all groups together.
         at_once: draws that are held at a time.
+        lowest: what the measure is never below.
     """
     value = float(measure(sums_G.sum(0)))
     groups = len(sums_G)
@@ -120,7 +128,7 @@ def measured(
     ]
     draws_D = np.concatenate(found)
     low, high = value + np.quantile(draws_D - draws_D.mean(), OUTSIDE)
-    return Measured(value, max(0.0, float(low)), float(high), samples)
+    return Measured(value, max(lowest, float(low)), float(high), samples)
 
 
 def groups_of_samples(samples: int, numbers: int) -> tuple[int, Tensor]:

@@ -9,7 +9,7 @@ experts of a token.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from model.mumoe.gating import Gate
 from model.mumoe.head import MuMoEHead
 from model.smoe.router import Router
 from model.smoe.selection import Selected
+from train.experts.outputs import Outputs, watch_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,22 @@ class Decision:
     top-K sees."""
     selected: Selected | None
     """The selected experts of a sparse mixture; None in others."""
+    outputs: Outputs | None = None
+    """What single experts make of the tokens."""
+
+    def output(self, level: int, expert: int, rows_M: Tensor) -> Tensor:
+        """What an expert makes of some of the tokens, wherever the router sent them.
+
+        Args:
+            level: of the layer.
+            expert: its number in the level.
+            rows_M: of the tokens.
+
+        Returns:
+            [M, D]; of a muMoE with the expert's coefficient at 1 and its level's others at 0.
+        """
+        assert self.outputs is not None
+        return self.outputs(level, expert, rows_M)
 
     def coefficients(self) -> Tensor:
         """How much of each expert every token gets, [M, S], in fp32.
@@ -143,11 +160,20 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
 
         return keep
 
+    def keep_outputs(layer: RoutedLayer) -> Callable[[Outputs], None]:
+        def keep(outputs: Outputs) -> None:
+            seen[layer.name] = replace(seen[layer.name], outputs=outputs)
+
+        return keep
+
     handles = [
         (part.selection if isinstance(part, Router) else part).register_forward_hook(hook(layer))
         for layer in layers
         for part in model.get_submodule(layer.name).children()
         if isinstance(part, Gate | Router | MixtureGate)
+    ]
+    handles += [
+        watch_inputs(model.get_submodule(layer.name), keep_outputs(layer)) for layer in layers
     ]
     # set_stance imports the compiler, which takes seconds, so it is called only if it is needed.
     compiled = any(part._compiled_call_impl is not None for part in model.modules())

@@ -5,7 +5,7 @@ first, then shuffled ones.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from train.experts.report.by_class import (
     LevelByClass,
     given,
 )
+from train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from train.experts.token_classes import Labelling, Shifts, labellings
 
 
@@ -33,6 +34,8 @@ class Division:
     """Of each layer its levels, by the layer's name."""
     by_label: Mapping[str, Mapping[str, list[LevelByClass]]]
     """The same by the kind of label; without labels nothing."""
+    similarity: Mapping[str, list[LevelSimilarity]] = field(default_factory=dict)
+    """How alike experts are; nothing where they were not compared."""
 
     def to_json(self) -> dict[str, list[dict[str, Any]]]:
         """JSON values: of each layer its levels."""
@@ -45,6 +48,11 @@ class Division:
                         for label, found in self.by_label.items()
                     }
                 }
+                | (
+                    {"similarity": self.similarity[name][number].to_json()}
+                    if name in self.similarity
+                    else {}
+                )
                 for number, level in enumerate(levels)
             ]
             for name, levels in self.entropies.items()
@@ -76,6 +84,7 @@ class RoutingMeasures:
         self.layers, self.samples, self._device = layers, samples, device
         self._entropies = GateEntropies(layers, samples, device)
         self._counts: dict[str, ExpertCounts] = {}
+        self._similarity: ExpertSimilarity | None = None
 
     def by_class(self, groups: Sequence[str], group_A: Tensor) -> None:
         """Counts by the class of each sample, too.
@@ -98,6 +107,14 @@ class RoutingMeasures:
                 self.layers, each.classes, self.samples, self._device
             )
 
+    def by_output(self, batch_size: int) -> None:
+        """Compares what experts make of the same tokens, too.
+
+        Args:
+            batch_size: samples in a batch.
+        """
+        self._similarity = ExpertSimilarity(self.layers, self.samples, batch_size, self._device)
+
     def add(
         self, decisions: Mapping[str, Decision], row_N: Tensor | None, number_R: Tensor
     ) -> None:
@@ -114,6 +131,8 @@ class RoutingMeasures:
                 each = len(decision.levels[0]) // len(number_R)
                 rows_N = torch.arange(len(number_R), device=number_R.device).repeat_interleave(each)
             self._entropies.add(name, decision, number_R[rows_N])
+            if self._similarity is not None:
+                self._similarity.add(name, decision, number_R[rows_N])
             if "class" in self._counts:
                 self._classes.add(name, decision, rows_N, number_R)
 
@@ -131,6 +150,8 @@ class RoutingMeasures:
         labels = {name: each.flatten(1).to(self._device) for name, each in labels.items()}
         for name, decision in decisions.items():
             self._entropies.add(name, decision, number_N)
+            if self._similarity is not None:
+                self._similarity.add(name, decision, number_N)
             given_NS = given(decision)
             for labelling, label_PN in labels.items():
                 self._counts[labelling].count(name, given_NS, label_PN, number_N)
@@ -147,6 +168,7 @@ class RoutingMeasures:
         return Division(
             entropies=self._entropies.result(summed),
             by_label={name: counts.result(summed) for name, counts in self._counts.items()},
+            similarity={} if self._similarity is None else self._similarity.result(summed),
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from model.entropy import entropy
 from model.interface import FeedForward
 from model.mixture import Mixture
 from model.mumoe.head import MuMoEHead
@@ -30,7 +31,7 @@ LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures of which all layers together have the largest; of others they have the mean."""
 
 
-NOT_RECORDED = frozenset({"tokens", "norm_mean_N", "norm_square_N"})
+NOT_RECORDED = frozenset({"tokens", "usage_E", "norm_mean_N", "norm_square_N"})
 """Fields of statistics that no record has."""
 
 
@@ -76,16 +77,21 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
 
     Returns:
         `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
-        share of the experts that got nothing; `load`: the share of the assignments of each expert;
-        `busiest` and `idlest` of sparse experts: their numbers; `rank_load` over several processes:
-        the share of the assignments that each computes; `rank_load_max`: the largest over the mean;
-        the other fields of `RoutingStats` that the layer has, by their names.
+        share of the experts that got nothing; `usage_entropy`: the entropy of the mean over tokens
+        of the scores, in nats, of several levels the sum; `load`: the share of the assignments of
+        each expert; `busiest` and `idlest` of sparse experts: their numbers; `rank_load` over
+        several processes: the share of the assignments that each computes; `rank_load_max`: the
+        largest over the mean; the other fields of `RoutingStats` that the layer has, by their
+        names.
     """
     load_E = stats.load_E
-    levels = load_E.split_with_sizes(list(stats.levels or load_E.shape))
+    usage_E = load_E if stats.usage_E is None else stats.usage_E
+    sizes = list(stats.levels or load_E.shape)
+    levels = load_E.split_with_sizes(sizes)
     values: dict[str, float | int | list[float]] = {
         "load_max": max(map(_most, levels)),
         "unused": (load_E == 0).float().mean().item(),
+        "usage_entropy": math.fsum(entropy(p_N).item() for p_N in usage_E.split_with_sizes(sizes)),
     }
     if not stats.levels:
         values |= {"busiest": _first_of_most(load_E), "idlest": _first_of_most(-load_E)}

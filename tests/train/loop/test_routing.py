@@ -93,3 +93,13 @@ def test_the_console_names_the_busiest_expert_and_how_uneven_processes_are():
     assert "routing/busiest" not in record
     assert console_summary(record)[:2] == ["load 2.40x (block 12, expert 3)", "ranks 1.60x"]
     assert console_summary(routing_record(routing))[:2] == ["load 2.40x (block 12, expert 3)"]
+
+
+def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():
+    load, usage, entropy = torch.tensor([1.0, 0.0]), torch.tensor([0.75, 0.25]), torch.tensor(0.1)
+    stats = RoutingStats("", load, entropy, usage_E=usage)
+    assert measures(stats)["usage_entropy"] == pytest.approx(math.log(4) - 0.75 * math.log(3))
+    assert "usage" not in measures(stats)
+    even = statistics([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])  # decided, and both are used
+    assert measures(even)["usage_entropy"] == pytest.approx(math.log(2))
+    assert measures(even)["entropy"] == pytest.approx(0, abs=1e-6)

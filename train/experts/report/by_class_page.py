@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+import numpy as np
+
+from train.experts.information import Matrix
 from train.experts.report.by_class import LEAST_EXPECTED, MOST_LEANING, SHUFFLES, Lean, LevelByClass
 from train.experts.report.charts import number
 from train.experts.report.class_page import figure_of_table, long_table, table
@@ -14,6 +17,7 @@ from train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
 
 MOST_EXPERTS = 64
 """Up to so many experts of a level are drawn as a matrix."""
+HEADING = "Share of each expert"
 STRONGEST_LIFT = 4.0
 """A lift that has the full colour, as has its inverse."""
 
@@ -73,7 +77,7 @@ def _level(title: str, level: LevelByClass, *, is_open: bool) -> str:
     heading = (
         "The expert that leans most to each class" if many else "Experts that lean most to a class"
     )
-    body = _matrix(level) + _leaning(leaning, heading)
+    body = level_matrix(level, by_expert=True) + _leaning(leaning, heading)
     return (
         f'<details class="layer"{" open" if is_open else ""}><summary><b>'
         f'{escape(title.capitalize())}</b>{facts}</summary><div class="inside">{body}</div>'
@@ -81,33 +85,51 @@ def _level(title: str, level: LevelByClass, *, is_open: bool) -> str:
     )
 
 
-def _matrix(level: LevelByClass) -> str:
+def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool) -> str:
+    """The table of experts and classes as a picture; nothing where it would be too large.
+
+    Args:
+        level: of a layer.
+        heading: of the picture.
+        by_expert: whether classes of which the same expert gets most stand together; else they
+            keep their order.
+
+    Returns:
+        HTML.
+    """
     if len(level.groups) > FEW_CLASSES or len(level.experts) > MOST_EXPERTS:
         return ""
     share_S, share_SY = level.share_S, level.share_SY
+    order = _sorted_by_expert(share_SY) if by_expert else range(len(level.groups))
     cells = [
         [
             Cell(f"{100 * share_S[s]:.1f}%", f"expert {expert}: of all {100 * share_S[s]:.2f}%"),
             *(
-                _cell(expert, group, *values)
-                for group, *values in zip(
-                    level.groups,
-                    *(share_SY[s].tolist(), [float(share_S[s])] * len(level.groups)),
-                    level.counts_SY[s].tolist(),
-                    strict=True,
+                _cell(
+                    *(expert, level.groups[y]),
+                    *(float(share_SY[s, y]), float(share_S[s]), float(level.counts_SY[s, y])),
                 )
+                for y in order
             ),
         ]
         for s, expert in enumerate(level.experts)
     ]
     rows = [f"expert {expert}" for expert in level.experts]
     return figure(
-        "Share of each expert",
-        matrix_chart(rows, ["all", *level.groups], cells, title="Experts and classes"),
+        heading,
+        matrix_chart(
+            rows, ["all", *(level.groups[y] for y in order)], cells, title="Experts and classes"
+        ),
         f"A column adds up to 100%. Blue: more than the expert's share of all, orange: less; the "
         f"full colour is {STRONGEST_LIFT:g} times as much, or as little.",
         wide=len(level.groups) >= NARROW_COLUMNS,
     )
+
+
+def _sorted_by_expert(share_SY: Matrix) -> list[int]:
+    """Classes in the order of the expert that gets most of each, and then of how much it gets."""
+    known_SY = np.nan_to_num(share_SY)
+    return [int(y) for y in np.lexsort((-known_SY.max(0), known_SY.argmax(0)))]
 
 
 def _cell(expert: str, group: str, share: float, share_of_all: float, count: float) -> Cell:

@@ -1,8 +1,10 @@
 """The part of a page about how experts divide the work: entropies of gates, and information."""
 
+import math
 from html import escape
 
 from train.experts.information import Measured
+from train.experts.report.by_class_page import level_matrix
 from train.experts.report.class_page import figure_of_table, table
 from train.experts.report.content import Report
 
@@ -12,7 +14,8 @@ NOTE = (
     "H_u: the entropy of their mean over all tokens, high where all experts are used. I(E; Y): "
     "what the expert of a token tells about its label; normalized: over the mean entropy of "
     "experts and labels; purity: the share of tokens with the most frequent label of their expert. "
-    "In brackets: 95% intervals, by drawing samples anew 200 times."
+    "Cosine and CKA: how alike the outputs of two experts are on the same tokens, the mean over "
+    "pairs. In brackets: 95% intervals, by drawing samples anew 200 times."
 )
 
 
@@ -28,23 +31,31 @@ def division_section(report: Report) -> str:
     division = report.division
     if division is None:
         return ""
+    shown = {} if report.classes is None else report.classes.layers  # by_class_page has those
     titles = {layer.name: layer.title.capitalize() for layer in report.routed}
-    entropies, information = [], []
+    entropies, information, pictures = [], [], ""
     for name, levels in division.entropies.items():
         for number, level in enumerate(levels):
             title = titles.get(name, name) + (f", level {number}" if len(levels) > 1 else "")
             highest = f"{level.highest:.2f}"
+            alike = division.similarity[name][number]
             entropies.append(
-                [escape(title), _number(level.of_token), _number(level.of_usage), highest]
+                [
+                    *(escape(title), _number(level.of_token), _number(level.of_usage), highest),
+                    *(_number(alike.cosine), _number(alike.cka)),
+                ]
             )
             for label, found in division.by_label.items():
                 each = found[name][number]
                 said = [_number(measure) for measure in each.measures.values()]
                 said.insert(1, f"{each.by_chance:.4f}")
                 information.append([escape(title), label, *said])
+                if name not in shown:
+                    heading = f"{title}: experts by {label}"
+                    pictures += level_matrix(each, heading, by_expert=label == "characters")
     figures = figure_of_table(
-        "Entropies of gates",
-        table(("layer", "H_s, bits", "H_u, bits", "at most"), entropies),
+        "Entropies of gates, and how alike experts are",
+        table(("layer", "H_s, bits", "H_u, bits", "at most", "cosine", "CKA"), entropies),
         wide=True,
     )
     if information:
@@ -54,10 +65,12 @@ def division_section(report: Report) -> str:
         )
     return (
         f'<section id="division"><h2>{DIVISION_TITLE}</h2><p class="note">{NOTE}</p>'
-        f'<div class="grid">{figures}</div></section>'
+        f'<div class="grid">{figures}{pictures}</div></section>'
     )
 
 
 def _number(measure: Measured) -> str:
+    if math.isnan(measure.value):
+        return "–"
     interval = "" if measure.low is None else f" [{measure.low:.4f}, {measure.high:.4f}]"
     return f"{measure.value:.4f}{interval}"

@@ -33,6 +33,7 @@ class ImageClasses:
         split: str,
         numbers: Sequence[int],
         layers: Sequence[RoutedLayer],
+        batch_size: int,
         device: torch.device,
     ) -> None:
         self._task, self._split, self._numbers = task, split, torch.tensor(numbers)
@@ -40,6 +41,7 @@ class ImageClasses:
         class_A = torch.as_tensor(np.asarray(task.data.split(split).labels)[numbers]).long()
         self._experts = RoutingMeasures(layers, len(class_A), device)
         self._experts.by_class(self._names, class_A)
+        self._experts.by_output(batch_size)
         self._outcomes = Outcomes()
 
     def add(

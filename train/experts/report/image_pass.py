@@ -156,7 +156,9 @@ def read_images(
     numbers = [number * total // count for number in range(count)]
     tops = {x.name: TopTokens(x.num_experts, choice.top, device, WHOLE_IMAGE) for x in layers}
     classes = (
-        None if task.has_attributes else ImageClasses(task, split, numbers, every_layer, device)
+        None
+        if task.has_attributes
+        else ImageClasses(task, split, numbers, every_layer, batch_size, device)
     )
     tokens: dict[str, int] = {}
     done = 0

@@ -180,6 +180,8 @@ def _over_time(report: Report) -> str:
     charts = [
         ("entropy", f"Entropy of the {word}, over its maximum",
          "1: every expert alike; 0: one expert has all of a token.", 0.0, 1.0),
+        ("usage_entropy", f"Entropy of the mean {word}, over its maximum",
+         "1: all experts are used alike; 0: all tokens go to one.", 0.0, 1.0),
         ("effective_experts", "Effective experts of a token",
          "Mean of exp(entropy): how many experts share a token.", None, None),
         ("load_max", "Load of the busiest expert",
@@ -197,7 +199,7 @@ def _over_time(report: Report) -> str:
             values = layers[layer.name].scalars.get(measure)
             if values is None:
                 continue
-            if measure == "entropy":
+            if measure in ("entropy", "usage_entropy"):
                 values = _scaled(values, 1 / maximum_entropy(layer))
             lines.append(
                 Line(

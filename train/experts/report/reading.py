@@ -144,6 +144,7 @@ def read_text(
     measures = RoutingMeasures(layers, text.count, device)
     labels = TokenLabels(text.tokenizer, text.stream, text.count, text.length)
     measures.by_token(labels.sorted_by)
+    measures.by_output(text.batch_size)
     with reading(model, layers) as read, deciding(model, layers) as decisions:
         done = 0
         for numbers, input_BT, position_BT in text.batches(text.numbers()):

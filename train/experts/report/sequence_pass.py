@@ -61,6 +61,7 @@ def read_sequences(
     groups, group_A = groups_of(task, labels_N[row_of])
     experts = RoutingMeasures(layers, len(group_A), device)
     experts.by_class(groups, torch.from_numpy(group_A))
+    experts.by_output(batch_size * task.data.choices)
     outcomes, done = Outcomes(), 0
     with deciding(model, layers) as decisions, torch.inference_mode():
         for read, counts_B in evaluation_batches(rows, len(rows), batch_size):

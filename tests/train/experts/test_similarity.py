@@ -1,0 +1,173 @@
+"""How alike experts are: outputs of single experts, cosines and centred kernel alignment."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, gelu
+
+from model.build import build_model, materialize
+from model.gpt2 import GPT2Config
+from train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
+from train.experts.similarity import ExpertSimilarity
+
+SMALL = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 50,
+    "sequence_length": 8,
+    "dropout": 0.0,
+}
+SECTIONS = {
+    "smoe": {"kind": "smoe", "num_experts": 3, "top_k": 1, "expert_hidden_size": 12},
+    "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
+    "mumoe": {"kind": "mumoe", "num_experts": [3], "rank": 8},
+    "levels": {"kind": "mumoe", "num_experts": [3, 2], "rank": 8, "level_std": 0.5},
+}
+
+
+def model_of(kind):
+    config = GPT2Config.model_validate(SMALL | {"feed_forward": SECTIONS[kind]})
+    model = build_model(config).eval()
+    materialize(model, seed=1, dtype=torch.float64)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():  # also biases and gates, which start at 0
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def decided(model):
+    """The layer, what it read, and what it decided of two windows."""
+    (layer,) = routed_layers(model)
+    feed_forward = model.get_submodule(layer.name)
+    read = []
+    handle = feed_forward.register_forward_pre_hook(lambda _, given: read.append(given))
+    with torch.inference_mode(), deciding(model, [layer]) as decisions:
+        model(torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0)))
+    handle.remove()
+    return feed_forward, read[0][0].flatten(0, 1), read[0], decisions[layer.name]
+
+
+@torch.inference_mode()
+def test_an_expert_of_a_sparse_layer_is_computed_from_its_own_weights():
+    layer, u, _, decision = decided(model_of("smoe"))
+    rows = torch.tensor([0, 5, 11])
+    weights = layer.experts.stacked()
+    for expert in range(3):
+        inner = gelu(u[rows] @ weights.up[expert] + weights.up_bias[expert], approximate="tanh")
+        expected = inner @ weights.down[expert] + layer.output_bias[expert]
+        torch.testing.assert_close(decision.output(0, expert, rows), expected)
+
+
+@torch.inference_mode()
+def test_groups_of_units_add_up_to_the_dense_layer():
+    layer, u, _, decision = decided(model_of("emoe"))
+    rows = torch.arange(len(u))
+    parts = [decision.output(0, expert, rows) for expert in range(4)]
+    keys, values = layer.experts.keys.flatten(0, 1), layer.experts.values.flatten(0, 1)
+    dense = gelu(u @ keys.T + layer.experts.bias.flatten(), approximate="tanh") @ values
+    torch.testing.assert_close(sum(parts), dense)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["mumoe", "levels"])
+def test_an_expert_of_a_mumoe_has_the_whole_coefficient_of_its_level(kind):
+    layer, _, given, decision = decided(model_of(kind))
+    rows = torch.arange(len(decision.levels[0]))
+
+    def alone(level, expert):
+        def change(_, arguments, output):
+            coefficients = list(output.coefficients)
+            coefficients[level] = torch.zeros_like(coefficients[level])
+            coefficients[level][:, expert] = 1
+            return output._replace(coefficients=coefficients)
+
+        handle = layer.gate.register_forward_hook(change)
+        output, _ = layer(*given)
+        handle.remove()
+        return output.flatten(0, 1)
+
+    for level, size in enumerate(layer.config.num_experts):
+        for expert in range(size):
+            torch.testing.assert_close(decision.output(level, expert, rows), alone(level, expert))
+
+
+def hsic(first, second):
+    """The mean over all four different tokens, which Song et al. 2012 define the estimator by."""
+    k, m = first @ first.T, second @ second.T
+    terms = [
+        k[i, j] * m[i, j] + k[i, j] * m[q, r] - 2 * k[i, j] * m[i, q]
+        for i, j, q, r in itertools.permutations(range(len(first)), 4)
+    ]
+    return float(sum(terms) / len(terms))
+
+
+def compared(outputs_BEND, batch_size=2):
+    """Batches of outputs, as two samples each."""
+    batches, experts, tokens, _ = outputs_BEND.shape
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(experts,))
+    similarity = ExpertSimilarity([layer], batches * batch_size, batch_size)
+    for number, outputs_END in enumerate(outputs_BEND):
+        decision = Decision(
+            levels=[torch.zeros(tokens, experts)],
+            selected=None,
+            outputs=lambda _, expert, rows, of=outputs_END: of[expert][rows],
+        )
+        sample_N = number * batch_size + torch.arange(tokens) * batch_size // tokens
+        similarity.add(layer.name, decision, sample_N)
+    (level,) = similarity.result()[layer.name]
+    return level
+
+
+def test_cosine_and_alignment_are_those_of_the_definitions():
+    outputs = torch.randn(3, 4, 6, 5, generator=torch.Generator().manual_seed(3)).double()
+    outputs[:, 1] += outputs[:, 0]
+    level = compared(outputs)
+    assert level.tokens == 18
+    for first, second in itertools.combinations(range(4), 2):
+        cosine = cosine_similarity(outputs[:, first], outputs[:, second], dim=-1).mean()
+        assert level.cosine_EE[first, second] == pytest.approx(float(cosine))
+        across, own, other = (
+            sum(hsic(batch[a], batch[b]) for batch in outputs)
+            for a, b in ((first, second), (first, first), (second, second))
+        )
+        assert level.cka_EE[first, second] == pytest.approx(across / (own * other) ** 0.5)
+    above = np.triu_indices(4, 1)
+    assert level.cosine.value == pytest.approx(level.cosine_EE[above].mean())
+    assert level.cka.value == pytest.approx(level.cka_EE[above].mean())
+    assert level.cka.low < level.cka.value < level.cka.high
+    assert level.cosine_EE[0, 1] > 0.5 > level.cosine_EE[0, 2]
+
+
+def test_alignment_sees_through_a_rotation_and_finds_nothing_in_noise():
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 8, 64, 96, generator=generator).double()
+    turned, _ = torch.linalg.qr(torch.randn(96, 96, generator=generator).double())
+    level = compared(torch.stack([one, 3 * one @ turned, other], dim=1))
+    assert level.cka_EE[0, 1] == pytest.approx(1)
+    assert abs(level.cosine_EE[0, 1]) < 0.1
+    assert abs(level.cka_EE[0, 2]) < 0.1  # of 64 tokens 96 numbers wide: the biased form says 0.6
+
+
+def test_an_expert_that_says_the_same_of_all_tokens_has_no_alignment():
+    outputs = torch.randn(2, 3, 8, 4, generator=torch.Generator().manual_seed(1)).double()
+    outputs[:, 2] = 1.0
+    level = compared(outputs)
+    found = level.to_json()
+    assert found["cka_of_pairs"][0][2] is None
+    assert found["cka"]["value"] == pytest.approx(level.cka_EE[0, 1])  # the pair that has one
+    assert compared(outputs[:, :1]).to_json()["cka"] == {
+        "value": None,
+        "interval": None,
+        "samples": 16,
+    }
+
+
+def test_few_batches_tokens_and_experts_are_read():
+    outputs = torch.randn(40, 70, 200, 2, generator=torch.Generator().manual_seed(1))
+    level = compared(outputs)
+    assert level.tokens == 16 * 128
+    assert (len(level.experts), level.experts[0], level.experts[-1]) == (64, "0", "69")

@@ -1,0 +1,198 @@
+"""How alike experts are: what they make of the same inputs, whichever of them the gate sends where.
+
+    cosine   the mean over tokens of cos(f_e(x), f_d(x))
+    CKA      HSIC(e, d) / sqrt(HSIC(e, e) HSIC(d, d)), of kernels F_e F_e^T, F_e = f_e(N tokens)
+
+Centred kernel alignment does not change where outputs are rotated or scaled, cosines do. HSIC is
+the unbiased estimator of Song et al. 2012, "Feature selection via dependence maximization", summed
+over groups of tokens as in Nguyen et al. 2021, "Do wide and deep networks learn the same things?":
+its biased form nears 1 for any two experts where outputs are wider than there are tokens.
+
+Shapes: N tokens of a group, D width of an output, E experts of a level, G groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from train.experts.gate_entropy import Summed
+from train.experts.information import Matrix, Measured, measured
+from train.experts.probing import Decision, RoutedLayer
+
+GROUPS = 16
+"""Batches that are read, at equal distances over the data."""
+TOKENS = 128
+"""Of each batch, at most, at equal distances."""
+FEWEST_TOKENS = 4
+"""That HSIC can be estimated from."""
+MOST_EXPERTS = 64
+"""Of a level, at most, at equal distances."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelSimilarity:
+    """How alike the experts of one level are."""
+
+    experts: list[str]
+    """Names of those that were compared."""
+    tokens: int
+    """On which."""
+    sums_GEE: Matrix
+    """Of each group the sums of cosines and the HSIC of all pairs, [G, 2, E, E]."""
+
+    @property
+    def cosine_EE(self) -> Matrix:
+        """The mean cosine of each pair; NaN where nothing was read."""
+        cosine_EE: Matrix = self.sums_GEE[:, 0].sum(0) / (self.tokens or np.nan)
+        return cosine_EE
+
+    @property
+    def cka_EE(self) -> Matrix:
+        """Of each pair; NaN where an output does not change with the token."""
+        return _cka(self.sums_GEE[:, 1].sum(0))
+
+    @property
+    def cosine(self) -> Measured:
+        """The mean over pairs of two experts."""
+        return self._measured(lambda sums: _of_pairs(sums[..., 0, :, :]) / max(1, self.tokens))
+
+    @property
+    def cka(self) -> Measured:
+        """The mean over pairs of two experts."""
+        return self._measured(lambda sums: _of_pairs(_cka(sums[..., 1, :, :])))
+
+    def _measured(self, measure: Any) -> Measured:
+        found = measured(measure, self.sums_GEE, len(self.sums_GEE), lowest=-1.0)
+        return found._replace(samples=self.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "experts": self.experts,
+            "tokens": self.tokens,
+            "cosine": self.cosine.to_json(),
+            "cka": self.cka.to_json(),
+            "cosine_of_pairs": _rows(self.cosine_EE),
+            "cka_of_pairs": _rows(self.cka_EE),
+        }
+
+
+class ExpertSimilarity:
+    """Adds up what experts make of the tokens of some batches.
+
+    Args:
+        layers: those that are looked at.
+        samples: images, sequences or windows that all processes read.
+        batch_size: of them, in a forward pass.
+        device: where decisions are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        samples: int,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._layers, self._batch_size = layers, batch_size
+        batches = -(-samples // batch_size)
+        chosen = np.linspace(0, batches - 1, min(GROUPS, batches)).round().astype(int)
+        self._group = {int(batch): group for group, batch in enumerate(chosen)}
+        groups = len(self._group)
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=torch.float64, device=device)
+
+        self._tokens = {layer.name: zeros(groups) for layer in layers}
+        self._levels: dict[str, list[tuple[Tensor, list[int]]]] = {}
+        """Of each layer's levels the sums, and the experts that they are of."""
+        for layer in layers:
+            compared = [_compared(size) for size in layer.levels]
+            self._levels[layer.name] = [(zeros(groups, 2, len(e), len(e)), e) for e in compared]
+
+    @torch.no_grad()
+    def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
+        """Adds what a layer did in a batch, if that is one of those that are read.
+
+        Args:
+            name: of the layer.
+            decision: for tokens.
+            number_N: of each of them that of its sample; -1: it does not count.
+        """
+        rows_N = (number_N >= 0).nonzero().squeeze(-1)
+        if len(rows_N) < FEWEST_TOKENS:
+            return
+        group = self._group.get(int(number_N[rows_N[0]]) // self._batch_size)
+        if group is None:
+            return
+        few = torch.linspace(0, len(rows_N) - 1, min(TOKENS, len(rows_N))).round().long()
+        rows_N = rows_N[few.to(rows_N.device)]
+        self._tokens[name][group] = len(rows_N)
+        for level, (sums, experts) in enumerate(self._levels[name]):
+            outputs = [decision.output(level, expert, rows_N).double() for expert in experts]
+            sums[group] = _sums(torch.stack(outputs))
+
+    def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelSimilarity]]:
+        """The levels of each layer, by the layer's name.
+
+        Args:
+            summed: over processes, which have read different batches.
+        """
+        found: dict[str, list[LevelSimilarity]] = {}
+        for layer in self._layers:
+            tokens = int(summed(self._tokens[layer.name]).sum())
+            first = np.cumsum([0, *layer.levels])
+            found[layer.name] = [
+                LevelSimilarity(
+                    experts=[layer.expert_name(int(first[level]) + e) for e in experts],
+                    tokens=tokens,
+                    sums_GEE=summed(sums).cpu().numpy(),
+                )
+                for level, (sums, experts) in enumerate(self._levels[layer.name])
+            ]
+        return found
+
+
+def _sums(outputs_END: Tensor) -> Tensor:
+    """Of each pair of experts the sum of cosines over tokens, and the HSIC, [2, E, E]."""
+    directions_ED = normalize(outputs_END, dim=-1).flatten(1)
+    outputs_END = outputs_END - outputs_END.mean(1, keepdim=True)  # for rounding alone
+    kernels_ENN = outputs_END @ outputs_END.mT
+    kernels_ENN.diagonal(dim1=1, dim2=2).zero_()
+    tokens = outputs_END.shape[1]
+    traces_EE = kernels_ENN.flatten(1) @ kernels_ENN.flatten(1).T
+    rows_EN = kernels_ENN.sum(-1)
+    totals_E = rows_EN.sum(-1)
+    means_EE = totals_E.outer(totals_E) / ((tokens - 1) * (tokens - 2))
+    hsic_EE = traces_EE + means_EE - 2 / (tokens - 2) * (rows_EN @ rows_EN.T)
+    return torch.stack([directions_ED @ directions_ED.T, hsic_EE / (tokens * (tokens - 3))])
+
+
+def _cka(hsic_EE: Matrix) -> Matrix:
+    own_E = np.diagonal(hsic_EE, axis1=-2, axis2=-1)
+    own_E = np.sqrt(np.where(own_E > 0, own_E, np.nan))
+    cka_EE: Matrix = hsic_EE / (own_E[..., None] * own_E[..., None, :])
+    return cka_EE
+
+
+def _of_pairs(values_EE: Matrix) -> Matrix:
+    """The mean over pairs of two experts for which there is a value; NaN without one."""
+    above = np.triu(np.isfinite(values_EE), 1)
+    pairs = above.sum((-2, -1))
+    total = np.where(above, values_EE, 0).sum((-2, -1))
+    mean: Matrix = np.where(pairs > 0, total / np.maximum(pairs, 1), np.nan)
+    return mean
+
+
+def _compared(experts: int) -> list[int]:
+    return [int(e) for e in np.linspace(0, experts - 1, min(MOST_EXPERTS, experts)).round()]
+
+
+def _rows(values_EE: Matrix) -> list[list[float | None]]:
+    """JSON values; null for NaN."""
+    return [[float(v) if np.isfinite(v) else None for v in row] for row in values_EE]
