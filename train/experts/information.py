@@ -94,14 +94,42 @@ class Measured(NamedTuple):
         return {"value": self.value, "interval": interval, "samples": self.samples}
 
 
-def measured(
+def intervals(
     measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10
-) -> Measured:
-    """A measure of all samples, and a bootstrap interval over groups of them.
+) -> tuple[Matrix, Matrix | None, Matrix | None]:
+    """Measures of all samples, each with the ends of a bootstrap interval over groups of them.
 
     Groups are drawn with replacement. Draws hold fewer different samples than there are, and by
     that overstate information, so the interval is that of the draws around their own mean, put
     around the value.
+
+    Args:
+        measure: of sums over samples, of any shape; further axes in front are draws.
+        sums_G: of each group, [G, ...].
+        samples: in all groups together.
+        at_once: draws that are held at a time.
+
+    Returns:
+        The values and both ends, which a single sample does not have; NaN where a draw has NaN.
+    """
+    value = measure(sums_G.sum(0))
+    groups = len(sums_G)
+    if samples < 2:
+        return value, None, None
+    drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
+    found = [
+        measure(np.tensordot(drawn_DG[first : first + at_once].astype(np.float64), sums_G, 1))
+        for first in range(0, DRAWS, at_once)
+    ]
+    draws_D = np.concatenate(found)
+    low, high = value + np.quantile(draws_D - draws_D.mean(0), OUTSIDE, axis=0)
+    return value, low, high
+
+
+def measured(
+    measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10
+) -> Measured:
+    """One measure that is not negative; see `intervals`.
 
     Args:
         measure: of sums over samples; further axes in front are draws.
@@ -109,18 +137,10 @@ def measured(
         samples: in all groups together.
         at_once: draws that are held at a time.
     """
-    value = float(measure(sums_G.sum(0)))
-    groups = len(sums_G)
-    if samples < 2:
-        return Measured(value, None, None, samples)
-    drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
-    found = [
-        measure(np.tensordot(drawn_DG[first : first + at_once].astype(np.float64), sums_G, 1))
-        for first in range(0, DRAWS, at_once)
-    ]
-    draws_D = np.concatenate(found)
-    low, high = value + np.quantile(draws_D - draws_D.mean(), OUTSIDE)
-    return Measured(value, max(0.0, float(low)), float(high), samples)
+    value, low, high = intervals(measure, sums_G, samples, at_once=at_once)
+    if low is None or high is None:
+        return Measured(float(value), None, None, samples)
+    return Measured(float(value), max(0.0, float(low)), float(high), samples)
 
 
 def groups_of_samples(samples: int, numbers: int) -> tuple[int, Tensor]:

@@ -20,8 +20,9 @@ from train.config.describe import active_expert_parameters, expert_parameters
 from train.config.run import RunConfig, load_config
 from train.console import Progress
 from train.errors import ConfigError
+from train.experts.chosen import check_experts, choose_layers
 from train.experts.kept_activation import Kept
-from train.experts.probing import RoutedLayer, routed_layers
+from train.experts.probing import routed_layers
 from train.experts.report.content import Report
 from train.experts.report.history import METRICS_FILE, History, read_history
 from train.experts.report.image_pass import ImageChoice
@@ -35,8 +36,6 @@ TOKENS = 250_000
 OUTPUT_FILE = "report.html"
 LONG_FILE = 20_000_000
 """Bytes of metrics.jsonl from which reading it takes seconds."""
-MOST_LAYERS = 3
-"""Whose experts are read, unless they are named: the first, the middle and the last."""
 
 
 def report(
@@ -81,8 +80,8 @@ def report(
     history = _history(run)
     model = build_model(weights.model_config())
     routed = routed_layers(model)
-    chosen = _choose_layers(routed, layers)
-    _check_experts(chosen, experts)
+    chosen = choose_layers(routed, layers)
+    check_experts(chosen, experts)
     text, images, classes = None, None, None
     named = tuple(dict.fromkeys(experts))
     kept: dict[str, Kept] = {}
@@ -179,36 +178,6 @@ def _check_output(target: Path) -> None:
         raise ConfigError(
             f"--output: {target} cannot be written: {error.strerror}; --output names another place"
         ) from None
-
-
-def _choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:
-    if not blocks:
-        if len(routed) <= MOST_LAYERS:
-            return routed
-        return [routed[0], routed[len(routed) // 2], routed[-1]]
-    by_block: dict[str, list[RoutedLayer]] = {}
-    for layer in routed:
-        by_block.setdefault(str(layer.block), []).append(layer)
-    for block in blocks:
-        if block not in by_block:
-            known = f"blocks with experts are {', '.join(by_block)}"
-            there = known if by_block else "no block of this run has experts"
-            raise ConfigError(f"--layers: {block} is not allowed: {there}")
-    return [layer for block, each in by_block.items() if block in blocks for layer in each]
-
-
-def _check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None:
-    if experts and not layers:
-        raise ConfigError(f"--experts: {experts[0]} is not allowed: the run has no experts")
-    for layer in layers:
-        names = [layer.expert_name(column) for column in range(layer.num_experts)]
-        for expert in experts:
-            if expert not in names:
-                form = " (LEVEL.EXPERT)" if len(layer.levels) > 1 else ""
-                raise ConfigError(
-                    f"--experts: {expert} is not allowed: block {layer.block} has {names[0]} to "
-                    f"{names[-1]}{form}"
-                )
 
 
 def _in_words(config: RunConfig) -> str:
