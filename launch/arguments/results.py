@@ -164,6 +164,12 @@ def report_arguments(parser: Parser) -> None:
         help="about how many tokens are read, evenly over the split; 0 reads none; default 250000, "
         "of labelled sequences all",
     )
+    add(
+        "--knockout",
+        action="store_true",
+        help="of text: show of each expert also the change of the loss without it, of about 65536 "
+        "tokens; takes a few times as long as reading them once for each expert shown",
+    )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 

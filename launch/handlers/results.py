@@ -40,12 +40,13 @@ def evaluate(options: Namespace) -> None:
             result = specialization(options.path, **stored, **chosen)
             table = specialization_table(result)
         elif options.knockout:
-            from train.evaluation.knockout import PROBE_TOKENS, knockout
+            from train.evaluation.knockout import knockout
             from train.evaluation.knockout_table import knockout_table
+            from train.experts.knockout_pass import KNOCKOUT_TOKENS
 
             result = knockout(
                 options.path,
-                tokens=options.probe_tokens or PROBE_TOKENS,
+                tokens=options.probe_tokens or KNOCKOUT_TOKENS,
                 layers=options.layers,
                 experts=options.experts,
                 steerings=steerings,
@@ -151,6 +152,7 @@ def report(options: Namespace) -> None:
             experts=options.experts,
             top=options.top,
             tokens=options.tokens,
+            knockout=options.knockout,
         )
         show(result, report_line(result), options.json, stdout)
 

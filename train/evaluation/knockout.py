@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from data.text.manifest import SplitName
@@ -21,29 +20,19 @@ from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
 from train.experts.chosen import check_experts, choose_layers, columns_of
-from train.experts.knockout import KnockOut, LayerWithout
-from train.experts.predicted_text import (
-    ClassColumns,
-    PredictedText,
-    embedded,
-    losses,
-    through,
-)
-from train.experts.probing import RoutedLayer, deciding, routed_layers
+from train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
+from train.experts.predicted_text import PredictedText
+from train.experts.probing import RoutedLayer, routed_layers
 from train.experts.steering import Steering, gate_column
-from train.experts.steering_effect import SteeredReading, SteeringEffect
 from train.guard.memory import explain_out_of_memory
 from train.loop.device import allow_tf32
 from train.tasks.text import TextTask
-
-PROBE_TOKENS = 65_536
-"""About how many tokens are read, unless the user says it."""
 
 
 def knockout(
     path: Path,
     *,
-    tokens: int = PROBE_TOKENS,
+    tokens: int = KNOCKOUT_TOKENS,
     layers: Sequence[str] = (),
     experts: Sequence[str] = (),
     steerings: Sequence[Steering] = (),
@@ -90,7 +79,14 @@ def knockout(
         model = load_model(opened.checkpoint, world.device, config.train.precision)
         chosen = _chosen(model, path, layers, experts, steerings)
         text = PredictedText(task, split, tokens)
-        found, effect = read(model, chosen, steerings, text, opened.batch_size, world)
+        amount = text.windows * text.length
+        found, effect = read_without(
+            *(model, chosen, steerings, text, opened.batch_size),
+            rank=world.data_parallel_rank,
+            ranks=world.data_parallel_size,
+            summed=lambda values: comm.sum_over_samples(values, world),
+            report=Progress("leave out experts", amount) if world.is_main else lambda share: None,
+        )
     return {
         "checkpoint": str(opened.checkpoint.folder),
         "step": opened.checkpoint.training_step,
@@ -135,59 +131,3 @@ def _chosen(
         first = sum(by_block[each.layer].levels[: each.level])
         chosen.setdefault(each.layer, set()).add(first + each.expert)
     return [(by_block[block], sorted(columns)) for block, columns in sorted(chosen.items())]
-
-
-@torch.inference_mode()
-def read(
-    model: nn.Module,
-    chosen: Sequence[tuple[RoutedLayer, Sequence[int]]],
-    steerings: Sequence[Steering],
-    text: PredictedText,
-    batch_size: int,
-    world: comm.World,
-) -> tuple[list[LayerWithout], SteeringEffect | None]:
-    """Reads a text as the model is, without experts, and steered.
-
-    Args:
-        model: in evaluation mode, whole on each process.
-        chosen: layers, and the experts of each that are left out.
-        steerings: all at once; none: no effect of them is measured.
-        text: that is read.
-        batch_size: windows in a forward pass.
-        world: this process.
-
-    Returns:
-        Of each layer what was found, and of steering; the same on each process.
-    """
-    columns = ClassColumns(text)
-    sums = [
-        KnockOut(model, *each, columns.classes, windows=text.windows, length=text.length)
-        for each in chosen
-    ]
-    steered = None
-    if steerings:
-        assert isinstance(model, GPT2)
-        steered = SteeredReading(model, steerings, text, columns)
-    layers = [each.layer for each in sums]
-    amount = text.windows * text.length
-    report = Progress("leave out experts", amount) if world.is_main else lambda share: None
-    done = 0
-    for passages in text.batches(batch_size, world):
-        if len(passages.number_B):
-            kept = {layer.block: passages.ids_BT for layer in layers}
-            with deciding(model, layers) as decisions:
-                x_BTD = through(model, embedded(model, passages), kept=kept)
-            loss_BP, label_JBP = losses(model, x_BTD, passages), columns(passages)
-            for each in sums:
-                decision = decisions[each.layer.name]
-                each.add(kept[each.layer.block], passages, label_JBP, loss_BP, decision)
-            if steered is not None:
-                steered.add(passages, label_JBP, x_BTD, loss_BP)
-        done += len(passages.number_B) * world.data_parallel_size
-        report(min(1.0, done / text.windows))
-
-    def summed(values: torch.Tensor) -> torch.Tensor:
-        return comm.sum_over_samples(values, world)
-
-    effect = None if steered is None else steered.result(summed)
-    return [each.result(summed) for each in sums], effect

@@ -7,10 +7,8 @@ MOST_EXPERTS = 16
 """Rows of a layer, those that matter most; `--json` has all experts."""
 MOST_CLASSES = 3
 """That are named of an expert."""
-FEWEST_TOKENS = 50
-"""A class with less is not named."""
 NAMED = ("characters", "frequency")
-"""The ways to sort tokens of which classes are named."""
+"""The ways to sort predicted tokens that are shown of steering."""
 
 
 def knockout_table(result: dict[str, Any]) -> str:
@@ -22,9 +20,10 @@ def knockout_table(result: dict[str, Any]) -> str:
         f"loss        {result['loss']:.4f} nats a token",
         f"processes   {result['processes']}",
         "",
-        "change of the loss in nats a token without each expert: over all tokens, over those that "
-        "the expert has a part in, and the classes of tokens that lose most; 95% intervals over "
-        "windows, * leaves 0 out",
+        "change of the loss in nats a token without each expert, over all tokens and over those "
+        "that it has a part in,",
+        "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, * "
+        "leaves 0 out",
     ]
     for name, layer in result["layers"].items():
         lines += ["", *_layer(name, layer)]
@@ -38,42 +37,34 @@ def _layer(name: str, layer: dict[str, Any]) -> list[str]:
     changes = [row[0] for row in every["change"]["value"]]
     order = sorted(range(len(changes)), key=lambda row: -abs(changes[row]))
     shown = sorted(order[:MOST_EXPERTS])
-    again = f"{layer['tokens_computed_again']:,} tokens computed again"
-    which = (
-        f"{len(shown)} of {len(changes)}, the largest changes" if len(changes) > len(shown) else ""
+    title = (
+        f"{name}: {layer['tokens_computed_again']:,} tokens computed again, "
+        f"{100 * layer['share_of_all_pairs']:.1f}% of all pairs of a token and an expert"
     )
-    title = f"{name}: {again}, {100 * layer['share_of_all_pairs']:.1f}% of all pairs of a token "
-    title += f"and an expert{'; shown: ' + which if which else ''}"
-    sides = [side for side in ("predicted", "read") if f"{side} characters" in layer["by"]]
-    table: list[Row] = [
-        ("expert", "tokens", "all", "its own", *(f"{side} tokens" for side in sides))
-    ]
+    if len(shown) < len(changes):
+        title += f"; the {len(shown)} of {len(changes):,} experts that matter most"
+    table: list[Row] = [("expert", "tokens", "all", "its own")]
     for row in shown:
         share = every["own_tokens"][row][0] / max(1, every["tokens"][0])
-        table.append(
-            (
-                layer["experts"][row],
-                f"{100 * share:.1f}%",
-                _change(every["change"], row, 0),
-                _change(every["own_change"], row, 0),
-                *(_most(layer["by"], side, row) for side in sides),
-            )
-        )
-    return [title, *_aligned(table, right=2)]
+        loss = (_change(every["change"], row, 0), _change(every["own_change"], row, 0))
+        table.append((layer["experts"][row], f"{100 * share:.1f}%", *loss))
+    heads, *rows = _aligned(table, right=2)
+    lines = [title, heads]
+    for line, row in zip(rows, shown, strict=True):
+        lines += [line, *_most(layer["harmed"][row])]
+    return lines
 
 
-def _most(by: dict[str, Any], side: str, row: int) -> str:
-    """The classes with the largest rise of the loss that is beyond noise."""
-    found = [
-        (table["change"]["value"][row][column], _change(table["change"], row, column), name)
-        for kind in NAMED
-        for table in [by[f"{side} {kind}"]]
-        for column, name in enumerate(table["classes"])
-        if table["tokens"][column] >= FEWEST_TOKENS
-    ]
-    found.sort(key=lambda one: -one[0])
-    risen = [f"{name} {said}" for value, said, name in found if value > 0 and said.endswith("*")]
-    return ", ".join(risen[:MOST_CLASSES]) or "none"
+def _most(harmed: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The classes that an expert is for, of predicted and of read tokens."""
+    lines = []
+    for side, classes in harmed.items():
+        said = [
+            f"{one['class']} {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]"
+            for one in classes[:MOST_CLASSES]
+        ]
+        lines.append(f"{'':16}{side + ':':10} {', '.join(said) or 'none beyond noise'}")
+    return lines
 
 
 def _steering(steering: dict[str, Any]) -> list[str]:

@@ -12,17 +12,59 @@ levels side by side, E of them that are left out, J ways to sort tokens.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from model.smoe.layer import SparseMoE
-from train.experts.class_changes import ChangeSums, ClassChanges
+from train.console import json_number
+from train.experts.class_changes import Change, ChangeSums, ClassChanges
 from train.experts.gate_entropy import Summed
 from train.experts.leaving_out import leaving_out
 from train.experts.predicted_text import Passages, losses, through
 from train.experts.probing import Decision, RoutedLayer
+
+SIDES = ("predicted", "read")
+"""A position is sorted by the token that is predicted there, or by the one that is read."""
+FEWEST_TOKENS = 50
+"""A class with less is not named as one that an expert is for."""
+
+
+class Harmed(NamedTuple):
+    """A class of tokens whose loss rises without an expert, beyond noise."""
+
+    by: str
+    """The way to sort tokens."""
+    name: str
+    tokens: int
+    change: Change
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        rest = {"by": self.by, "class": self.name, "tokens": self.tokens}
+        return rest | self.change._asdict()
+
+
+class ExpertWithout(NamedTuple):
+    """What one expert is for."""
+
+    change: Change
+    """Of the loss without it, over all tokens."""
+    own_change: Change
+    """Over the tokens that it has a part in."""
+    harmed: dict[str, list[Harmed]]
+    """Classes of `predicted` and of `read` tokens, those that lose most first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        found = {
+            "change": self.change._asdict(),
+            "own_change": self.own_change._asdict(),
+            "harmed": {side: [one.to_json() for one in each] for side, each in self.harmed.items()},
+        }
+        json: dict[str, Any] = json_number(found)
+        return json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +87,38 @@ class LayerWithout:
         """Of all pairs of a token and an expert, how many were computed again."""
         return self.windows_again / max(1, self.windows * len(self.columns))
 
+    def experts(self) -> dict[str, ExpertWithout]:
+        """Of each expert, by its name."""
+        every = self.by_class["all"]
+        sides = [side for side in SIDES if f"{side} characters" in self.by_class]
+        return {
+            self.layer.expert_name(column): ExpertWithout(
+                change=every.change(row, 0),
+                own_change=every.own_change(row, 0),
+                harmed={side: self._harmed(row, side) for side in sides},
+            )
+            for row, column in enumerate(self.columns)
+        }
+
+    def _harmed(self, row: int, side: str) -> list[Harmed]:
+        found = [
+            Harmed(by, name, int(table.tokens_C[column]), table.change(row, column))
+            for by, table in self.by_class.items()
+            if by.startswith(f"{side} ")
+            for column, name in enumerate(table.classes)
+        ]
+        some = [one for one in found if one.tokens >= FEWEST_TOKENS and one.change.low > 0]
+        return sorted(some, key=lambda one: -one.change.value)
+
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
+        experts = self.experts()
         return {
-            "experts": [self.layer.expert_name(column) for column in self.columns],
+            "experts": list(experts),
             "experts_of_layer": self.layer.num_experts,
             "tokens_computed_again": self.windows_again * self.length,
             "share_of_all_pairs": self.share_of_pairs,
+            "harmed": [each.to_json()["harmed"] for each in experts.values()],
             "by": {name: each.to_json() for name, each in self.by_class.items()},
         }
 

@@ -17,7 +17,6 @@ from data.evaluation import evaluation_batches
 from data.text.masking import MaskedWindow
 from data.text.windows import window_batches
 from model.gpt2 import GPT2
-from parallel import comm
 from train.experts.token_classes import Labelling, classes_of_vocabulary, labellings
 from train.tasks.language import TextProbe
 from train.tasks.masked_language import MaskedProbe
@@ -71,14 +70,23 @@ class PredictedText:
         """See `token_classes.py`."""
         return classes_of_vocabulary(self._tokenizer, self._stream)
 
-    def batches(self, batch_size: int, world: comm.World) -> Iterator[Passages]:
-        """The windows of this process, without any that only fill up a batch; maybe none."""
-        done, size, device = world.data_parallel_rank, world.data_parallel_size, world.device
-        for read, own_B in self._read(batch_size, done, size):
+    def batches(
+        self, batch_size: int, rank: int, ranks: int, device: torch.device
+    ) -> Iterator[Passages]:
+        """The windows of a process, without any that only fill up a batch; maybe none.
+
+        Args:
+            batch_size: windows in a batch.
+            rank: of the process.
+            ranks: that share the windows.
+            device: where they go.
+        """
+        done = rank
+        for read, own_B in self._read(batch_size, rank, ranks):
             number_B = done * len(own_B) + torch.arange(len(own_B))
             kept = [each[own_B].to(device) for each in read]
             yield Passages(number_B[own_B], *kept)
-            done += size
+            done += ranks
 
     def _read(
         self, batch_size: int, rank: int, ranks: int

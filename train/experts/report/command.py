@@ -50,6 +50,7 @@ def report(
     experts: Sequence[str] = (),
     top: int = 8,
     tokens: int | None = None,
+    knockout: bool = False,
 ) -> dict[str, Any]:
     """Writes the page.
 
@@ -66,6 +67,7 @@ def report(
         top: tokens, or images, of an expert; and samples with the largest loss.
         tokens: about how many are read, evenly over the split, and of images at most 20,000; 0
             reads nothing; None: of text `TOKENS`, of sequences all.
+        knockout: whether the experts that are shown are left out, too, of text.
 
     Returns:
         The result: JSON values, and `output`.
@@ -82,6 +84,11 @@ def report(
     routed = routed_layers(model)
     chosen = choose_layers(routed, layers)
     check_experts(chosen, experts)
+    if knockout and not (chosen and config.data.kind == "text"):
+        lacking = f"has data.kind: {config.data.kind}; text has it" if chosen else "has no experts"
+        raise ConfigError(f"--knockout: is not allowed: {run} {lacking}")
+    if knockout and tokens == 0:
+        raise ConfigError("--knockout: is not allowed with --tokens 0, which reads nothing")
     text, images, classes = None, None, None
     named = tuple(dict.fromkeys(experts))
     kept: dict[str, Kept] = {}
@@ -98,7 +105,8 @@ def report(
         classes = images.classes
     elif chosen and config.data.kind == "text":
         choice = Choice(top=top, experts=named)
-        text = pass_over_text(weights, chosen, choice, limit=tokens or TOKENS, **read)
+        limit = tokens or TOKENS
+        text = pass_over_text(weights, chosen, choice, limit=limit, knockout=knockout, **read)
     held, task = expert_parameters(model), task_class(config.data.kind)
     parameters = count_parameters(model)
     result = Report(
