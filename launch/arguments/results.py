@@ -140,7 +140,7 @@ def report_arguments(parser: Parser) -> None:
         default=[],
         metavar="N,N,...",
         help="blocks whose experts are "
-        "shown; default: the first, the middle and the last block that has experts",
+        "shown, or all; default: the first, the middle and the last block that has experts",
     )
     add(
         "--experts",

@@ -60,7 +60,7 @@ def _most(harmed: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = []
     for side, classes in harmed.items():
         said = [
-            f"{one['class']} {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]"
+            f"{one['title']} {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]"
             for one in classes[:MOST_CLASSES]
         ]
         lines.append(f"{'':16}{side + ':':10} {', '.join(said) or 'none beyond noise'}")

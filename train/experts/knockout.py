@@ -40,9 +40,14 @@ class Harmed(NamedTuple):
     tokens: int
     change: Change
 
+    @property
+    def title(self) -> str:
+        """The class for people: that eighth 3 is of frequency does not go without saying."""
+        return f"{self.name} by frequency" if self.name.startswith("eighth") else self.name
+
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
-        rest = {"by": self.by, "class": self.name, "tokens": self.tokens}
+        rest = {"by": self.by, "class": self.name, "title": self.title, "tokens": self.tokens}
         return rest | self.change._asdict()
 
 

@@ -110,7 +110,7 @@ class SteeredReading:
         vocabulary = text.classes_of_vocabulary()
         self._mass_classes = {name: classes for name, (classes, _) in vocabulary.items()}
         tables = [one_hot(class_V, len(classes)) for classes, class_V in vocabulary.values()]
-        self._class_VK = torch.cat(tables, -1).to(device)
+        self._class_VK = torch.cat(tables, -1).float().to(device)
         width = 2 * self._class_VK.shape[1] + 1
         groups, group_A = groups_of_samples(text.windows, width)
         self._group_A = group_A.to(device)

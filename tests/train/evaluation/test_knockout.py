@@ -14,7 +14,7 @@ from launch.cli import run as polyad
 from parallel.weights import load_model
 from tests.helpers.images import class_folders
 from tests.helpers.pages import Page
-from tests.helpers.runs import newest, run, write_config
+from tests.helpers.runs import evaluation, newest, run, write_config
 from train.evaluation.knockout import knockout
 from train.evaluation.knockout_table import knockout_table
 from train.experts.report.command import report
@@ -122,6 +122,18 @@ def test_steering_is_as_two_passes_say(one, trained, prepared_path):
         moved = masses[1][name] - masses[0][name]
         assert ours["change"]["value"][column] == pytest.approx(moved, abs=1e-5)
     assert math.fsum(found["probability"]["frequency"]["unsteered"]) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
+    """To its last window, which is padded."""
+    options = {"tokens": 10**9, "layers": ["all"], "experts": ["0"]}
+    found = workers(1).run(knockout, trained("smoe"), **options)[0]
+    scored = workers(1).run(evaluation, trained("smoe"))[0]
+    assert found["tokens_scored"] == scored["tokens_scored"]
+    assert found["loss"] == pytest.approx(scored["loss"], abs=1e-5)
+    for table in found["layers"][LAYER]["by"].values():
+        assert sum(table["tokens"]) == scored["tokens_scored"]
 
 
 def without(result, *names):

@@ -11,6 +11,7 @@ from model.bert import BertConfig
 from model.build import build_model, materialize
 from model.emoe.layer import EmergentMoE
 from model.gpt2 import GPT2Config
+from train.errors import ConfigError
 from train.experts.class_changes import ChangeSums
 from train.experts.knockout import KnockOut
 from train.experts.predicted_text import Passages, embedded, losses, through
@@ -207,6 +208,14 @@ def test_with_a_capacity_a_batch_stays_whole():
         scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
         expected = float(change[scored].mean())
         assert result.by_class["all"].change(row, 0).value == pytest.approx(expected, abs=EXACT)
+
+
+def test_weights_that_are_not_finite_are_one_line():
+    model = make_model("top-1")
+    model.final_norm.weight.data[3] = torch.nan
+    layer = routed_layers(model)[1]
+    with pytest.raises(ConfigError, match=f"{layer.name}: losses are not finite: weights hold"):
+        knocked_out(model, layer, [0])
 
 
 def test_intervals_are_of_windows_and_may_be_below_zero():

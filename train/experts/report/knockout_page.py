@@ -37,7 +37,7 @@ def without_expert(without: ExpertWithout) -> str:
 
 
 def _classes(harmed: list[Harmed]) -> str:
-    named = [f"{escape(one.name)} {_said(one.change)}" for one in harmed[:MOST_CLASSES]]
+    named = [f"{escape(one.title)} {_said(one.change)}" for one in harmed[:MOST_CLASSES]]
     return ", ".join(named) or "none beyond noise"
 
 
