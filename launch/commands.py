@@ -63,7 +63,8 @@ COMMANDS: dict[str, Command] = {
         "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json\n"
         "polyad evaluate runs/quickstart/run --attack word-swap --rate 0.1 --seed 1\n"
         "polyad evaluate runs/quickstart/run --compare "
-        "runs/quickstart/run/checkpoints/step-00000100",
+        "runs/quickstart/run/checkpoints/step-00000100\n"
+        "polyad evaluate runs/quickstart/run --knockout --layers 0,3",
         arguments=result_arguments.evaluate_arguments,
         handler=results.evaluate,
     ),

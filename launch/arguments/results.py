@@ -31,7 +31,8 @@ def evaluate_arguments(parser: Parser) -> None:
         "--probe-tokens",
         type=positive,
         metavar="N",
-        help="for --compare: about how many tokens or images are read, evenly; default 65536",
+        help="for --compare and --knockout: about how many tokens or images are read, evenly; "
+        "default 65536",
     )
     add(
         "--attack",
@@ -73,6 +74,35 @@ def evaluate_arguments(parser: Parser) -> None:
         "matters, by leaving it out",
     )
     add(
+        "--knockout",
+        action="store_true",
+        help="what each expert of a language model is for: the change of the loss without it, for "
+        "classes of tokens by characters, position and frequency",
+    )
+    add(
+        "--layers",
+        type=names,
+        default=[],
+        metavar="N,N,...",
+        help="for --knockout: blocks whose experts are left out, or all; default: the first, the "
+        "middle and the last block that has experts",
+    )
+    add(
+        "--experts",
+        type=names,
+        default=[],
+        metavar="N,N,...",
+        help="for --knockout: experts of each of these that are left out; with levels LEVEL.N; "
+        "default: all",
+    )
+    _steer_argument(
+        parser,
+        "for --knockout: also measure, for the same classes, the change of the loss when X times "
+        "an expert's gate column is added to what enters a block (level=N of a hierarchy), and "
+        "that of the predicted probability; may be given several times, all act at once; leaves "
+        "out these experts alone unless --layers or --experts names others",
+    )
+    add(
         "--rewrite",
         metavar="class=C,of=A+B,by=N",
         help="of a model with a muMoE head: move the output of a class by the experts that "
@@ -110,7 +140,7 @@ def report_arguments(parser: Parser) -> None:
         default=[],
         metavar="N,N,...",
         help="blocks whose experts are "
-        "shown; default: the first, the middle and the last block that has experts",
+        "shown, or all; default: the first, the middle and the last block that has experts",
     )
     add(
         "--experts",
@@ -134,6 +164,12 @@ def report_arguments(parser: Parser) -> None:
         help="about how many tokens are read, evenly over the split; 0 reads none; default 250000, "
         "of labelled sequences all",
     )
+    add(
+        "--knockout",
+        action="store_true",
+        help="of text: show of each expert also the change of the loss without it, of about 65536 "
+        "tokens; takes a few times as long as reading them once for each expert shown",
+    )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 
@@ -154,6 +190,16 @@ def study_arguments(parser: Parser) -> None:
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--figure", type=Path, metavar="FILE", help="draw the comparison into FILE, as .svg")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
+
+
+def _steer_argument(parser: Parser, about: str) -> None:
+    parser.add_argument(
+        "--steer",
+        action="append",
+        default=[],
+        metavar="layer=N,expert=N,strength=X",
+        help=about,
+    )
 
 
 def _weights_argument(parser: Parser) -> None:
@@ -266,12 +312,9 @@ def generate_arguments(parser: Parser) -> None:
     )
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="default fp32")
     add("--no-cache", action="store_true", help="compute the whole window again for every token")
-    add(
-        "--steer",
-        action="append",
-        default=[],
-        metavar="layer=N,expert=N,strength=X",
-        help="add X times an expert's gate column to what enters a block, also level=N of a "
+    _steer_argument(
+        parser,
+        "add X times an expert's gate column to what enters a block, also level=N of a "
         "hierarchy; may be given several times",
     )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")

@@ -20,9 +20,11 @@ def evaluate(options: Namespace) -> None:
     from parallel.checkpoint.checkpoint import best_checkpoint
     from train.evaluation.evaluate import evaluate, result_table
     from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
+    from train.experts.steering import parse_steering
 
     check_json_path(options.json)
     _check_evaluation(options)
+    steerings = [parse_steering(text) for text in options.steer]
     if options.best:
         options.path = best_checkpoint(options.path)
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
@@ -37,6 +39,21 @@ def evaluate(options: Namespace) -> None:
 
             result = specialization(options.path, **stored, **chosen)
             table = specialization_table(result)
+        elif options.knockout:
+            from train.evaluation.knockout import knockout
+            from train.evaluation.knockout_table import knockout_table
+            from train.experts.knockout_pass import KNOCKOUT_TOKENS
+
+            result = knockout(
+                options.path,
+                tokens=options.probe_tokens or KNOCKOUT_TOKENS,
+                layers=options.layers,
+                experts=options.experts,
+                steerings=steerings,
+                **stored,
+                **chosen,
+            )
+            table = knockout_table(result)
         elif options.rewrite is not None:
             from train.evaluation.rewriting import rewriting, rewriting_table
 
@@ -72,11 +89,20 @@ def _check_evaluation(options: Namespace) -> None:
     """Which options of `polyad evaluate` go together."""
     from data.images.imagenet import ROBUSTNESS_SETS
 
-    needs = {"--rate": "--attack", "--seed": "--attack", "--probe-tokens": "--compare"}
+    needs = {
+        "--rate": ["--attack"],
+        "--seed": ["--attack"],
+        "--probe-tokens": ["--compare", "--knockout"],
+        "--layers": ["--knockout"],
+        "--experts": ["--knockout"],
+        "--steer": ["--knockout"],
+    }
     for option, needed in needs.items():
         value = getattr(options, option.removeprefix("--").replace("-", "_"))
-        if value is not None and getattr(options, needed.removeprefix("--")) is None:
-            raise UsageError(f"{option}: {value} means nothing without {needed}")
+        given = [getattr(options, other.removeprefix("--")) for other in needed]
+        if value not in (None, []) and all(other in (None, False) for other in given):
+            said = ",".join(value) if isinstance(value, list) else value
+            raise UsageError(f"{option}: {said} means nothing without {' or '.join(needed)}")
     if options.attack is not None and options.rate is None:
         raise UsageError(f"--attack {options.attack}: needs --rate, a number from 0 to 1")
     in_place = [
@@ -84,6 +110,7 @@ def _check_evaluation(options: Namespace) -> None:
         for option, value in (
             ("--compare", options.compare),
             ("--specialization", options.specialization or None),
+            ("--knockout", options.knockout or None),
             ("--rewrite", options.rewrite),
             ("--robustness", options.robustness),
         )
@@ -125,6 +152,7 @@ def report(options: Namespace) -> None:
             experts=options.experts,
             top=options.top,
             tokens=options.tokens,
+            knockout=options.knockout,
         )
         show(result, report_line(result), options.json, stdout)
 

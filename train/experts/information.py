@@ -96,6 +96,38 @@ class Measured(NamedTuple):
         return {"value": value, "interval": interval, "samples": self.samples}
 
 
+def intervals(
+    measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10
+) -> tuple[Matrix, Matrix | None, Matrix | None]:
+    """Measures of all samples, each with the ends of a bootstrap interval over groups of them.
+
+    Groups are drawn with replacement. Draws hold fewer different samples than there are, and by
+    that overstate information, so the interval is that of the draws around their own mean, put
+    around the value.
+
+    Args:
+        measure: of sums over samples, of any shape; further axes in front are draws.
+        sums_G: of each group, [G, ...].
+        samples: in all groups together.
+        at_once: draws that are held at a time.
+
+    Returns:
+        The values and both ends, which a single sample does not have; NaN where a draw has NaN.
+    """
+    value = measure(sums_G.sum(0))
+    groups = len(sums_G)
+    if samples < 2:
+        return value, None, None
+    drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
+    found = [
+        measure(np.tensordot(drawn_DG[first : first + at_once].astype(np.float64), sums_G, 1))
+        for first in range(0, DRAWS, at_once)
+    ]
+    draws_D = np.concatenate(found)
+    low, high = value + np.quantile(draws_D - draws_D.mean(0), OUTSIDE, axis=0)
+    return value, low, high
+
+
 def measured(
     measure: Callable[[Matrix], Matrix],
     sums_G: Matrix,
@@ -104,31 +136,19 @@ def measured(
     at_once: int = 10,
     lowest: float = 0.0,
 ) -> Measured:
-    """A measure of all samples, and a bootstrap interval over groups of them.
-
-    Groups are drawn with replacement. Draws hold fewer different samples than there are, and by
-    that overstate information, so the interval is that of the draws around their own mean, put
-    around the value.
+    """One measure that is never below a number; see `intervals`.
 
     Args:
         measure: of sums over samples; further axes in front are draws.
         sums_G: of each group, [G, ...].
         samples: in all groups together.
         at_once: draws that are held at a time.
-        lowest: what the measure is never below.
+        lowest: the number.
     """
-    value = float(measure(sums_G.sum(0)))
-    groups = len(sums_G)
-    if samples < 2:
-        return Measured(value, None, None, samples)
-    drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
-    found = [
-        measure(np.tensordot(drawn_DG[first : first + at_once].astype(np.float64), sums_G, 1))
-        for first in range(0, DRAWS, at_once)
-    ]
-    draws_D = np.concatenate(found)
-    low, high = value + np.quantile(draws_D - draws_D.mean(), OUTSIDE)
-    return Measured(value, max(lowest, float(low)), float(high), samples)
+    value, low, high = intervals(measure, sums_G, samples, at_once=at_once)
+    if low is None or high is None:
+        return Measured(float(value), None, None, samples)
+    return Measured(float(value), max(lowest, float(low)), float(high), samples)
 
 
 def groups_of_samples(samples: int, numbers: int) -> tuple[int, Tensor]:

@@ -60,16 +60,43 @@ def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[L
         length: T.
     """
     counts_V = frequencies(stream, tokenizer.vocab_size)
-    used = np.flatnonzero(counts_V)
-    character_V = np.full(len(counts_V), CHARACTERS.index("other"))
-    for token in used.tolist():
-        if token != tokenizer.end_of_text_id:
-            character_V[token] = character_class(tokenizer.decode([token]))
+    character_V = character_classes(tokenizer, np.flatnonzero(counts_V))
     return [
         Labelling("characters", CHARACTERS, _by_token(character_V)),
         Labelling("position", _position_names(length), _by_position),
         Labelling("frequency", _frequency_names(), _by_token(equal_mass(counts_V))),
     ]
+
+
+def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Numbers of `CHARACTERS` of tokens, [V]; of the end of a text, and all others, `other`.
+
+    Args:
+        tokenizer: of the ids.
+        tokens: those that are looked at: decoding a whole vocabulary takes a while.
+    """
+    character_V = np.full(tokenizer.vocab_size, CHARACTERS.index("other"))
+    for token in tokens.tolist():
+        if token != tokenizer.end_of_text_id:
+            character_V[token] = character_class(tokenizer.decode([token]))
+    return character_V
+
+
+def classes_of_vocabulary(
+    tokenizer: Tokenizer, stream: TokenStream
+) -> dict[str, tuple[Sequence[str], Tensor]]:
+    """The classes that depend on a token alone, and those of all tokens [V], in any text or not.
+
+    Args:
+        tokenizer: of the ids.
+        stream: the split, whose frequencies count.
+    """
+    character_V = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
+    frequency_V = equal_mass(frequencies(stream, tokenizer.vocab_size))
+    return {
+        "characters": (CHARACTERS, torch.from_numpy(character_V).long()),
+        "frequency": (_frequency_names(), torch.from_numpy(frequency_V).long()),
+    }
 
 
 def frequencies(stream: TokenStream, vocab_size: int) -> npt.NDArray[np.int64]:

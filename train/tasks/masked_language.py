@@ -15,7 +15,13 @@ from data.config import MaskedTextConfig
 from data.errors import DataError
 from data.evaluation import evaluation_batches
 from data.text.dataset import TokenStream
-from data.text.masking import MaskedBatch, MaskedSamples, MaskedWindows, SpecialTokens
+from data.text.masking import (
+    MaskedBatch,
+    MaskedSamples,
+    MaskedWindow,
+    MaskedWindows,
+    SpecialTokens,
+)
 from data.text.mixture import MixedSamples, TrainingData
 from data.text.samples import TrainingSamples
 from model.bert import BertConfig, MaskedLanguageHeadConfig
@@ -59,6 +65,11 @@ class MaskedProbe(Dataset[Tensor]):
         """Reads a window [T]."""
         windows, number = self._chosen[window]
         return torch.from_numpy(windows.text(number))
+
+    def hidden(self, window: int) -> MaskedWindow:
+        """Reads a window as it is scored, with tokens hidden."""
+        windows, number = self._chosen[window]
+        return windows[number]
 
     def about(self) -> dict[str, int]:
         """The number of windows, and their length in tokens."""

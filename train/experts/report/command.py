@@ -20,8 +20,9 @@ from train.config.describe import active_expert_parameters, expert_parameters
 from train.config.run import RunConfig, load_config
 from train.console import Progress
 from train.errors import ConfigError
+from train.experts.chosen import check_experts, choose_layers
 from train.experts.kept_activation import Kept
-from train.experts.probing import RoutedLayer, routed_layers
+from train.experts.probing import routed_layers
 from train.experts.report.content import Report
 from train.experts.report.history import METRICS_FILE, History, read_history
 from train.experts.report.image_pass import ImageChoice
@@ -35,8 +36,6 @@ TOKENS = 250_000
 OUTPUT_FILE = "report.html"
 LONG_FILE = 20_000_000
 """Bytes of metrics.jsonl from which reading it takes seconds."""
-MOST_LAYERS = 3
-"""Whose experts are read, unless they are named: the first, the middle and the last."""
 
 
 def report(
@@ -51,6 +50,7 @@ def report(
     experts: Sequence[str] = (),
     top: int = 8,
     tokens: int | None = None,
+    knockout: bool = False,
 ) -> dict[str, Any]:
     """Writes the page.
 
@@ -67,6 +67,7 @@ def report(
         top: tokens, or images, of an expert; and samples with the largest loss.
         tokens: about how many are read, evenly over the split, and of images at most 20,000; 0
             reads nothing; None: of text `TOKENS`, of sequences all.
+        knockout: whether the experts that are shown are left out, too, of text.
 
     Returns:
         The result: JSON values, and `output`.
@@ -81,8 +82,13 @@ def report(
     history = _history(run)
     model = build_model(weights.model_config())
     routed = routed_layers(model)
-    chosen = _choose_layers(routed, layers)
-    _check_experts(chosen, experts)
+    chosen = choose_layers(routed, layers)
+    check_experts(chosen, experts)
+    if knockout and not (chosen and config.data.kind == "text"):
+        lacking = f"has data.kind: {config.data.kind}; text has it" if chosen else "has no experts"
+        raise ConfigError(f"--knockout: is not allowed: {run} {lacking}")
+    if knockout and tokens == 0:
+        raise ConfigError("--knockout: is not allowed with --tokens 0, which reads nothing")
     text, images, classes = None, None, None
     named = tuple(dict.fromkeys(experts))
     kept: dict[str, Kept] = {}
@@ -99,7 +105,8 @@ def report(
         classes = images.classes
     elif chosen and config.data.kind == "text":
         choice = Choice(top=top, experts=named)
-        text = pass_over_text(weights, chosen, choice, limit=tokens or TOKENS, **read)
+        limit = tokens or TOKENS
+        text = pass_over_text(weights, chosen, choice, limit=limit, knockout=knockout, **read)
     held, task = expert_parameters(model), task_class(config.data.kind)
     parameters = count_parameters(model)
     result = Report(
@@ -179,36 +186,6 @@ def _check_output(target: Path) -> None:
         raise ConfigError(
             f"--output: {target} cannot be written: {error.strerror}; --output names another place"
         ) from None
-
-
-def _choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:
-    if not blocks:
-        if len(routed) <= MOST_LAYERS:
-            return routed
-        return [routed[0], routed[len(routed) // 2], routed[-1]]
-    by_block: dict[str, list[RoutedLayer]] = {}
-    for layer in routed:
-        by_block.setdefault(str(layer.block), []).append(layer)
-    for block in blocks:
-        if block not in by_block:
-            known = f"blocks with experts are {', '.join(by_block)}"
-            there = known if by_block else "no block of this run has experts"
-            raise ConfigError(f"--layers: {block} is not allowed: {there}")
-    return [layer for block, each in by_block.items() if block in blocks for layer in each]
-
-
-def _check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None:
-    if experts and not layers:
-        raise ConfigError(f"--experts: {experts[0]} is not allowed: the run has no experts")
-    for layer in layers:
-        names = [layer.expert_name(column) for column in range(layer.num_experts)]
-        for expert in experts:
-            if expert not in names:
-                form = " (LEVEL.EXPERT)" if len(layer.levels) > 1 else ""
-                raise ConfigError(
-                    f"--experts: {expert} is not allowed: block {layer.block} has {names[0]} to "
-                    f"{names[-1]}{form}"
-                )
 
 
 def _in_words(config: RunConfig) -> str:

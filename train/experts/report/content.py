@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.experts.kept_activation import Kept
+from train.experts.knockout import ExpertWithout
 from train.experts.probing import RoutedLayer
 from train.experts.report.class_pass import ClassPass
 from train.experts.report.history import History, last
@@ -40,6 +41,8 @@ class ExpertReport:
     """Share of the tokens with a coefficient of at least 0.5."""
     snippets: list[Snippet]
     """The highest of all tokens and of words, the highest first."""
+    without: ExpertWithout | None = None
+    """The loss without it; None where that was not asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class TextPass:
     """By the layer's name."""
     division: Division
     """How experts divide the work, by classes of tokens."""
+    left_out: int | None = None
+    """Tokens that were read without experts; None where that was not asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +144,7 @@ def _text(text: TextPass) -> dict[str, Any]:
         "split": text.split,
         "tokens": text.tokens,
         "division": text.division.to_json(),
+        "tokens_without_experts": text.left_out,
         "layers": {
             name: [
                 {
@@ -146,6 +152,7 @@ def _text(text: TextPass) -> dict[str, Any]:
                     "load": expert.load,
                     "active": expert.active,
                     "dominant": expert.dominant,
+                    "without": None if expert.without is None else expert.without.to_json(),
                     "top": [_snippet(one) for one in expert.snippets if one.among_all],
                     "top_words": [_snippet(one) for one in expert.snippets if one.among_words],
                 }

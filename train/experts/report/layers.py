@@ -20,6 +20,7 @@ from train.experts.report.charts import (
 from train.experts.report.content import ExpertReport, Report, Snippet
 from train.experts.report.history import History, LayerHistory, Series
 from train.experts.report.image_page import image_layer, image_note
+from train.experts.report.knockout_page import knockout_note, without_expert
 from train.experts.report.snippets import Piece
 from train.experts.report.top_tokens import STRETCH
 
@@ -80,6 +81,8 @@ def layers_section(report: Report) -> str:
             f'<p class="note">The token that counts has a frame. The colour behind every token is '
             f'its own {word} for that expert: <span class="scale">0 <i></i> 1</span></p>'
         )
+        if text.left_out is not None:
+            parts.append(knockout_note(text.left_out))
         parts.append(SWITCH)
     if report.images is not None:
         parts.append(image_note(report.images, word))
@@ -217,6 +220,8 @@ def _expert(expert: ExpertReport) -> str:
     body = f'<ol class="tops">{tops}</ol>' if tops else '<p class="note">No token used it.</p>'
     if tops and not any(snippet.among_words for snippet in expert.snippets):
         body += '<p class="note words-only">No token with a letter or a digit used it.</p>'
+    if expert.without is not None:
+        body = without_expert(expert.without) + body
     return (
         f'<div class="expert"><h3>Expert {escape(expert.name)}<span>{facts}</span></h3>{body}</div>'
     )

@@ -1,8 +1,9 @@
 """What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ from parallel.weights import load_model
 from train.config.run import RunConfig, parse_config
 from train.console import Progress
 from train.errors import ConfigError
+from train.experts.chosen import columns_of
 from train.experts.kept_activation import Kept, kept_activation
+from train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
+from train.experts.predicted_text import PredictedText
 from train.experts.probing import RoutedLayer
 from train.experts.report.class_pass import ClassPass
-from train.experts.report.content import TextPass
+from train.experts.report.content import ExpertReport, TextPass
 from train.experts.report.image_pass import ImageChoice, ImagePass, read_images
 from train.experts.report.reading import Choice, Text, read_text
 from train.experts.report.sequence_pass import read_sequences, samples_of
 from train.tasks.images import ImageClassification
-from train.tasks.language import language_model
+from train.tasks.language import LanguageModelling, language_model
 from train.tasks.registry import task_class
 from train.tasks.sequences import SequenceTask
 from train.tasks.task import Task
@@ -40,6 +44,7 @@ def pass_over_text(
     split: SplitName,
     limit: int,
     kept: dict[str, Kept],
+    knockout: bool = False,
 ) -> TextPass:
     """Reads text.
 
@@ -51,6 +56,8 @@ def pass_over_text(
         split: of it.
         limit: about how many tokens are read.
         kept: gets what groups of units keep, by layer.
+        knockout: whether the experts that are shown are also left out, of at most
+            `KNOCKOUT_TOKENS` tokens.
 
     Raises:
         ConfigError: the data does not fit, or coefficients are not finite.
@@ -91,14 +98,47 @@ def pass_over_text(
             name=str(weights.folder),
             progress=Progress(f"read {split}", expected),
         )
+    shown, left_out = found.layers, None
+    if knockout:
+        shown, left_out = _with_knockout(model, weights, layers, shown, data, split, limit)
     return TextPass(
         data=str(path),
         split=split,
         tokens=found.tokens,
         of_tokens=total,
-        layers=found.layers,
+        layers=shown,
         division=found.division,
+        left_out=left_out,
     )
+
+
+def _with_knockout(
+    model: nn.Module,
+    weights: Checkpoint,
+    layers: Sequence[RoutedLayer],
+    shown: Mapping[str, list[ExpertReport]],
+    data: str | None,
+    split: SplitName,
+    limit: int,
+) -> tuple[dict[str, list[ExpertReport]], int]:
+    """The experts that are shown, each with the loss without it, and how many tokens were read."""
+    config, task = _held_out(weights, data, split, "text")
+    assert isinstance(task, LanguageModelling)
+    text = PredictedText(task, split, min(limit, KNOCKOUT_TOKENS))
+    by_name = {layer.name: layer for layer in layers}
+    chosen = [
+        (by_name[name], columns_of(by_name[name], [expert.name for expert in experts]))
+        for name, experts in shown.items()
+        if experts
+    ]
+    progress = Progress("leave out experts", text.windows * text.length)
+    batch_size = config.evaluation.batch_size or config.train.micro_batch_size
+    found, _ = read_without(model, chosen, (), text, batch_size, report=progress)
+    without = {each.layer.name: each.experts() for each in found}
+    return {
+        name: [replace(expert, without=without[name][expert.name]) for expert in experts]
+        for name, experts in shown.items()
+    }, int(found[0].by_class["all"].tokens_C[0])
 
 
 def pass_over_images(

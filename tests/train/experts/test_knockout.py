@@ -1,0 +1,243 @@
+"""Experts left out of language models: equal to a copy of the model whose expert is all zeros."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from model.bert import BertConfig
+from model.build import build_model, materialize
+from model.emoe.layer import EmergentMoE
+from model.gpt2 import GPT2Config
+from train.errors import ConfigError
+from train.experts.class_changes import ChangeSums
+from train.experts.knockout import KnockOut
+from train.experts.predicted_text import Passages, embedded, losses, through
+from train.experts.probing import deciding, routed_layers
+
+WINDOWS, LENGTH, VOCABULARY, BATCH = 7, 12, 61, 3
+SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
+CP = {"kind": "mumoe", "factorization": "cp", "num_experts": [6], "rank": 8}
+KINDS = {
+    "linear top-2": SPARSE,
+    "top-1": SPARSE | {"top_k": 1, "num_experts": 9},
+    "attention graph": SPARSE | {"graph": "attention"},
+    "similarity graph": SPARSE | {"graph": "similarity"},
+    "cp": CP,
+    "tr levels": CP | {"factorization": "tr", "num_experts": [4, 3], "gate": "softmax"},
+    "split": {"kind": "emoe", "num_experts": 8, "top_k": 3},
+    "bert": SPARSE | {"top_k": 1},
+}
+EXACT = 2e-6
+"""A head gives losses of a float64 model in fp32."""
+GENERATOR = torch.Generator().manual_seed(5)
+IDS_WT = torch.randint(VOCABULARY, (WINDOWS, LENGTH + 1), generator=GENERATOR)
+CLASSES = {
+    "all": ["all"],
+    "remainder": ["0", "1", "2"],
+    "place": [str(place) for place in range(LENGTH)],
+}
+
+
+def make_model(kind, **changes):
+    sizes = {"num_layers": 3, "hidden_size": 16, "num_heads": 4, "sequence_length": LENGTH}
+    sizes |= {"vocab_size": VOCABULARY, "feed_forward": KINDS[kind] | changes}
+    config = BertConfig if kind == "bert" else GPT2Config
+    model = build_model(config.model_validate(sizes))
+    materialize(model, seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.3 * noise)
+    return model.eval()
+
+
+def passages_of(model):
+    """All windows in batches; the last two predictions of window 4 do not count."""
+    for first in range(0, WINDOWS, BATCH):
+        number_B = torch.arange(first, min(first + BATCH, WINDOWS))
+        ids_BT, target_BT = IDS_WT[number_B, :-1], IDS_WT[number_B, 1:]
+        places_BT = torch.arange(LENGTH).expand_as(ids_BT)
+        if isinstance(model.config, BertConfig):  # three hidden tokens of each window
+            places_BT = torch.tensor([2, 3, 9]).expand(len(ids_BT), -1)
+            target_BT = target_BT[:, :3]
+        scored_BT = torch.ones_like(target_BT, dtype=torch.bool)
+        scored_BT[number_B == 4, -2:] = False
+        yield Passages(number_B, ids_BT, places_BT, target_BT, scored_BT)
+
+
+def columns(passages):
+    remainder = 1 + passages.target_BP % 3
+    columns = [torch.zeros_like(remainder), remainder, 4 + passages.places_BP]
+    return torch.stack(columns).where(passages.scored_BP, -1)
+
+
+def knocked_out(model, layer, experts):
+    found = KnockOut(model, layer, experts, CLASSES, windows=WINDOWS, length=LENGTH)
+    for passages in passages_of(model):
+        kept = {layer.block: None}
+        with torch.inference_mode():
+            with deciding(model, [layer]) as decisions:
+                x = through(model, embedded(model, passages), kept=kept)
+            found.add(
+                kept[layer.block],
+                passages,
+                columns(passages),
+                losses(model, x, passages),
+                decisions[layer.name],
+            )
+    return found.result()
+
+
+def zeroed(model, layer, expert):
+    """A copy whose expert gives nothing."""
+    copied = copy.deepcopy(model)
+    module = copied.get_submodule(layer.name)
+    with torch.no_grad():
+        if isinstance(module, EmergentMoE):
+            module.experts.values[expert] = 0
+        elif hasattr(module, "router"):
+            module.experts.down[expert] = module.output_bias[expert] = 0
+        else:
+            level = 0
+            while expert >= layer.levels[level]:
+                expert -= layer.levels[level]
+                level += 1
+            for part in (module.up, module.down):
+                factor = part.get_parameter(f"expert_factor_{level}")
+                factor.select(factor.shape.index(layer.levels[level]), expert).zero_()
+    return copied
+
+
+@torch.no_grad()
+def token_by_token(model, layer):
+    """Of each window: loss of each prediction by logits, and what the layer adds to each token."""
+    added = []
+    hook = model.get_submodule(layer.name).register_forward_hook(
+        lambda module, given, output: added.append(output[0])
+    )
+    found = []
+    for passages in passages_of(model):
+        logits_BTV = model(passages.ids_BT).logits
+        index = passages.places_BP.unsqueeze(-1).expand(-1, -1, VOCABULARY)
+        logits_BPV = logits_BTV.gather(1, index)
+        loss_BP = cross_entropy(logits_BPV.mT, passages.target_BP, reduction="none")
+        found += list(zip(loss_BP, added.pop(), strict=True))
+    hook.remove()
+    return found
+
+
+def check_layer(model, layer, experts):
+    """Compares all classes of some experts with copies of the model; gives the windows changed."""
+    result = knocked_out(model, layer, experts)
+    whole, again = token_by_token(model, layer), 0
+    every = [row for passages in passages_of(model) for row in zip(*passages[1:], strict=True)]
+    for row, expert in enumerate(experts):
+        without = token_by_token(zeroed(model, layer, expert), layer)
+        tokens = {}
+        for (loss, y), (other, z), (_, places, targets, scored) in zip(
+            whole, without, every, strict=True
+        ):
+            own_T = ((y - z).abs() > 1e-12).any(-1)
+            again += bool(own_T.any())
+            first = int(own_T.int().argmax()) if own_T.any() else LENGTH
+            change = other - loss
+            if not isinstance(model.config, BertConfig):
+                assert float(change[:first].abs().sum()) < 1e-12  # nothing before it changes
+            for place, target, counts, nats in zip(places, targets, scored, change, strict=True):
+                if counts:
+                    for key in (("all", 0), ("remainder", int(target) % 3), ("place", int(place))):
+                        tokens.setdefault(key, []).append((float(nats), bool(own_T[place])))
+        for (name, column), pairs in tokens.items():
+            ours = result.by_class[name]
+            own = [nats for nats, is_own in pairs if is_own]
+            assert ours.tokens_C[column] == len(pairs)
+            assert ours.own_EC[row, column] == len(own)
+            expected = np.mean([nats for nats, _ in pairs])
+            assert ours.change(row, column).value == pytest.approx(expected, abs=EXACT)
+            if own:
+                assert ours.own_change(row, column).value == pytest.approx(np.mean(own), abs=EXACT)
+    changes = [result.by_class["all"].change(row, 0).value for row in range(len(experts))]
+    assert max(map(abs, changes)) > 1e3 * EXACT
+    assert result.windows_again == again
+    return again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_class_loses_what_a_copy_with_zeros_loses(kind):
+    model = make_model(kind)
+    layers = routed_layers(model)
+    assert len(layers) == 3
+    last = layers[2]
+    for layer, experts in ((layers[0], [0, 2, 5]), (last, list(range(last.num_experts)))):
+        again = check_layer(model, layer, experts)
+        assert 0 < again <= WINDOWS * len(experts)
+
+
+def test_only_windows_with_a_token_of_the_expert_are_run_from_its_block_on():
+    model = make_model("top-1")
+    layer, experts = routed_layers(model)[1], list(range(9))
+    rows = {0: 0, 1: 0, 2: 0}
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(
+            lambda module, given, output, number=number: rows.__setitem__(
+                number, rows[number] + len(given[0])
+            )
+        )
+    result = knocked_out(model, layer, experts)
+    assert result.windows_again < WINDOWS * len(experts)  # some windows do without some experts
+    assert rows[0] == WINDOWS
+    assert rows[1] == rows[2] == WINDOWS + result.windows_again
+    said = result.to_json()
+    assert said["tokens_computed_again"] == result.windows_again * LENGTH
+    assert said["share_of_all_pairs"] == result.windows_again / (WINDOWS * len(experts))
+
+
+def test_with_a_capacity_a_batch_stays_whole():
+    """An expert that drops tokens by what else is in the batch: the same batch drops the same."""
+    model = make_model("top-1", capacity_factor=1.0, allow_leak=True)
+    layer = routed_layers(model)[1]
+    result = knocked_out(model, layer, [0, 3])
+    whole = token_by_token(model, layer)
+    for row, expert in enumerate([0, 3]):
+        without = token_by_token(zeroed(model, layer, expert), layer)
+        change = torch.stack([b - a for (a, _), (b, _) in zip(whole, without, strict=True)])
+        scored = torch.cat([passages.scored_BP for passages in passages_of(model)])
+        expected = float(change[scored].mean())
+        assert result.by_class["all"].change(row, 0).value == pytest.approx(expected, abs=EXACT)
+
+
+def test_weights_that_are_not_finite_are_one_line():
+    model = make_model("top-1")
+    model.final_norm.weight.data[3] = torch.nan
+    layer = routed_layers(model)[1]
+    with pytest.raises(ConfigError, match=f"{layer.name}: losses are not finite: weights hold"):
+        knocked_out(model, layer, [0])
+
+
+def test_intervals_are_of_windows_and_may_be_below_zero():
+    """Every window loses the same, so that no draw differs; or one of two alone changes."""
+    sums = ChangeSums(2, {"all": ["all"], "parity": ["even", "odd"]}, windows=40)
+    number_B = torch.arange(40)
+    label_JBP = torch.stack([torch.zeros(40, 2), 1 + torch.arange(2).expand(40, 2)]).long()
+    own_BP = torch.tensor([[True, False]]).expand(40, 2)
+    sums.add_whole(label_JBP, number_B, torch.full((40, 2), 3.0))
+    sums.add(label_JBP, number_B, torch.zeros(40).long(), torch.tensor([[-0.5, 0.1]] * 40), own_BP)
+    changing = torch.where(number_B % 2 == 0, 1.0, -1.0).unsqueeze(1).expand(40, 2)
+    sums.add(label_JBP, number_B, torch.ones(40).long(), changing, own_BP)
+    found = sums.result("test")
+    assert found["all"].change(0, 0) == pytest.approx((-0.2, -0.2, -0.2))
+    assert found["parity"].change(0, 0) == pytest.approx((-0.5, -0.5, -0.5))
+    assert found["all"].own_change(0, 0) == pytest.approx((-0.5, -0.5, -0.5))
+    assert found["all"].change(0, 0).is_beyond_noise
+    value, low, high = found["all"].change(1, 0)
+    assert value == 0
+    # The standard error of a mean of 40 windows of +1 or -1 is 1 / sqrt(40) = 0.158.
+    assert (low, high) == pytest.approx((-0.31, 0.31), abs=0.06)
+    assert not found["all"].change(1, 0).is_beyond_noise
+    assert found["parity"].own_change(1, 1).value != found["parity"].own_change(1, 1).value  # NaN
+    assert found["parity"].to_json()["own_change"]["value"][1] == [0, None]
+    assert found["all"].loss_C == [3.0]

@@ -1,0 +1,133 @@
+"""`polyad evaluate --knockout`: what each expert of a language model is for.
+
+The loss of each class of tokens without the expert; with `--steer` also the loss of the same
+classes when text is moved towards it, and what the model then predicts.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from data.text.manifest import SplitName
+from model.gpt2 import GPT2
+from parallel import comm
+from parallel.weights import Choice, load_model
+from train.config.smaller import to_evaluate
+from train.console import Progress
+from train.errors import ConfigError
+from train.evaluation.evaluate import open_evaluated
+from train.experts.chosen import check_experts, choose_layers, columns_of
+from train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
+from train.experts.predicted_text import PredictedText
+from train.experts.probing import RoutedLayer, routed_layers
+from train.experts.steering import Steering, gate_column
+from train.guard.memory import explain_out_of_memory
+from train.loop.device import allow_tf32
+from train.tasks.text import TextTask
+
+
+def knockout(
+    path: Path,
+    *,
+    tokens: int = KNOCKOUT_TOKENS,
+    layers: Sequence[str] = (),
+    experts: Sequence[str] = (),
+    steerings: Sequence[Steering] = (),
+    data: str | None = None,
+    split: SplitName = "validation",
+    overrides: tuple[str, ...] = (),
+    weights: Choice = "trained",
+    base: Path | None = None,
+) -> dict[str, Any]:
+    """Leaves out experts one by one, in one process or under torchrun.
+
+    Args:
+        path: a checkpoint, or a run whose newest one is taken.
+        tokens: about how many are read, in whole windows, evenly over the split.
+        layers: blocks whose experts are left out, by number, or `all`; none: the first, the middle
+            and the last that routes, or with steerings those that are steered.
+        experts: that are left out in each of these; none: all, or with steerings and without
+            layers those that are steered to.
+        steerings: whose effect, all at once, is measured on the same tokens.
+        data: as `data.path`; None takes the run's.
+        split: `validation`, `test` or `train`.
+        overrides: `key=value` for keys that evaluation reads.
+        weights: which of the checkpoint's.
+        base: see `open_weights`.
+
+    Returns:
+        JSON values, the same on each process.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    opened = open_evaluated(path, data, overrides, weights, base)
+    task, config = opened.task, opened.config
+    if not isinstance(task, TextTask):
+        raise ConfigError(
+            f"--knockout: is not allowed with data.kind: {config.data.kind}; text and masked_text "
+            f"have it, and images --specialization"
+        )
+    task.check_split(split)
+    world = comm.initialize(config.parallel.timeout_minutes)
+    allow_tf32(config.train.tf32, world.device)
+    started = time.monotonic()
+    with explain_out_of_memory(lambda: "leaving out experts", world, to_evaluate(config)):
+        model = load_model(opened.checkpoint, world.device, config.train.precision)
+        chosen = _chosen(model, path, layers, experts, steerings)
+        text = PredictedText(task, split, tokens)
+        amount = text.windows * text.length
+        found, effect = read_without(
+            *(model, chosen, steerings, text, opened.batch_size),
+            rank=world.data_parallel_rank,
+            ranks=world.data_parallel_size,
+            summed=lambda values: comm.sum_over_samples(values, world),
+            report=Progress("leave out experts", amount) if world.is_main else lambda share: None,
+        )
+    return {
+        "checkpoint": str(opened.checkpoint.folder),
+        "step": opened.checkpoint.training_step,
+        "data": task.name,
+        "data_kind": config.data.kind,
+        "split": split,
+        "windows_read": text.windows,
+        "sequence_length": text.length,
+        "tokens_scored": int(found[0].by_class["all"].tokens_C[0]),
+        "loss": float(found[0].by_class["all"].loss_C[0]),
+        "layers": {each.layer.name: each.to_json() for each in found},
+        "steering": None if effect is None else effect.to_json(),
+        "weights": weights,
+        "precision": config.train.precision,
+        "processes": world.size,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _chosen(
+    model: nn.Module,
+    path: Path,
+    blocks: Sequence[str],
+    experts: Sequence[str],
+    steerings: Sequence[Steering],
+) -> list[tuple[RoutedLayer, list[int]]]:
+    """The layers, and the columns of the experts of each that are left out."""
+    routed = routed_layers(model)
+    if not routed:
+        raise ConfigError(f"--knockout: {path}: its model has no experts")
+    if steerings and not isinstance(model, GPT2):
+        raise ConfigError(f"--steer {steerings[0]}: {path}: only a GPT-2 is steered")
+    for steering in steerings:
+        gate_column(model, steering)  # refuses what is not there
+    if not steerings or blocks or experts:
+        layers = choose_layers(routed, blocks)
+        check_experts(layers, experts)
+        return [(layer, columns_of(layer, experts)) for layer in layers]
+    by_block = {layer.block: layer for layer in routed}
+    chosen: dict[int, set[int]] = {}
+    for each in steerings:
+        first = sum(by_block[each.layer].levels[: each.level])
+        chosen.setdefault(each.layer, set()).add(first + each.expert)
+    return [(by_block[block], sorted(columns)) for block, columns in sorted(chosen.items())]

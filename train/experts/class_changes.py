@@ -1,0 +1,205 @@
+"""Changes of the loss by class of token, added up over groups of windows, with intervals.
+
+Shapes: B windows, P predicted tokens of a window, J ways to sort tokens, C columns (the classes of
+all ways side by side), E rows (experts, or ways to steer), G groups of windows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.console import json_number
+from train.errors import ConfigError
+from train.experts.gate_entropy import Summed
+from train.experts.information import Matrix, groups_of_samples, intervals
+
+
+class Change(NamedTuple):
+    """A mean change in nats a token, or of a share."""
+
+    value: float
+    low: float
+    """Ends of a 95% interval over windows; NaN where there are too few."""
+    high: float
+
+    @property
+    def is_beyond_noise(self) -> bool:
+        """Whether the interval leaves 0 out."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassChanges:
+    """The changes of classes, for one way to sort tokens."""
+
+    classes: Sequence[str]
+    tokens_C: Matrix
+    """Predicted tokens of each class."""
+    loss_C: Matrix
+    """Mean loss of the model as it is; NaN of a class without a token."""
+    own_EC: Matrix
+    """Tokens that the expert has a part in."""
+    change_3EC: Matrix
+    """Mean change over all tokens of the class, and the ends of its interval."""
+    own_change_3EC: Matrix
+    """The same over the tokens that the expert has a part in."""
+
+    def change(self, row: int, column: int) -> Change:
+        """Of an expert and a class."""
+        return Change(*self.change_3EC[:, row, column].tolist())
+
+    def own_change(self, row: int, column: int) -> Change:
+        """The same over the tokens that the expert has a part in."""
+        return Change(*self.own_change_3EC[:, row, column].tolist())
+
+    def to_json(self, *, own: bool = True) -> dict[str, Any]:
+        """JSON values; rows of tables are experts.
+
+        Args:
+            own: whether there are tokens of an expert's own.
+        """
+        found = {
+            "classes": list(self.classes),
+            "tokens": self.tokens_C.astype(int).tolist(),
+            "loss": self.loss_C.tolist(),
+            "change": as_table(self.change_3EC),
+        }
+        if own:
+            found["own_tokens"] = self.own_EC.astype(int).tolist()
+            found["own_change"] = as_table(self.own_change_3EC)
+        json: dict[str, Any] = json_number(found)
+        return json
+
+
+def as_table(values_3: Matrix) -> dict[str, Any]:
+    """Changes and the ends of their intervals for JSON, which has no NaN.
+
+    Args:
+        values_3: the changes, the lower and the upper ends.
+    """
+    return dict(zip(("value", "low", "high"), values_3.tolist(), strict=True))
+
+
+class ChangeSums:
+    """Adds up changes by class.
+
+    A row more than there are experts has the loss of the model as it is, and counts tokens.
+
+    Args:
+        rows: E.
+        classes: of each way to sort.
+        windows: that all processes read.
+        device: where losses are.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        classes: Mapping[str, Sequence[str]],
+        windows: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._classes, self._windows, self._whole = classes, windows, rows
+        self._columns = sum(map(len, classes.values()))
+        groups, group_A = groups_of_samples(windows, (rows + 1) * self._columns * 3)
+        self._group_A = group_A.to(device)
+        size = (groups, rows + 1, self._columns, 3)
+        self._sums_GEC3 = torch.zeros(size, dtype=torch.float64, device=device)
+
+    def add_whole(self, label_JBP: Tensor, number_B: Tensor, loss_BP: Tensor) -> None:
+        """Adds windows that the model reads as it is.
+
+        Args:
+            label_JBP: columns; -1: the token does not count.
+            number_B: of the windows.
+            loss_BP: in nats.
+        """
+        row_B = torch.full_like(number_B, self._whole)
+        self.add(label_JBP, number_B, row_B, loss_BP, torch.ones_like(label_JBP[0]).bool())
+
+    def add(
+        self,
+        label_JBP: Tensor,
+        number_B: Tensor,
+        row_B: Tensor,
+        change_BP: Tensor,
+        own_BP: Tensor,
+    ) -> None:
+        """Adds windows in which something is changed.
+
+        Args:
+            label_JBP: columns; -1: the token does not count.
+            number_B: of the windows.
+            row_B: what is changed in each.
+            change_BP: of the loss.
+            own_BP: which tokens the expert has a part in.
+        """
+        device = self._group_A.device
+        group_B = self._group_A[number_B.to(device)]
+        first_B11 = ((group_B * (self._whole + 1) + row_B.to(device)) * self._columns).view(-1, 1)
+        counted_JBP = label_JBP >= 0
+        own_BP = own_BP.double()
+        # `where`: what does not count may not be finite, and 0 times that is not 0.
+        change_BP = change_BP.double().where(counted_JBP[0], 0.0)
+        values_BP3 = torch.stack([change_BP, change_BP * own_BP, own_BP], -1)
+        flat = self._sums_GEC3.flatten(0, 2)
+        for label_BP, counted_BP in zip(label_JBP, counted_JBP, strict=True):
+            flat.index_add_(0, (first_B11 + label_BP)[counted_BP], values_BP3[counted_BP])
+
+    def result(self, what: str, summed: Summed = lambda counts: counts) -> dict[str, ClassChanges]:
+        """The changes, by way to sort.
+
+        Args:
+            what: was changed, for an error.
+            summed: over processes.
+
+        Raises:
+            ConfigError: losses are not finite.
+        """
+        sums_GEC3 = summed(self._sums_GEC3).cpu().numpy()
+        if not np.isfinite(sums_GEC3).all():
+            raise ConfigError(
+                f"{what}: losses are not finite: weights hold NaN or inf, or are too large"
+            )
+        whole_C3 = sums_GEC3.sum(0)[self._whole]
+        rows = slice(0, self._whole)
+
+        def change(sums: Matrix) -> Matrix:
+            return mean_of(sums[..., rows, :, 0], sums[..., self._whole, None, :, 2])
+
+        def own(sums: Matrix) -> Matrix:
+            return mean_of(sums[..., rows, :, 1], sums[..., rows, :, 2])
+
+        tables = [with_ends(intervals(each, sums_GEC3, self._windows)) for each in (change, own)]
+        own_EC = sums_GEC3.sum(0)[rows, :, 2]
+        found, first = {}, 0
+        for name, classes in self._classes.items():
+            part = slice(first, first + len(classes))
+            found[name] = ClassChanges(
+                classes=classes,
+                tokens_C=whole_C3[part, 2],
+                loss_C=mean_of(whole_C3[part, 0], whole_C3[part, 2]),
+                own_EC=own_EC[:, part],
+                change_3EC=tables[0][..., part],
+                own_change_3EC=tables[1][..., part],
+            )
+            first += len(classes)
+        return found
+
+
+def mean_of(sums: Matrix, counts: Matrix) -> Matrix:
+    """Sums over counts; NaN where nothing was counted."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean: Matrix = np.where(counts > 0, sums / counts, np.nan)
+    return mean
+
+
+def with_ends(found: tuple[Matrix, Matrix | None, Matrix | None]) -> Matrix:
+    """What `intervals` found, stacked: [3, ...]; ends that are not known are NaN."""
+    value, low, high = found
+    unknown = np.full_like(value, np.nan)
+    return np.stack([value, unknown if low is None else low, unknown if high is None else high])

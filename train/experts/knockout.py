@@ -1,0 +1,229 @@
+"""The loss of text without an expert, one expert after the other, by class of token.
+
+An expert is left out of all tokens of a window (see `leaving_out.py`): the others get what they
+got. What enters its block is the same, so a window is computed again from that block on, and only
+if the expert has a part in one of its tokens. The output of the block changes at those tokens
+alone; the blocks after it mix tokens, so the loss of later ones changes as well (of a BERT, or with
+a graph that sees later tokens, that of any), and that of no token before the first of them.
+
+Shapes: B windows, T tokens of a window, P predicted tokens, R rows, D width, S experts of all
+levels side by side, E of them that are left out, J ways to sort tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.smoe.layer import SparseMoE
+from train.console import json_number
+from train.experts.class_changes import Change, ChangeSums, ClassChanges
+from train.experts.gate_entropy import Summed
+from train.experts.leaving_out import leaving_out
+from train.experts.predicted_text import Passages, losses, through
+from train.experts.probing import Decision, RoutedLayer
+
+SIDES = ("predicted", "read")
+"""A position is sorted by the token that is predicted there, or by the one that is read."""
+FEWEST_TOKENS = 50
+"""A class with less is not named as one that an expert is for."""
+
+
+class Harmed(NamedTuple):
+    """A class of tokens whose loss rises without an expert, beyond noise."""
+
+    by: str
+    """The way to sort tokens."""
+    name: str
+    tokens: int
+    change: Change
+
+    @property
+    def title(self) -> str:
+        """The class for people: that eighth 3 is of frequency does not go without saying."""
+        return f"{self.name} by frequency" if self.name.startswith("eighth") else self.name
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        rest = {"by": self.by, "class": self.name, "title": self.title, "tokens": self.tokens}
+        return rest | self.change._asdict()
+
+
+class ExpertWithout(NamedTuple):
+    """What one expert is for."""
+
+    change: Change
+    """Of the loss without it, over all tokens."""
+    own_change: Change
+    """Over the tokens that it has a part in."""
+    harmed: dict[str, list[Harmed]]
+    """Classes of `predicted` and of `read` tokens, those that lose most first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        found = {
+            "change": self.change._asdict(),
+            "own_change": self.own_change._asdict(),
+            "harmed": {side: [one.to_json() for one in each] for side, each in self.harmed.items()},
+        }
+        json: dict[str, Any] = json_number(found)
+        return json
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWithout:
+    """What the experts of a layer are for."""
+
+    layer: RoutedLayer
+    columns: Sequence[int]
+    """The experts that were left out."""
+    windows: int
+    length: int
+    """Of a window, in tokens."""
+    windows_again: int
+    """Windows that were computed again, over all experts."""
+    by_class: Mapping[str, ClassChanges]
+    """By way to sort tokens; rows are the experts."""
+
+    @property
+    def share_of_pairs(self) -> float:
+        """Of all pairs of a token and an expert, how many were computed again."""
+        return self.windows_again / max(1, self.windows * len(self.columns))
+
+    def experts(self) -> dict[str, ExpertWithout]:
+        """Of each expert, by its name."""
+        every = self.by_class["all"]
+        sides = [side for side in SIDES if f"{side} characters" in self.by_class]
+        return {
+            self.layer.expert_name(column): ExpertWithout(
+                change=every.change(row, 0),
+                own_change=every.own_change(row, 0),
+                harmed={side: self._harmed(row, side) for side in sides},
+            )
+            for row, column in enumerate(self.columns)
+        }
+
+    def _harmed(self, row: int, side: str) -> list[Harmed]:
+        found = [
+            Harmed(by, name, int(table.tokens_C[column]), table.change(row, column))
+            for by, table in self.by_class.items()
+            if by.startswith(f"{side} ")
+            for column, name in enumerate(table.classes)
+        ]
+        some = [one for one in found if one.tokens >= FEWEST_TOKENS and one.change.low > 0]
+        return sorted(some, key=lambda one: -one.change.value)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        experts = self.experts()
+        return {
+            "experts": list(experts),
+            "experts_of_layer": self.layer.num_experts,
+            "tokens_computed_again": self.windows_again * self.length,
+            "share_of_all_pairs": self.share_of_pairs,
+            "harmed": [each.to_json()["harmed"] for each in experts.values()],
+            "by": {name: each.to_json() for name, each in self.by_class.items()},
+        }
+
+
+class KnockOut:
+    """Adds up the loss without each expert of a layer.
+
+    Args:
+        model: in evaluation mode, not compiled, on one device.
+        layer: of a block.
+        columns: the experts that are left out.
+        classes: of each way to sort tokens.
+        windows: that all processes read.
+        length: of a window, in tokens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: RoutedLayer,
+        columns: Sequence[int],
+        classes: Mapping[str, Sequence[str]],
+        *,
+        windows: int,
+        length: int,
+    ) -> None:
+        self._model, self.layer, self.columns = model, layer, list(columns)
+        self._windows, self._length = windows, length
+        device = next(model.parameters()).device
+        self._column_E = torch.tensor(self.columns, device=device)
+        self._sums = ChangeSums(len(self.columns), classes, windows, device)
+        self._again = torch.zeros(1, dtype=torch.float64, device=device)
+        self._drops = _may_drop(model)
+
+    @torch.inference_mode()
+    def add(
+        self,
+        x_BTD: Tensor,
+        passages: Passages,
+        label_JBP: Tensor,
+        loss_BP: Tensor,
+        decision: Decision,
+    ) -> None:
+        """Adds a batch.
+
+        Args:
+            x_BTD: what the layer's block gets.
+            passages: the windows.
+            label_JBP: columns of classes; -1: the token does not count.
+            loss_BP: of the model as it is.
+            decision: of the layer.
+        """
+        self._sums.add_whole(label_JBP, passages.number_B, loss_BP)
+        size = len(x_BTD)
+        has_BTE = decision.coefficients().view(*x_BTD.shape[:2], -1)[..., self._column_E] != 0
+        has_EB = has_BTE.any(1).T
+        if self._drops:  # a capacity counts whole batches: they stay as they were
+            has_EB = has_EB.any(1, keepdim=True).expand_as(has_EB)
+        row_N, window_N = has_EB.nonzero().unbind(-1)
+        self._again += len(row_N)
+        with leaving_out(self._model, self.layer) as leave:
+            for first in range(0, len(row_N), size):
+                row_R, window_R = (each[first : first + size] for each in (row_N, window_N))
+                some = passages.rows(window_R)
+                leave(self._column_E[row_R])
+                y_RTD = through(self._model, x_BTD[window_R], self.layer.block)
+                change_RP = losses(self._model, y_RTD, some).double() - loss_BP[window_R].double()
+                own_RT = has_BTE[window_R, :, row_R]
+                self._sums.add(
+                    label_JBP[:, window_R],
+                    some.number_B,
+                    row_R,
+                    change_RP,
+                    own_RT.gather(1, some.places_BP),
+                )
+
+    def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
+        """What was found.
+
+        Args:
+            summed: over processes.
+
+        Raises:
+            ConfigError: losses are not finite.
+        """
+        by_class = self._sums.result(f"without an expert of {self.layer.name}", summed)
+        return LayerWithout(
+            layer=self.layer,
+            columns=self.columns,
+            windows=self._windows,
+            length=self._length,
+            windows_again=int(summed(self._again)),
+            by_class=by_class,
+        )
+
+
+def _may_drop(model: nn.Module) -> bool:
+    """Whether a capacity may drop tokens."""
+    return any(
+        part.config.capacity(training=False) is not None
+        for part in model.modules()
+        if isinstance(part, SparseMoE)
+    )
