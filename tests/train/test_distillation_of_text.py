@@ -85,14 +85,29 @@ def test_a_student_comes_nearer_to_its_teacher(workers, student, teacher):
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_two_processes_learn_from_a_teacher_what_one_learns(workers, student, teacher):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("smoe", ()),
+        pytest.param("dense", ("parallel.zero_stage=3",), marks=pytest.mark.slow),
+        pytest.param(
+            *("smoe", ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_learn_from_a_teacher_what_one_learns(
+    workers, student, teacher, kind, layout
+):
     folders = [student.parent / f"on-{number}" for number in (1, 2)]
     words = (
         f"distill={{teacher: {teacher}, temperature: 2.0}}", "train.steps=2", "optimizer.kind=sgd",
         "optimizer.learning_rate=0.1", "train.micro_batch_size=2",
+        f"model.feed_forward={SPARSE if kind == 'smoe' else {'kind': 'dense'}}",
     )  # fmt: skip
     for number, folder in zip((1, 2), folders, strict=True):
-        assert workers(number).run(run, student, *words, f"run.folder={folder}") == [2] * number
+        more = (f"run.folder={folder}", *(layout if number == 2 else ()))
+        assert workers(number).run(run, student, *words, *more) == [2] * number
     losses = [[record["loss"] for record in records(folder)] for folder in folders]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     one, two = (weights_of(folder / "checkpoints" / "step-00000002") for folder in folders)

@@ -435,6 +435,12 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
         **{"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16},
         **{"num_heads": 2},
     }
+    network = {"convolutions": [1], "hidden_sizes": [8, 8]}
+    mixture = {
+        **{"kind": "mixture", "image_size": 8, "num_experts": 3, "expert": network},
+        **{"gate_network": network},
+    }
+    frozen = [{"match": "mixture.experts.*", "freeze": True}]
     base = {
         **SMALL,
         "model": vision,
@@ -447,15 +453,29 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
         "data": data,
         "attack": {"rate": 0.2},
         "specialization": True,
-        "variants": {"dense": None, "head": {"model.head": head}},
+        "variants": {
+            "dense": None,
+            "head": {"model.head": head},
+            "distilled": {"model": mixture, "optimizer.groups": frozen},
+            "attentive": {"model": mixture | {"gate": "attentive"}},
+        },
+        "from_runs": {"distilled": {"checkpoint.init_from": "attentive"}},
     }
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "== measure 3 of 3: specialization of head, seed 1" in err
+    assert "== measure 3 of 7: specialization of head, seed 1" in err
+    assert "with the weights of" in err
     variants = json.loads(out)["variants"]
+    assert list(variants) == ["dense", "head", "distilled", "attentive"]
+    mixtures = [variants[name]["measures"] for name in ("distilled", "attentive")]
+    for measures in mixtures:
+        assert "polysemanticity" not in measures  # whole networks are not left out
+        assert 0 <= measures["entropy_bits"]["mean"] <= measures["usage_entropy_bits"]["mean"] < 1.6
+        assert 0 <= measures["information_bits"]["mean"] < 1.6  # log2(3) = 1.585
+        assert measures["experts_used"]["mean"] in (1, 2, 3)
     known = {name: variants[name]["measures"] for name in ("dense", "head")}
     assert 0 < known["head"]["experts_that_matter"]["mean"] <= 1
     assert known["head"]["polysemanticity"]["mean"] >= 0
