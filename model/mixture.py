@@ -81,6 +81,10 @@ class MixtureConfig(ImageSettings):
         """Numbers of a pixel as the networks read it."""
         return 1 if self.grey else self.channels
 
+    def has_experts(self) -> bool:
+        """Whether it chooses among experts before its head."""
+        return True
+
     def gives_log_probabilities(self) -> bool:
         """Whether probabilities are mixed."""
         return self.output == "probabilities"

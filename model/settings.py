@@ -66,6 +66,10 @@ class ModelSettings(Config, ABC):
         known = list(self.feed_forwards().values()) or [DenseFeedForwardConfig()]
         return next((each for each in known if each.kind != "dense"), known[0])
 
+    def has_experts(self) -> bool:
+        """Whether it chooses among experts before its head."""
+        return self.known_feed_forward().kind != "dense"
+
     def left_to_data(self) -> str | None:
         """The key that the data has to fill in; None if there is none."""
         return None

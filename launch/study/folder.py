@@ -8,7 +8,7 @@ runs/VARIANT/seed-N/    run folders; beside each that is finished its result, se
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,29 @@ def read_result(run: Run) -> dict[str, Any] | None:
     units = f"{task.unit.name}s"
     scores = (score.name for score in task.scores)
     found = _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second"))
-    return {"point": "", "validation": None} | found
+    return {"point": "", "validation": None, "from_runs": {}} | found
+
+
+def check_sources(run: Run, result: Mapping[str, Any]) -> None:
+    """Checks that a finished run began with the run that it would begin with today.
+
+    Which point of a grid is the best one may change when seeds are added that it is chosen by.
+
+    Args:
+        run: of the study.
+        result: its own.
+
+    Raises:
+        ConfigError: it did not.
+    """
+    for key, name in run.source_names.items():
+        before = result["from_runs"].get(key)
+        if before != name:
+            raise ConfigError(
+                f"{run.study.file}: from_runs.{run.variant.group}: {key}: the best point is "
+                f"{name}, and {run.folder} is from {before}: set grid_seeds to the seeds that "
+                f"chose that, or remove {run.result_file} and {run.folder}"
+            )
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ A measure that is added later is made of the checkpoints that are there: nothing
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ KEYS = ("loss", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives, those that are read here."""
 LEFT_OUT = ("layers", "split", "step")
 """Of what `polyad evaluate --specialization` gives."""
+USED = 0.01
+"""The least share of all that an expert in use has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +164,8 @@ def read_measures(run: Run) -> dict[str, Any]:
 
     Returns:
         `attack`: the first two scores; `leak`: by step what `polyad evaluate --leak` says and the
-        loss; `specialization`: polysemanticity and the share of experts that matter to any class,
-        means over layers; `fluctuation`: as `last_fluctuation`. Each only where it is known.
+        loss; `specialization`: as `_specialization` says; `fluctuation`: as `last_fluctuation`.
+        Each only where it is known.
     """
     found: dict[str, Any] = {}
     task = run.study.task
@@ -187,11 +190,37 @@ def read_measures(run: Run) -> dict[str, Any]:
 
 
 def _specialization(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Means over the layers; polysemanticity over those with an expert that matters."""
-    known = [each["polysemanticity"] for each in layers.values() if each["experts_that_matter"]]
-    matter = [each["experts_that_matter"] / each["experts"] for each in layers.values()]
-    mean = {"polysemanticity": statistics.fmean(known)} if known else {}
-    return mean | {"experts_that_matter": statistics.fmean(matter)}
+    """How experts divide the work, as means over layers and their levels.
+
+    Args:
+        layers: what `polyad evaluate --specialization` says of each.
+
+    Returns:
+        What is known: polysemanticity over the layers with an expert that matters; the share of
+        experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
+        `information_bits` I(E; Y) of classes, and `experts_used`, those with `USED` of all or
+        more.
+    """
+    found: dict[str, list[float]] = {}
+    for layer in layers.values():
+        if matter := layer.get("experts_that_matter"):
+            found.setdefault("polysemanticity", []).append(layer["polysemanticity"])
+        if matter is not None:
+            found.setdefault("experts_that_matter", []).append(matter / layer["experts"])
+        for level in layer.get("levels", ()):
+            for name in ("entropy_bits", "usage_entropy_bits"):
+                found.setdefault(name, []).append(level[name]["value"])
+            if by_class := level["labels"].get("class"):
+                information = by_class["information_bits"]["value"]
+                found.setdefault("information_bits", []).append(information)
+                found.setdefault("experts_used", []).append(_used(by_class["counts"]))
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def _used(counts_SY: Sequence[Sequence[float]]) -> int:
+    """How many experts have at least `USED` of what all get."""
+    of_expert_S = [math.fsum(row) for row in counts_SY]
+    return sum(each >= USED * math.fsum(of_expert_S) for each in of_expert_S)
 
 
 def _read(path: Path, keys: Sequence[str]) -> dict[str, Any]:

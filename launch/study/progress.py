@@ -58,12 +58,21 @@ def plan_table(plan: Mapping[str, Any]) -> str:
     swept = f", all points with {swept}" if has_grid else ""
     count = plan["num_runs"]
     return (
-        f"{align(rows)}\n"
+        f"{align(rows)}\n{_from_runs(plan)}"
         f"{count} runs ({len(variants)} variants, seeds "
         f"{', '.join(str(seed) for seed in plan['seeds'])}{swept}) of {training['steps']:,} steps "
         f"of {training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
         f"{count - finished - begun} to begin\n{also}"
         f"beside: {plan['baseline']}; in {plan['folder']}"
+    )
+
+
+def _from_runs(plan: Mapping[str, Any]) -> str:
+    """A line for each key of a variant that names the run of another."""
+    return "".join(
+        f"{name}: {key} is the run of {other} with the same seed\n"
+        for name, keys in plan["from_runs"].items()
+        for key, other in keys.items()
     )
 
 

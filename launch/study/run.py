@@ -24,6 +24,7 @@ from launch.study.folder import (
     RESULTS,
     check_data,
     check_folder,
+    check_sources,
     locked,
     read_result,
     write_json,
@@ -43,7 +44,7 @@ from model.settings import ModelSettings
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.verification import newest_that_opens
 from train.config.describe import describe
-from train.config.plan import plan_run
+from train.config.plan import open_inputs, plan_run
 from train.config.rules import validate
 from train.errors import RunError, stopped
 from train.loop.best import is_over
@@ -124,7 +125,11 @@ def _planned(study: Study) -> dict[str, Any]:
     results = _finished(study)
     plan = _plan(study, results)
     for run in _unfinished(study, results):
-        plan_run(Path(study.config.base), run.overrides, 1)
+        base = Path(study.config.base)
+        if all((other.name, run.seed) in results for other in run.sources.values()):
+            plan_run(base, run.overrides, 1)
+        else:
+            open_inputs(base, run.own_overrides, 1)
     return plan
 
 
@@ -143,8 +148,15 @@ def _train_and_compare(study: Study, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unfinished(study: Study, results: Results) -> list[Run]:
-    """The runs that are known and not finished."""
-    runs = study.runs(choose(study, results))
+    """The runs that are known and not finished.
+
+    Raises:
+        ConfigError: a finished one began with another run than it would today.
+    """
+    runs = [*study.runs(choose(study, results))]
+    for run in runs:
+        if (found := results.get(_key(run))) is not None:
+            check_sources(run, found)
     return [run for run in runs if _key(run) not in results]
 
 
@@ -190,6 +202,7 @@ def _plan(study: Study, results: Results) -> dict[str, Any]:
         "seeds": study.config.seeds,
         "swept_seeds": study.swept_seeds,
         "groups": {name: [v.name for v in points] for name, points in study.groups.items()},
+        "from_runs": study.config.from_runs,
         "variants": variants,
         "num_runs": study.num_runs,
         "runs": [
@@ -259,6 +272,7 @@ def _finish(run: Run) -> dict[str, Any]:
         "variant": run.variant.group,
         "point": run.variant.point,
         "seed": run.seed,
+        "from_runs": run.source_names,
         "validation": validation_score(run.study, records),
         **{score.name: evaluation[score.name] for score in scores_of},
         f"{unit}s_scored": evaluation[f"{unit}s_scored"],

@@ -252,6 +252,11 @@ def _notes(result: Mapping[str, Any]) -> str:
             "polysemanticity: 0 where each expert matters to one class alone, mean over experts "
             "that matter to any; experts_that_matter: their share"
         )
+    if any("entropy_bits" in variant["measures"] for variant in variants):
+        notes.append(
+            "entropy_bits H_s, of an image's probabilities; usage_entropy_bits H_u, of their mean; "
+            "information_bits I(E; Y), of experts and classes; experts_used: with 1% of all or more"
+        )
     leaks = [leak for variant in variants for leak in variant["leak"].values()]
     if leaks:
         tokens = sorted({leak["prefix_tokens"] for leak in leaks})

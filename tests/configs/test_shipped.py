@@ -116,6 +116,18 @@ EXPECTED_TASKS = (
 )
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
+    "cifar10-mixture.yaml": (
+        21,
+        dict.fromkeys(("vanilla", "importance", "similarity"), 100_215)
+        | dict.fromkeys(("attentive", "attentive-similarity"), 102_098)
+        | dict.fromkeys(("distilled", "distilled-similarity"), 100_215),
+    ),
+    "digits-mixture.yaml": (
+        70,
+        dict.fromkeys(("vanilla", "importance", "similarity"), 8_493)
+        | dict.fromkeys(("attentive", "attentive-similarity"), 10_376)
+        | dict.fromkeys(("distilled", "distilled-similarity"), 8_493),
+    ),
     "mixer.yaml": (
         27,
         dict.fromkeys(("dense", "dense-1e-3", "dense-4e-3"), 569_994)

@@ -22,6 +22,7 @@ from tests.helpers.runs import (
     weights_of,
 )
 from train.evaluation.specialization import specialization
+from train.evaluation.stability import compare
 from train.experts.probing import deciding, routed_layers
 from train.tasks.distillation import distillation_loss
 
@@ -73,13 +74,10 @@ def test_a_mixture_with_an_attentive_gate_learns_digits(workers, attentive):
     assert "routing/mixture/norm_mean" not in last
 
 
-def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
-    (found,) = workers(1).run(specialization, attentive)
-    assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
-    (level,) = found["layers"]["mixture"]["levels"]
+def shares_of_held_out(config, path):
+    """What the gate of a checkpoint gives each expert [N, M], of one held-out image at a time."""
     data = ImageData.open(config.parent / "data").split("validation")
-    model = load_model(attentive)
-    shares, labels = [], []
+    model, shares = load_model(path), []
     with torch.inference_mode():
         for number in range(len(data)):
             pixels_HWC = torch.from_numpy(data.decode(number))
@@ -87,8 +85,16 @@ def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
             with deciding(model, routed_layers(model)) as decisions:
                 model(x_BCHW)
             shares.append(decisions["mixture"].coefficients().squeeze(0).numpy())
-            labels.append(int(data.labels[number]))
-    p_NM = np.stack(shares).astype(float)
+    return np.stack(shares).astype(float)
+
+
+def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
+    (found,) = workers(1).run(specialization, attentive)
+    assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
+    (level,) = found["layers"]["mixture"]["levels"]
+    data = ImageData.open(config.parent / "data").split("validation")
+    labels = [int(data.labels[number]) for number in range(len(data))]
+    p_NM = shares_of_held_out(config, attentive)
     assert level["entropy_bits"]["value"] == pytest.approx(entropy(p_NM, base=2, axis=1).mean())
     mean_M = p_NM.mean(0)
     assert level["usage_entropy_bits"]["value"] == pytest.approx(entropy(mean_M, base=2), rel=1e-5)
@@ -107,6 +113,26 @@ def test_a_mixture_with_a_plain_gate_learns_digits_and_an_even_load(workers, con
     assert workers(1).run(evaluation, folder)[0]["top1"] > 0.8
     even, free = (records(each)[-1]["routing/importance_loss"] for each in (folder, attentive))
     assert even < 0.02 < 0.1 < free  # nothing evens out the other run
+
+
+def test_images_that_change_experts_between_checkpoints_are_counted(workers, config):
+    folder = config.parent / "two-checkpoints"
+    words = ("model.top_k=2", "train.steps=20", "checkpoint.every=10", "log.fluctuation=true")
+    assert workers(1).run(run, config, *words, f"run.folder={folder}") == [20]
+    pair = [folder / "checkpoints" / f"step-000000{step}" for step in (20, 10)]
+    (found,) = workers(1).run(compare, *pair)
+    shares = [shares_of_held_out(config, path) for path in pair]
+    first, chosen = [p_NM.argmax(1) for p_NM in shares], [p_NM > 0 for p_NM in shares]
+    assert {tuple(row) for row in chosen[0].sum(1, keepdims=True)} == {(2,)}
+    layer = found["layers"]["mixture"]
+    assert found["probe_images"] == len(first[0]) == 359
+    assert layer["top1"] == pytest.approx((first[0] != first[1]).mean())
+    assert layer["set"] == pytest.approx((chosen[0] != chosen[1]).any(1).mean())
+    assert layer["entropy"] == pytest.approx(entropy(shares[0], axis=1).mean(), rel=1e-5)
+    assert 0 < layer["top1"] < layer["set"] < 1
+    last = records(folder)[-1]
+    assert last["fluctuation/mixture/top1"] == pytest.approx(layer["top1"])
+    assert last["fluctuation/set"] == pytest.approx(layer["set"])
 
 
 @pytest.mark.slow

@@ -6,18 +6,23 @@ from typing import Any
 import torch
 
 from data.images.config import ImageDataConfig
+from model.gpt2 import GPT2Config
+from model.smoe.config import SparseMoEConfig
 from model.vision import ImageSettings
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model, open_checkpoint
 from train.config.run import RunConfig, parse_config
 from train.errors import ConfigError
-from train.tasks.distillation import Teacher
+from train.tasks.class_names import class_names_of, differing
+from train.tasks.distillation import Learner, Teacher
 from train.tasks.images import ImageClassification
+from train.tasks.language import LanguageModelling
+from train.tasks.sequences import SequenceTask
 from train.tasks.task import Task
 
 
 def check_teacher(config: RunConfig, task: Task[Any]) -> None:
-    """Checks that a teacher reads what the student reads, and knows the same classes.
+    """Checks that a teacher reads what the student reads, and knows the same classes or tokens.
 
     Args:
         config: of the run.
@@ -28,30 +33,117 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> None:
     """
     if config.distill.teacher is None:
         return
-    key, data = f"distill.teacher: {config.distill.teacher}", config.data
-    if not isinstance(task, ImageClassification) or not isinstance(data, ImageDataConfig):
-        raise ConfigError(f"{key} is not allowed with data.kind: {data.kind}; images is")
+    key = f"distill.teacher: {config.distill.teacher}"
+    if not isinstance(task, Learner):
+        raise ConfigError(
+            f"{key} is not allowed with data.kind: {config.data.kind}; images, sequences and text "
+            f"are"
+        )
+    checkpoint = _open(config)
+    theirs = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
+    if isinstance(task, ImageClassification):
+        _check_images(config, task, checkpoint, theirs)
+    elif isinstance(task, SequenceTask):
+        _check_sequences(config, task, checkpoint, theirs)
+    elif isinstance(task, LanguageModelling):
+        _check_text(config, task, checkpoint, theirs)
+
+
+def _check_images(
+    config: RunConfig, task: ImageClassification, checkpoint: Checkpoint, theirs: RunConfig
+) -> None:
+    key, data = f"distill.teacher: {config.distill.teacher}", task.settings
     if data.loss != "softmax":
         raise ConfigError(
             f"{key} is not allowed with data.loss: {data.loss} (data.kind: {data.kind}): it "
             f"teaches probabilities that sum to 1; softmax is"
         )
-    checkpoint = _open(config)
-    theirs = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
     if not isinstance(theirs.model, ImageSettings) or not isinstance(theirs.data, ImageDataConfig):
-        raise ConfigError(
-            f"{key} has model.kind: {theirs.model.kind} and data.kind: {theirs.data.kind}; a model "
-            f"of images with classes is needed"
-        )
+        raise ConfigError(f"{key} has {_kinds(theirs)}; a model of images with classes is needed")
     task.check_classes(checkpoint, "distill.teacher")
-    for name, its, ours in (
+    _check_same(
+        key,
+        "both read the same images",
         ("model.image_size", theirs.model.image_size, task.model.image_size),
         ("model.num_classes", theirs.model.num_classes, task.model.num_classes),
         ("data.normalization", theirs.data.normalization, data.normalization),
         ("data.loss", theirs.data.loss, data.loss),
-    ):
+    )
+
+
+def _check_sequences(
+    config: RunConfig, task: SequenceTask, checkpoint: Checkpoint, theirs: RunConfig
+) -> None:
+    key, model = f"distill.teacher: {config.distill.teacher}", theirs.model
+    if task.schema.task == "regression":
+        raise ConfigError(
+            f"{key} is not allowed with {task.place}, whose labels are numbers: it teaches "
+            f"probabilities of classes or choices"
+        )
+    if theirs.data.kind != config.data.kind or not isinstance(model, type(task.model)):
+        raise ConfigError(
+            f"{key} has {_kinds(theirs)}; {_kinds(config)} are needed, which read the same tokens"
+        )
+    task.check_weights(checkpoint, "distill.teacher")
+    theirs_named, ours_named = class_names_of(checkpoint.folder) or [], list(task.data.class_names)
+    if theirs_named != ours_named:
+        said = differing(ours_named, theirs_named, "distill.teacher")
+        raise ConfigError(f"{task.place} has {said}")
+    its, ours = (getattr(known.head, "num_classes", None) for known in (model, task.model))
+    why = "both give each sample as many numbers"
+    _check_same(key, why, ("model.head.num_classes", its, ours))
+    _check_length(key, theirs, task.data.max_length, "data.max_length")
+
+
+def _check_text(
+    config: RunConfig, task: LanguageModelling, checkpoint: Checkpoint, theirs: RunConfig
+) -> None:
+    key, model = f"distill.teacher: {config.distill.teacher}", theirs.model
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{key} is not allowed with parallel.tensor_parallel_size: "
+            f"{config.parallel.tensor_parallel_size}, which cuts the vocabulary that it teaches; 1 "
+            f"is"
+        )
+    if not isinstance(model, GPT2Config) or theirs.data.kind != config.data.kind:
+        raise ConfigError(
+            f"{key} has {_kinds(theirs)}; a model that predicts the next token is needed: "
+            f"{_kinds(config)}"
+        )
+    feed_forward = model.known_feed_forward()
+    if isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph:
+        raise ConfigError(
+            f"{key} has model.feed_forward.causal_graph: false: what it says of the next token may "
+            f"depend on that token; true is needed"
+        )
+    task.check_weights(checkpoint, "distill.teacher")
+    _check_same(
+        key,
+        "both score the same tokens",
+        ("model.vocab_size", model.vocab_size, task.model.vocab_size),
+    )
+    _check_length(key, theirs, task.model.sequence_length, "model.sequence_length")
+
+
+def _kinds(config: RunConfig) -> str:
+    return f"model.kind: {config.model.kind} and data.kind: {config.data.kind}"
+
+
+def _check_same(key: str, why: str, *known: tuple[str, Any, Any]) -> None:
+    """Checks keys of which teacher and student have each a value."""
+    for name, its, ours in known:
         if its != ours:
-            raise ConfigError(f"{key} has {name}: {its}, not {ours}: both read the same images")
+            raise ConfigError(f"{key} has {name}: {its}, not {ours}: {why}")
+
+
+def _check_length(key: str, theirs: RunConfig, length: int, name: str) -> None:
+    """Checks that a teacher can read samples of so many tokens."""
+    its = getattr(theirs.model, "sequence_length", 0)
+    if its < length:
+        raise ConfigError(
+            f"{key} has model.sequence_length: {its}, less than {name}: {length}: it reads what "
+            f"the student reads"
+        )
 
 
 def set_teacher(config: RunConfig, task: Task[Any], device: torch.device) -> None:
@@ -64,7 +156,7 @@ def set_teacher(config: RunConfig, task: Task[Any], device: torch.device) -> Non
     """
     if config.distill.teacher is None:
         return
-    assert isinstance(task, ImageClassification)
+    assert isinstance(task, Learner)
     model = load_model(_open(config), device, config.train.precision)
     task.learn_from(Teacher(model.requires_grad_(False), config.distill))
 

@@ -210,11 +210,10 @@ def check_fluctuation(config: RunConfig) -> None:
     """
     if not config.log.fluctuation:
         return
-    if config.model.known_feed_forward().kind == "dense":
+    if not config.model.has_experts():
         raise ConfigError(
-            f"log.fluctuation: true is not allowed with "
-            f"{_kinds(config) or f'model.kind: {config.model.kind}'}, which has no experts that "
-            f"tokens could change"
+            f"log.fluctuation: true is not allowed with {_kinds(config)}, which has no experts "
+            f"that tokens could change"
         )
     if config.checkpoint.every == 0:
         raise ConfigError(

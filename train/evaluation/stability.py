@@ -111,7 +111,7 @@ def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) ->
         raise ConfigError(
             f"--compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
         )
-    if opened.config.model.known_feed_forward().kind == "dense":
+    if not opened.config.model.has_experts():
         raise ConfigError(
             f"--compare: {opened.checkpoint.folder} has model.feed_forward.kind: dense, and no "
             f"experts whose choice could be compared"

@@ -31,7 +31,8 @@ class Codes(NamedTuple):
 
     first_M: Tensor
     """The expert that was selected first: the one with the highest score, or score and balancing
-    bias. Of a muMoE the leaf with the highest coefficient."""
+    bias. Of a muMoE the leaf with the highest coefficient, of a mixture of networks the largest
+    share."""
     set_M: Tensor
     """The sum, modulo 2^64, of a random number for each expert that was selected, or that has a
     coefficient above 0: equal for equal sets, and for others with a chance of 2^-64."""

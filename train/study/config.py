@@ -4,6 +4,7 @@
 """
 
 import re
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
@@ -15,6 +16,8 @@ from train.errors import shown
 PathText = Annotated[str, AfterValidator(check_path)]
 NAME = r"[A-Za-z0-9][\w.+-]*"
 """The form of a variant's name, which is also a folder's."""
+RunKey = Literal["checkpoint.init_from", "distill.teacher"]
+"""Keys that name a run: the weights that a run begins with, and what it learns from."""
 
 
 class StudyData(Config):
@@ -78,8 +81,9 @@ class StudyConfig(Config):
     leak: StudyLeak | None = None
     """How runs whose tokens see later ones are scored without that; null: they are not."""
     specialization: bool = False
-    """Whether the experts of finished runs on images are left out one by one, as `evaluate
-    --specialization` does."""
+    """Whether it is measured how the experts of finished runs on images divide the work, as
+    `evaluate --specialization` does: entropies, information on classes, and what is lost without
+    each expert."""
     common: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys that every run has other than the base."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -93,6 +97,9 @@ class StudyConfig(Config):
     grid_seeds: Annotated[int, Field(ge=1)] | None = None
     """The first seeds, with which all combinations are trained; the others train the best one
     alone. null: all seeds."""
+    from_runs: dict[str, dict[RunKey, str]] = Field(default_factory=dict)
+    """By the name of a variant, the dotted keys whose value is the run of another variant with the
+    same seed, as {distilled: {checkpoint.init_from: attentive}}."""
     variants: dict[str, dict[str, Any]]
     """By name, the dotted keys that make the variant; in the order of the tables."""
 
@@ -130,6 +137,40 @@ class StudyConfig(Config):
                 f"grid_seeds: {self.grid_seeds} is not allowed with {len(self.seeds)} seeds"
             )
         return self
+
+    @model_validator(mode="after")
+    def _runs_are_those_of_variants_before(self) -> "StudyConfig":
+        known = ", ".join(self.variants)
+        for name, keys in self.from_runs.items():
+            if name not in self.variants:
+                raise ValueError(f"from_runs: {shown(name)} is no variant: {known}")
+            for key, other in keys.items():
+                if other not in self.variants:
+                    raise ValueError(
+                        f"from_runs.{name}: {key}: {shown(other)} is no variant: {known}"
+                    )
+        try:
+            self.training_order()
+        except CycleError as error:
+            # graphlib names each after what needs it.
+            circle = " from ".join(reversed(error.args[1]))
+            raise ValueError(f"from_runs: {circle} is a circle, which has no beginning") from None
+        return self
+
+    def training_order(self) -> list[str]:
+        """The variants' names, each after those whose runs it begins with or learns from.
+
+        Raises:
+            CycleError: there is no such order.
+        """
+        graph = {name: self.from_runs.get(name, {}).values() for name in self.variants}
+        waiting, order = list(self.variants), []
+        TopologicalSorter(graph).prepare()
+        while waiting:
+            ready = next(name for name in waiting if not set(graph[name]) & set(waiting))
+            waiting.remove(ready)
+            order.append(ready)
+        return order
 
     @field_validator("seeds")
     @classmethod

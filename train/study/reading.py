@@ -1,6 +1,7 @@
 """Reads the file of a study and checks it as far as that can be done without data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from train.config.rules import validate
 from train.config.run import config_of, read_tree
 from train.config.text import DOTTED_KEY, flatten, settle
 from train.errors import ConfigError, shown
-from train.study.config import StudyConfig, StudyData
+from train.study.config import RunKey, StudyConfig, StudyData
 from train.study.grid import Point, as_written, points
 from train.study.study import Study, Variant, folder_of, is_text, place_of, run_folder
 from train.tasks.registry import task_class
@@ -21,6 +22,7 @@ from train.tasks.registry import task_class
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
 data."""
+INIT_FROM: RunKey = "checkpoint.init_from"
 SAME_IN_EVERY_VARIANT = (
     # Keys that decide the batches, or the scored tokens and their context.
     "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
@@ -90,6 +92,7 @@ def _load(
         overrides = (*common, *of_task, *_overrides(own, where))
         for point in _points(config, name, file):
             there = where + (f" at {point.name}" if point.name else "")
+            _check_from_runs(config, name, own.keys() | point.keys.keys(), file)
             values = tuple(f"{key}={as_written(value)}" for key, value in point.keys.items())
             variant = _variant(
                 (name, point.name), base_tree, (*overrides, *values), (config, folder), there
@@ -114,6 +117,15 @@ def _points(config: StudyConfig, variant: str, file: Path) -> list[Point]:
         _overrides(keys, f"{file}: {where}")
     with _named(f"{file}: grid"):
         return points(grid)
+
+
+def _check_from_runs(config: StudyConfig, variant: str, own: Collection[str], file: Path) -> None:
+    """Checks that a variant has one value for a key that names a run of another."""
+    for key in config.from_runs.get(variant, {}):
+        if key in own:
+            raise ConfigError(
+                f"{file}: from_runs.{variant}: {key}: is not allowed, {variant} sets {key} itself"
+            )
 
 
 def _kind(base: Mapping[str, Any]) -> str:
@@ -144,16 +156,23 @@ def _variant(
 ) -> Variant:
     """A variant, by its name and that of its point, in a study and the folder of its task."""
     study, folder = place
+    group, point = name
+    from_runs = study.from_runs.get(group, {})
     with _named(where):
         longest = str(run_folder(folder, "/".join(filter(None, name)), max(study.seeds)))
-        config = config_of(
-            base, [*overrides, *place_of(study, longest, _kind(base))], origin=study.base
-        )
+        values = [*overrides, *place_of(study, longest, _kind(base))]
+        config = config_of(base, values, origin=study.base)
+        if config.checkpoint.init_from is None and (other := from_runs.get(INIT_FROM)):
+            # Adapters need weights; those of the run of each seed come when it is there.
+            config = config_of(
+                base, [*values, f"{INIT_FROM}={json.dumps(other)}"], origin=study.base
+            )
         validate(config, 1)
         check_compiler(config)
         config.model.filled()
-    group, point = name
-    return Variant(group=group, point=point, overrides=overrides, config=config)
+    return Variant(
+        group=group, point=point, overrides=overrides, config=config, from_runs=from_runs
+    )
 
 
 @contextmanager

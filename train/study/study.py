@@ -2,12 +2,13 @@
 
 A run of the study is the base file with `common`, the keys of a task, the variant's own, those of a
 point of the grid, a seed, a folder and the study's data. Runs of one seed are a pair, so variants
-may differ in everything but the batches.
+may differ in everything but the batches. A run may begin with that of another variant with the same
+seed, or learn from it: at the point of the grid that is the best one of that variant.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from pydantic import ValidationError
 from data.config import DataConfig
 from data.images.config import ImageDataConfig
 from model.smoe.config import SparseMoEConfig
+from parallel.checkpoint.checkpoint import best_checkpoint
 from train.config.run import RunConfig
 from train.config.text import apply_override, flatten, settle
 from train.errors import ConfigError
-from train.study.config import StudyConfig
+from train.study.config import RunKey, StudyConfig
 from train.tasks.registry import TASKS, task_class
 from train.tasks.task import Task
 
@@ -43,6 +45,8 @@ class Variant:
     overrides: tuple[str, ...]
     """`key=value` over the base, those of `common` among them."""
     config: RunConfig
+    from_runs: Mapping[RunKey, str] = field(default_factory=dict)
+    """Of `StudyConfig.from_runs` its own; `config` has other values for these keys."""
 
     @property
     def name(self) -> str:
@@ -70,7 +74,7 @@ class Variant:
 
     def defining_keys(self) -> dict[str, Any]:
         """The keys that its results depend on, with their values, as JSON has them."""
-        return _defining_keys(self.config)
+        return _defining_keys(self.config) | dict(self.from_runs)
 
     def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Recorded `defining_keys`, with keys of later versions at their defaults.
@@ -144,18 +148,24 @@ class Study:
         return isinstance(self.baseline.config.data, ImageDataConfig)
 
     def runs(self, chosen: Mapping[str, Variant]) -> Iterator["Run"]:
-        """The runs in their order: seed by seed, so that there is soon something to compare.
+        """The runs in their order: seed by seed, so that there is soon something to compare, and
+        each after those that it begins with or learns from.
 
         Args:
             chosen: the best point of each variant's grid, of those for which it is known. With the
-                seeds after `swept_seeds` only these are trained.
+                seeds after `swept_seeds` only these are trained, and only from their runs others.
         """
+        groups, order = self.groups, self.config.training_order()
         for seed in self.config.seeds:
-            for group, variants in self.groups.items():
+            for group in order:
+                variants = groups[group]
                 if seed not in self.swept_seeds and len(variants) > 1:
                     variants = [chosen[group]] if group in chosen else []
                 for variant in variants:
-                    yield Run(variant=variant, seed=seed, study=self)
+                    others = variant.from_runs
+                    if all(other in chosen for other in others.values()):
+                        sources = {key: chosen[other] for key, other in others.items()}
+                        yield Run(variant=variant, seed=seed, study=self, sources=sources)
 
     @property
     def num_runs(self) -> int:
@@ -172,6 +182,8 @@ class Run:
     variant: Variant
     seed: int
     study: Study
+    sources: Mapping[RunKey, Variant] = field(default_factory=dict)
+    """The variants whose runs with the same seed are the values of keys."""
 
     def __str__(self) -> str:
         """The name of the run in messages."""
@@ -190,13 +202,34 @@ class Run:
         return self.folder.with_name(f"{self.folder.name}.json")
 
     @property
+    def source_names(self) -> dict[str, str]:
+        """The names of its sources by their keys, as its result has them."""
+        return {key: variant.name for key, variant in self.sources.items()}
+
+    @property
     def overrides(self) -> list[str]:
-        """`key=value` over the base: everything that makes the run."""
+        """`key=value` over the base: everything that makes the run.
+
+        Raises:
+            CheckpointError: a run that it begins with has no best checkpoint to be scored by.
+        """
+        return [*self.own_overrides, *self._from_sources()]
+
+    @property
+    def own_overrides(self) -> list[str]:
+        """The same without the runs that it begins with or learns from."""
         return [
             *self.variant.overrides,
             f"seed={self.seed}",
             *place_of(self.study.config, str(self.folder), self.variant.config.data.kind),
         ]
+
+    def _from_sources(self) -> Iterator[str]:
+        """The checkpoints that the others are scored by."""
+        for key, variant in self.sources.items():
+            folder = run_folder(self.study.folder, variant.name, self.seed)
+            path = best_checkpoint(folder) if variant.scores_best else folder
+            yield f"{key}={json.dumps(str(path))}"
 
 
 def folder_of(study: StudyConfig, task: str) -> Path:

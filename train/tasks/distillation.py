@@ -1,11 +1,12 @@
-"""Distillation: a run also learns what a trained model, its teacher, says of the same images.
+"""Distillation: a run also learns what a trained model, its teacher, says of the same samples.
 
     loss = (1 - w) * task loss + w * KL(teacher || student),  both softmaxes at temperature T
 
 Source: Hinton et al. 2015, "Distilling the knowledge in a neural network". Their T^2, which keeps
-gradients of the KL as large at any T, is part of it.
+gradients of the KL as large at any T, is part of it. Of text the loss is that of each token, and
+the classes are its vocabulary: every token whose loss counts is taught.
 
-Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
+Shapes: B images or sequences of a micro-batch, or samples and tokens, [B, T]; K classes.
 """
 
 from collections.abc import Callable
@@ -23,8 +24,8 @@ class DistillConfig(Config):
     """A trained model that a run learns from, beside its data."""
 
     teacher: str | None = None
-    """A run or checkpoint of an image model with the same classes, normalization and image size;
-    null: none."""
+    """A run or checkpoint of a model that says the same of the same samples: of images or sequences
+    with the same classes, or a language model with the same tokenizer; null: none."""
     weight: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share w of KL(teacher || student) in the loss; the task's own loss has the rest."""
     temperature: Annotated[float, Field(gt=0, le=1e6)] = 1.0
@@ -39,22 +40,36 @@ class Teacher:
         config: Weight and temperature.
     """
 
-    def __init__(self, model: Callable[[Tensor], ModelOutput], config: DistillConfig) -> None:
+    def __init__(self, model: Callable[..., ModelOutput], config: DistillConfig) -> None:
         self._model, self._config = model, config
 
-    def taught(self, losses_B: Tensor, logits_BK: Tensor, inputs_BCHW: Tensor) -> Tensor:
-        """The loss of each image with the teacher's share [B].
+    def taught(
+        self, losses_B: Tensor, logits_BK: Tensor, *inputs: Tensor, **named: Tensor
+    ) -> Tensor:
+        """The loss of each sample with the teacher's share [B].
 
         Args:
             losses_B: The task's.
             logits_BK: The student's, fp32.
-            inputs_BCHW: What the student read.
+            inputs: What the student read.
+            named: The same, by the names of its arguments.
         """
         with torch.no_grad():
-            theirs_BK = self._model(inputs_BCHW).logits.float()
+            theirs_BK = self._model(*inputs, **named).logits.float().view_as(logits_BK)
         weight = self._config.weight
         kl_B = distillation_loss(theirs_BK, logits_BK, self._config.temperature)
         return (1 - weight) * losses_B + weight * kl_B
+
+
+class Learner:
+    """A task that can learn from a teacher."""
+
+    teacher: Teacher | None = None
+    """None: from the data alone."""
+
+    def learn_from(self, teacher: Teacher) -> None:
+        """Makes `losses` learn from a teacher, too."""
+        self.teacher = teacher
 
 
 def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float) -> Tensor:

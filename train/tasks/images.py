@@ -28,7 +28,7 @@ from parallel.weights import Weights
 from train.errors import ConfigError
 from train.tasks.class_names import CLASSES_FILE, class_names_of, differing
 from train.tasks.counting import Counted, CountedClasses, CountedDomains
-from train.tasks.distillation import Teacher
+from train.tasks.distillation import Learner
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.mixing import mix_images, normalize, soft_targets
 from train.tasks.task import (
@@ -76,7 +76,7 @@ class ImageProbe:
             yield self._task.inputs(batch.images_BCHW.to(world.device)), counts_B.to(world.device)
 
 
-class ImageClassification(Task[ImageBatch]):
+class ImageClassification(Learner, Task[ImageBatch]):
     """The class of each image of a prepared folder.
 
     Args:
@@ -119,7 +119,6 @@ class ImageClassification(Task[ImageBatch]):
             )
         self.data, self.settings = data, settings
         self._noise: GaussianNoise | None = None
-        self._teacher: Teacher | None = None
         self._seed, self._max_images = sections.seed, sections.evaluation.max_windows
         self.model = with_classes(model, data, self.place)
         if data.manifest.has_attributes != self.has_attributes:
@@ -203,13 +202,9 @@ class ImageClassification(Task[ImageBatch]):
             self.settings.label_smoothing,
         )
         losses_B = self._loss(logits_BK.float(), targets_BK)
-        if self._teacher is not None:
-            losses_B = self._teacher.taught(losses_B, logits_BK.float(), inputs_BCHW)
+        if self.teacher is not None:
+            losses_B = self.teacher.taught(losses_B, logits_BK.float(), inputs_BCHW)
         return losses_B, routing
-
-    def learn_from(self, teacher: Teacher) -> None:
-        """Makes `losses` learn from a teacher, too."""
-        self._teacher = teacher
 
     def _loss(self, logits_BK: Tensor, targets_BK: Tensor) -> Tensor:
         if self.settings.loss == "sigmoid":

@@ -23,6 +23,7 @@ from model.output import RoutingStats
 from model.settings import ModelSettings
 from parallel import comm
 from train.errors import ConfigError
+from train.tasks.distillation import Learner
 from train.tasks.scoring import perplexities, perplexity, score_windows
 from train.tasks.task import Predictor, Score, Sections, Share
 from train.tasks.text import TextTask, with_vocabulary
@@ -82,7 +83,7 @@ class TextProbe:
             yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
 
 
-class LanguageModelling(TextTask[TextBatch]):
+class LanguageModelling(Learner, TextTask[TextBatch]):
     """The next token of one prepared folder, or of several that are mixed.
 
     Args:
@@ -128,8 +129,12 @@ class LanguageModelling(TextTask[TextBatch]):
         return self.samples.tokens
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Negative log-likelihood of every token, in nats."""
-        return text_losses(model, batch)
+        """Negative log-likelihood of every token, in nats; with a teacher its share of each."""
+        if self.teacher is None:
+            return text_losses(model, batch)
+        logits_BTV, routing = model(batch.input_ids_BT)
+        losses_BT = model.cross_entropy(logits_BTV, batch.target_ids_BT)
+        return self.teacher.taught(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share

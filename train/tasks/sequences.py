@@ -34,6 +34,7 @@ from train.errors import ConfigError
 from train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
 from train.tasks.class_names import CLASSES_FILE, class_names_of
 from train.tasks.cross_entropy import cross_entropy
+from train.tasks.distillation import Learner
 from train.tasks.domains import domain_records, domain_rows
 from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
 from train.tasks.text import with_vocabulary
@@ -44,7 +45,7 @@ CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Those of a BERT's last layer, and of the one before it, which pre-training may have learned."""
 
 
-class SequenceTask(Task[SequenceBatch]):
+class SequenceTask(Learner, Task[SequenceBatch]):
     """What is known of each sequence of a table: its class, a number, or the right choice.
 
     Args:
@@ -154,9 +155,14 @@ class SequenceTask(Task[SequenceBatch]):
     def losses(
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """The loss of each sample [B]: nats of the right class or choice, or the squared error."""
+        """The loss of each sample [B]: nats of the right class or choice, or the squared error;
+        with a teacher its share of each."""
         outputs_BK, routing = self._outputs(model, batch)
-        return self._losses(outputs_BK, batch.labels_B), routing
+        losses_B = self._losses(outputs_BK, batch.labels_B)
+        if self.teacher is not None:
+            ids_RT, named = self._inputs(batch)
+            losses_B = self.teacher.taught(losses_B, outputs_BK, ids_RT, **named)
+        return losses_B, routing
 
     def examined(self, model: Predictor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
         """What a report looks at: the outputs of single samples [B, K], as in `_outputs`, and the
@@ -168,12 +174,16 @@ class SequenceTask(Task[SequenceBatch]):
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Scores of classes [B, K], of choices [B, C], or the number of each sample [B, 1]."""
-        ids_RT, mask_RT = batch.ids_BCT.flatten(0, 1), batch.mask_BCT.flatten(0, 1)
-        named = {"mask_BT": mask_RT}
-        if self.data.has_segments:
-            named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
+        ids_RT, named = self._inputs(batch)
         logits_RK, routing = model(ids_RT, **named)
         return logits_RK.float().view(len(batch.labels_B), -1), routing
+
+    def _inputs(self, batch: SequenceBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a model reads: token ids of each sequence, and by name what belongs to them."""
+        named = {"mask_BT": batch.mask_BCT.flatten(0, 1)}
+        if self.data.has_segments:
+            named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
+        return batch.ids_BCT.flatten(0, 1), named
 
     def _losses(self, outputs_BK: Tensor, labels_B: Tensor) -> Tensor:
         if self.schema.task == "regression":

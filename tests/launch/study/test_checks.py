@@ -9,6 +9,8 @@ import pytest
 from launch.cli import run
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 
+INIT = "checkpoint.init_from"
+
 
 def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
     """The line that a study is refused with."""
@@ -138,6 +140,32 @@ def variants(**own: Any) -> dict[str, Any]:
                 "variants": {"dense": {"model.head": {"kind": "classification"}}},
             },
             ["tasks.b: data.kind: sequences is not a's text: their scores have no mean"],
+        ),
+        # Runs that begin with those of other variants.
+        ({"from_runs": {"c": {INIT: "dense"}}}, ["from_runs: 'c' is no variant: dense, cp"]),
+        (
+            {"from_runs": {"cp": {INIT: "dens"}}},
+            [f"from_runs.cp: {INIT}: 'dens' is no variant: dense, cp"],
+        ),
+        ({"from_runs": {"cp": {INIT: "cp"}}}, ["from_runs: cp from cp is a circle"]),
+        (
+            {"from_runs": {"cp": {INIT: "dense"}, "dense": {"distill.teacher": "cp"}}},
+            ["from_runs: ", " from cp", " is a circle, which has no beginning"],
+        ),
+        (
+            {"from_runs": {"cp": {"train.steps": "dense"}}},
+            [
+                "from_runs.",
+                "'train.steps' is not allowed",
+                "'checkpoint.init_from' or 'distill.teacher'",
+            ],
+        ),
+        (
+            {
+                "from_runs": {"b": {INIT: "dense"}},
+                "variants": variants(checkpoint__init_from="runs/x"),
+            },
+            [f"from_runs.b: {INIT}: is not allowed, b sets {INIT} itself"],
         ),
         # These would be runs, but not pairs of runs.
         ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),

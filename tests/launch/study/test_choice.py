@@ -5,10 +5,12 @@ import math
 import pytest
 
 from launch.study.choice import Results, choose, grids, validation_score
+from launch.study.folder import check_sources
 from launch.study.results import over_tasks, summarize
 from launch.study.tables import result_table
 from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_results import plan, result
+from train.errors import ConfigError
 from train.study.reading import load_study
 from train.study.study import Study
 
@@ -41,6 +43,56 @@ def test_a_grid_is_trained_with_its_seeds_and_the_best_point_with_the_others(stu
     assert rest == [(names[1], 3), (names[2], 3)]
     folder = next(iter(study.runs({}))).folder
     assert folder == study.folder / "runs/dense/learning_rate=0.1/seed-1"
+
+
+def test_a_run_comes_after_the_one_of_its_seed_that_it_begins_with(write_study: WriteStudy) -> None:
+    variants = {"again": None, "student": None, "dense": None}
+    study = load_study(
+        write_study(
+            variants=variants,
+            seeds=[1, 2],
+            from_runs={
+                "again": {"checkpoint.init_from": "dense"},
+                "student": {"checkpoint.init_from": "again", "distill.teacher": "dense"},
+            },
+        )
+    )
+    chosen = choose(study, {})
+    runs = [*study.runs(chosen)]
+    order = ["dense", "again", "student"]
+    assert [(run.variant.name, run.seed) for run in runs] == [(n, s) for s in (1, 2) for n in order]
+    assert list(study.groups) == ["again", "student", "dense"]  # as the tables
+    of_again, of_student = (run.overrides for run in runs[4:])
+    folder = study.folder / "runs"
+    assert f'checkpoint.init_from="{folder}/dense/seed-2"' in of_again
+    assert f'checkpoint.init_from="{folder}/again/seed-2"' in of_student
+    assert f'distill.teacher="{folder}/dense/seed-2"' in of_student
+    assert study.variants["again"].defining_keys()["checkpoint.init_from"] == "dense"
+
+
+def test_a_run_waits_for_the_best_point_of_the_variant_that_it_begins_with(
+    write_study: WriteStudy,
+) -> None:
+    study = load_study(
+        write_study(
+            seeds=[1, 2, 3],
+            grids={"dense": RATES},
+            grid_seeds=2,
+            from_runs={"cp": {"checkpoint.init_from": "dense"}},
+        )
+    )
+    assert study.num_runs == 2 * 2 + 1 + 3
+    assert {run.variant.group for run in study.runs(choose(study, {}))} == {"dense"}
+    found = results_of(dense_1=[1.0, 4.0], dense_2=[2.4, 2.4])
+    runs = [run for run in study.runs(choose(study, found)) if run.variant.name == "cp"]
+    assert [run.seed for run in runs] == [1, 2, 3]
+    best = "dense/learning_rate=0.2"
+    assert [run.source_names for run in runs] == [{"checkpoint.init_from": best}] * 3
+    assert runs[2].overrides[-1].endswith(f'/{best}/seed-3"')
+    # Another point may become the best one, and then the run is no longer what its name says.
+    check_sources(runs[0], {"from_runs": {"checkpoint.init_from": best}})
+    with pytest.raises(ConfigError, match=rf"the best point is {best}, and .*cp/seed-1 is from x"):
+        check_sources(runs[0], {"from_runs": {"checkpoint.init_from": "x"}})
 
 
 def test_the_best_mean_of_the_sweep_is_chosen_of_a_loss_the_lowest(study: Study) -> None:

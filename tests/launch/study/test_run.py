@@ -435,6 +435,12 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
         **{"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16},
         **{"num_heads": 2},
     }
+    network = {"convolutions": [1], "hidden_sizes": [8, 8]}
+    mixture = {
+        **{"kind": "mixture", "image_size": 8, "num_experts": 3, "expert": network},
+        **{"gate_network": network},
+    }
+    frozen = [{"match": "mixture.experts.*", "freeze": True}]
     base = {
         **SMALL,
         "model": vision,
@@ -447,15 +453,29 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
         "data": data,
         "attack": {"rate": 0.2},
         "specialization": True,
-        "variants": {"dense": None, "head": {"model.head": head}},
+        "variants": {
+            "dense": None,
+            "head": {"model.head": head},
+            "distilled": {"model": mixture, "optimizer.groups": frozen},
+            "attentive": {"model": mixture | {"gate": "attentive"}},
+        },
+        "from_runs": {"distilled": {"checkpoint.init_from": "attentive"}},
     }
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert "== measure 3 of 3: specialization of head, seed 1" in err
+    assert "== measure 3 of 7: specialization of head, seed 1" in err
+    assert "with the weights of" in err
     variants = json.loads(out)["variants"]
+    assert list(variants) == ["dense", "head", "distilled", "attentive"]
+    mixtures = [variants[name]["measures"] for name in ("distilled", "attentive")]
+    for measures in mixtures:
+        assert "polysemanticity" not in measures  # whole networks are not left out
+        assert 0 <= measures["entropy_bits"]["mean"] <= measures["usage_entropy_bits"]["mean"] < 1.6
+        assert 0 <= measures["information_bits"]["mean"] < 1.6  # log2(3) = 1.585
+        assert measures["experts_used"]["mean"] in (1, 2, 3)
     known = {name: variants[name]["measures"] for name in ("dense", "head")}
     assert 0 < known["head"]["experts_that_matter"]["mean"] <= 1
     assert known["head"]["polysemanticity"]["mean"] >= 0
@@ -473,3 +493,46 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "data.tokenizer: is not allowed with data.kind: images" in err
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_the_run_of_the_same_seed_and_goes_on_after_a_kill(
+    tmp_path: Path, data: Path, capfd: Capture
+) -> None:
+    # Named first, trained last; it stands still, so that its weights are those it began with.
+    variants = {"again": {"optimizer.learning_rate": 1e-12}, "dense": None}
+    changes = {
+        "variants": variants,
+        "seeds": [1, 2],
+        "from_runs": {"again": {"checkpoint.init_from": "dense"}},
+        "common": {"log.trackers": []},
+    }
+    path = write(tmp_path, data, **changes)
+    assert run(["study", str(path), "--dry-run"]) == 0
+    said = capfd.readouterr().out
+    assert "again: checkpoint.init_from is the run of dense with the same seed\n" in said
+    runs = tmp_path / "study" / "runs"
+    process = start(path)
+    # Between the two: its weights are there, and it is not scored yet.
+    wait_for(lambda: (runs / "dense" / "seed-1" / "checkpoints" / "latest").exists(), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    process = start(path, "--json", "-")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    result = json.loads(out)
+    assert [(each["variant"], each["seed"]) for each in result["runs"]] == [
+        ("dense", 1), ("again", 1), ("dense", 2), ("again", 2),
+    ]  # fmt: skip
+    assert list(result["variants"]) == ["again", "dense"]
+    losses = {(each["variant"], each["seed"]): each["loss"] for each in result["runs"]}
+    for seed in (1, 2):
+        config = load_config(runs / "again" / f"seed-{seed}" / "config.yaml")
+        assert config.checkpoint.init_from == str(runs / "dense" / f"seed-{seed}")
+        assert losses["again", seed] == pytest.approx(losses["dense", seed], rel=1e-6)
+    assert losses["again", 1] != losses["again", 2]
+    # Another source is another variant.
+    changes["variants"] = variants | {"other": None}
+    changes["from_runs"] = {"again": {"checkpoint.init_from": "other"}}
+    message = "variants.again: checkpoint.init_from: 'dense' there, 'other' here"
+    assert message in refused(write(tmp_path, data, **changes), capfd)

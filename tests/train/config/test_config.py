@@ -275,6 +275,24 @@ def test_sections_that_contradict_each_other_are_refused(override, expected):
 EXPERTS = "model.feed_forward={kind: smoe, num_experts: 4, expert_hidden_size: 32}"
 
 
+SMOE = "model.feed_forward={kind: smoe, num_experts: 4}"
+FLUCTUATION = ("log.fluctuation=true", "checkpoint.every=2")
+MIXTURE = ("model={kind: mixture, num_classes: 3}", "data={kind: images, path: data/x}")
+
+
+@pytest.mark.parametrize("overrides", [(SMOE,), MIXTURE])
+def test_fluctuation_is_of_experts(overrides):
+    validate(parse(*overrides, *FLUCTUATION), 1)
+    with pytest.raises(ConfigError, match=r"fluctuation: true is .* with checkpoint\.every: 0: "):
+        validate(parse(*overrides, FLUCTUATION[0], "checkpoint.every=0"), 1)
+
+
+def test_fluctuation_of_a_model_without_experts_is_refused():
+    expected = "log.fluctuation: true is not allowed with model.feed_forward.kind: dense, which "
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validate(parse("model.feed_forward={kind: dense}", *FLUCTUATION), 1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "processes", "expected"),
     [

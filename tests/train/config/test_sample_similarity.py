@@ -50,6 +50,7 @@ def test_what_fits_is_allowed(text, overrides):
         (TEXT, [f"{KEY}.same=0"], f"{KEY}.same: 0 is not allowed"),
         (TEXT, [f"{KEY}.same=-1e-6"], f"{KEY}.same: -1e-06 is not allowed"),
         (IMAGES, [f"{KEY}.different=0"], f"{KEY}.different: 0 is not allowed"),
+        (IMAGES, [f"{KEY}.different=-0.5"], f"{KEY}.different: -0.5 is not allowed"),
         (IMAGES, [f"{KEY}={{same: 1}}"], f"{KEY}.different"),
         (IMAGES, [f"{KEY}.distance=cosine"], f"{KEY}.distance: 'cosine' is not allowed"),
         (TEXT, [f"{KEY}.of=input"], "whose inputs are token ids, which have no distance; layer_in"),

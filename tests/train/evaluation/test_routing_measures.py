@@ -149,7 +149,7 @@ def test_two_processes_measure_as_one(workers, runs):
     assert kept[0] == kept[1]
 
 
-def test_sequences_are_by_class(workers, tmp_path_factory):
+def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     held_out = table(10, 2)
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out)
     found = workers(2).run(specialization, folder)[0]
@@ -166,6 +166,13 @@ def test_sequences_are_by_class(workers, tmp_path_factory):
             float(expected.max(1).values.sum() / expected.sum())
         )
     assert "polysemanticity" not in specialization_table(found)
+    # Of a split whose labels nobody has there is nothing to tell.
+    hidden = [json.dumps(row | {"label": -1}) + "\n" for row in held_out]
+    (folder.parent / "table" / "test.jsonl").write_text("".join(hidden))
+    capfd.readouterr()
+    assert polyad(["evaluate", str(folder), "--specialization", "--split", "test"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("test.jsonl: its labels are hidden: nothing can be scored there")
 
 
 @pytest.mark.slow

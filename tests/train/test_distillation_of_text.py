@@ -1,0 +1,228 @@
+"""Teachers of text and of labelled sequences: the loss by hand, layouts, and what does not fit."""
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy, kl_div
+
+from data.text.mixture import TrainingData
+from data.text.prepare import prepare
+from parallel.weights import load_model
+from tests.helpers import sequences as made
+from tests.helpers.runs import records, run, run_expecting_error, weights_of, write_config
+from train.config.run import load_config
+
+pytestmark = pytest.mark.distributed
+
+SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 16}
+STUDENT = {"model__num_layers": 1, "model__hidden_size": 16, "model__feed_forward": SPARSE}
+BERT = {"kind": "bert", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "sequence_length": 32}
+STILL = ("optimizer.learning_rate=1.0e-12", "train.steps=1")
+"""One step whose checkpoint has the weights that it began with."""
+
+
+def small_run(folder, data, **changes):
+    """A configuration for a run of one process."""
+    folder.mkdir(exist_ok=True)
+    given = {"train__micro_batch_size": 8, "evaluation__every": 0, "checkpoint__every": 0}
+    return write_config(folder / "config.yaml", data, **given | {"log__trackers": []} | changes)
+
+
+@pytest.fixture(scope="module")
+def teacher(workers, tmp_path_factory, prepared_path):
+    """A run with so much dropout that a teacher which was not in evaluation mode would show."""
+    folder = tmp_path_factory.mktemp("teacher")
+    config = small_run(folder, prepared_path, train__steps=20, model__dropout=0.5)
+    assert workers(1).run(run, config) == [20]
+    return folder / "run"
+
+
+@pytest.fixture
+def student(tmp_path, prepared_path):
+    return small_run(tmp_path / "student", prepared_path, **STUDENT)
+
+
+def loss_by_hand(run_folder, teacher, weight, temperature):
+    """Of the first step, from whole logits; the run stood still."""
+    config = load_config(run_folder / "config.yaml")
+    samples = TrainingData.open(config.data).samples(32, config.seed)
+    tokens_BT1 = torch.stack([samples[number] for number in range(8)])
+    ids_BT, targets_BT = tokens_BT1[:, :-1], tokens_BT1[:, 1:]
+    with torch.inference_mode():
+        ours, theirs = (load_model(each)(ids_BT).logits for each in (run_folder, teacher))
+    task = cross_entropy(ours.flatten(0, 1), targets_BT.flatten())
+    kl_BTV = kl_div(
+        (ours / temperature).log_softmax(-1), (theirs / temperature).softmax(-1), reduction="none"
+    )
+    return (1 - weight) * task + weight * temperature**2 * kl_BTV.sum(-1).mean()
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(0.75, 2.0), (1.0, 1.0)])
+def test_the_loss_of_text_is_that_by_hand(workers, student, teacher, weight, temperature):
+    words = (
+        f"distill={{teacher: {teacher}, weight: {weight}, temperature: {temperature}}}", *STILL
+    )  # fmt: skip
+    assert workers(1).run(run, student, *words) == [1]
+    folder = student.parent / "run"
+    expected = float(loss_by_hand(folder, teacher, weight, temperature))
+    assert records(folder)[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(
+    workers, tmp_path, prepared_path, teacher
+):
+    config = small_run(tmp_path, prepared_path, train__steps=1)
+    words = (f"distill={{teacher: {teacher}, weight: 1.0}}", f"checkpoint.init_from={teacher}")
+    assert workers(1).run(run, config, *words) == [1]
+    assert abs(records(tmp_path / "run")[0]["loss"]) < 1e-6
+
+
+def test_a_student_comes_nearer_to_its_teacher(workers, student, teacher):
+    words = (f"distill={{teacher: {teacher}, weight: 1.0}}", "train.steps=30")
+    assert workers(1).run(run, student, *words) == [30]
+    losses = [record["loss"] for record in records(student.parent / "run")]
+    assert losses[0] > 0.5
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("smoe", ()),
+        pytest.param("dense", ("parallel.zero_stage=3",), marks=pytest.mark.slow),
+        pytest.param(
+            *("smoe", ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_learn_from_a_teacher_what_one_learns(
+    workers, student, teacher, kind, layout
+):
+    folders = [student.parent / f"on-{number}" for number in (1, 2)]
+    words = (
+        f"distill={{teacher: {teacher}, temperature: 2.0}}", "train.steps=2", "optimizer.kind=sgd",
+        "optimizer.learning_rate=0.1", "train.micro_batch_size=2",
+        f"model.feed_forward={SPARSE if kind == 'smoe' else {'kind': 'dense'}}",
+    )  # fmt: skip
+    for number, folder in zip((1, 2), folders, strict=True):
+        more = (f"run.folder={folder}", *(layout if number == 2 else ()))
+        assert workers(number).run(run, student, *words, *more) == [2] * number
+    losses = [[record["loss"] for record in records(folder)] for folder in folders]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    one, two = (weights_of(folder / "checkpoints" / "step-00000002") for folder in folders)
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model.sequence_length=64",), "has model.sequence_length: 32, less than model.sequence"),
+        (("model.vocab_size=500",), "has model.vocab_size: 400, not 500: both score the same tok"),
+        (("distill.teacher=nowhere",), "distill.teacher: nowhere: there is no such folder"),
+        (("parallel.tensor_parallel_size=2",), "is not allowed with parallel.tensor_parallel_size"),
+    ],
+)
+def test_a_teacher_of_text_that_does_not_fit_is_refused(workers, student, teacher, words, message):
+    processes = 2 if "tensor" in words[0] else 1
+    words = (f"distill.teacher={teacher}", *words)
+    text = refused(workers, student, *words, processes=processes)
+    assert text.startswith("distill.teacher: ")
+    assert message in text
+
+
+def refused(workers, config, *words, processes=1):
+    """The one line that a run is refused with."""
+    _, text, status = workers(processes).run(run_expecting_error, config, *words)[0]
+    assert status == 2
+    assert "\n" not in text
+    return text
+
+
+def test_other_tokens_are_refused(workers, tmp_path, texts, teacher):
+    prepare(str(texts), "train:500", tmp_path / "data", report=lambda line: None)
+    config = small_run(tmp_path, tmp_path / "data", **STUDENT)
+    text = refused(workers, config, f"distill.teacher={teacher}")
+    assert "the distill.teacher with " in text
+    assert text.endswith("their token ids mean different things")
+
+
+def test_a_teacher_that_sees_later_tokens_is_refused(workers, tmp_path, prepared_path, student):
+    leaky = {"graph": "similarity", "causal_graph": False, "allow_leak": True}
+    changes = {"model__feed_forward": SPARSE | leaky, "train__steps": 1}
+    workers(1).run(run, small_run(tmp_path / "leaky", prepared_path, **changes))
+    text = refused(workers, student, f"distill.teacher={tmp_path / 'leaky' / 'run'}")
+    assert "has model.feed_forward.causal_graph: false" in text
+
+
+def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts, teacher, student):
+    prepare(str(texts), "wordpiece:300", tmp_path / "data", report=lambda line: None)
+    changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
+    config = small_run(tmp_path, tmp_path / "data", **changes)
+    text = refused(workers, config, f"distill.teacher={teacher}")
+    assert "is not allowed with data.kind: masked_text; images, sequences and text are" in text
+    workers(1).run(run, config)
+    text = refused(workers, student, f"distill.teacher={tmp_path / 'run'}")
+    assert "has model.kind: bert and data.kind: masked_text; a model that predicts the nex" in text
+
+
+@pytest.fixture(scope="module")
+def sequences(workers, tmp_path_factory):
+    """The configuration of a run that classifies sequences, and that run, which may teach."""
+    root = tmp_path_factory.mktemp("sequences")
+    made.byte_tokenizer(root)
+    made.folder_of(root / "table")
+    tree = yaml.safe_load(small_run(root, root / "table", train__steps=12).read_text())
+    tree["model"] |= {"sequence_length": 64, "head": {"kind": "classification"}}
+    tree["data"] |= {"kind": "sequences", "tokenizer": str(root / "tokenizer.json")}
+    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert workers(1).run(run, root / "config.yaml") == [12]
+    return root / "config.yaml", root / "run"
+
+
+def test_the_loss_of_sequences_has_the_share_of_the_teacher(workers, tmp_path, sequences):
+    """Of padded rows of different lengths: alone, as its own teacher, and as that of another."""
+    config, teacher = sequences
+    first = {}
+    for name, weight, own in (("alone", 0.0, True), ("own", 0.75, True), ("other", 1.0, False)):
+        words = (
+            f"distill={{teacher: {teacher}, weight: {weight}}}",
+            f"run.folder={tmp_path / name}",
+        )
+        begun = (f"checkpoint.init_from={teacher}",) if own else ()
+        assert workers(1).run(run, config, *words, *begun, *STILL) == [1]
+        first[name] = records(tmp_path / name)[0]["loss"]
+    assert first["own"] == pytest.approx(0.25 * first["alone"], rel=1e-5)  # a KL of 0
+    assert first["other"] > 1e-3
+    # It comes nearer to the teacher, too.
+    words = (f"distill={{teacher: {teacher}, weight: 1.0}}", f"run.folder={tmp_path / 'learns'}")
+    assert workers(1).run(run, config, *words, "train.steps=30") == [30]
+    losses = [record["loss"] for record in records(tmp_path / "learns")]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, sequences, teacher):
+    config, own = sequences
+    for seed, split in enumerate(("train", "dev")):
+        made.write(tmp_path / "two" / f"{split}.csv", made.rows(20, seed, ("good", "odd")))
+    numbers = [row | {"label": len(row["text"])} for row in made.rows(20, 0)]
+    made.write(tmp_path / "numbers" / "train.csv", numbers)
+    folder = f"run.folder={tmp_path / 'run'}"
+    for words, message in (
+        ((f"distill.teacher={own}", f"data.path={tmp_path / 'two'}"), "has 2 classes, the distill"),
+        (
+            (
+                f"distill.teacher={own}",
+                f"data.path={tmp_path / 'numbers'}",
+                "data.task=regression",
+            ),
+            "whose labels are numbers",
+        ),
+        ((f"distill.teacher={teacher}",), "has model.kind: gpt2 and data.kind: text; model.kind: "),
+        (
+            (f"distill.teacher={own}", "model.sequence_length=99"),
+            "has model.sequence_length: 64, less than data.max_length: 99",
+        ),
+    ):
+        assert message in refused(workers, config, *words, folder)
