@@ -4,7 +4,8 @@
 runs/VARIANT/seed-N.attack.json      the attacked text or images, if the study has `attack`
 runs/VARIANT/seed-N.leak-STEP.json   the loss of a checkpoint whose tokens see later ones, with and
                                      without that, if the study has `leak`
-runs/VARIANT/seed-N.specialization.json   experts left out, if the study has `specialization`
+runs/VARIANT/seed-N.specialization.json   how experts divide the work, if the study has
+                                     `specialization`
 
 A measure that is added later is made of the checkpoints that are there: nothing is trained again.
 """
@@ -198,8 +199,9 @@ def _specialization(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
     Returns:
         What is known: polysemanticity over the layers with an expert that matters; the share of
         experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
-        `information_bits` I(E; Y) of classes, and `experts_used`, those with `USED` of all or
-        more.
+        `information_bits` I(E; Y) of classes, of text `information_bits_LABEL` for each way to
+        sort tokens; `experts_used`, those with `USED` of all or more; `expert_cosine` and
+        `expert_cka`, how alike their outputs are.
     """
     found: dict[str, list[float]] = {}
     for layer in layers.values():
@@ -210,10 +212,15 @@ def _specialization(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
         for level in layer.get("levels", ()):
             for name in ("entropy_bits", "usage_entropy_bits"):
                 found.setdefault(name, []).append(level[name]["value"])
-            if by_class := level["labels"].get("class"):
-                information = by_class["information_bits"]["value"]
-                found.setdefault("information_bits", []).append(information)
-                found.setdefault("experts_used", []).append(_used(by_class["counts"]))
+            for label, by_label in level["labels"].items():
+                name = "information_bits" + ("" if label == "class" else f"_{label}")
+                found.setdefault(name, []).append(by_label["information_bits"]["value"])
+            if level["labels"]:
+                counts_SY = next(iter(level["labels"].values()))["counts"]
+                found.setdefault("experts_used", []).append(_used(counts_SY))
+            for name in ("cosine", "cka") if "similarity" in level else ():
+                if (alike := level["similarity"][name]["value"]) is not None:
+                    found.setdefault(f"expert_{name}", []).append(alike)
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 

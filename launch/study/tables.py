@@ -254,8 +254,9 @@ def _notes(result: Mapping[str, Any]) -> str:
         )
     if any("entropy_bits" in variant["measures"] for variant in variants):
         notes.append(
-            "entropy_bits H_s, of an image's probabilities; usage_entropy_bits H_u, of their mean; "
-            "information_bits I(E; Y), of experts and classes; experts_used: with 1% of all or more"
+            "entropy_bits H_s, of a token's probabilities; usage_entropy_bits H_u, of their mean; "
+            "information_bits I(E; Y), of experts and classes, or classes of tokens; experts_used: "
+            "with 1% of all or more; expert_cosine, expert_cka: how alike outputs of two are"
         )
     leaks = [leak for variant in variants for leak in variant["leak"].values()]
     if leaks:

@@ -81,9 +81,9 @@ class StudyConfig(Config):
     leak: StudyLeak | None = None
     """How runs whose tokens see later ones are scored without that; null: they are not."""
     specialization: bool = False
-    """Whether it is measured how the experts of finished runs on images divide the work, as
-    `evaluate --specialization` does: entropies, information on classes, and what is lost without
-    each expert."""
+    """Whether it is measured how the experts of finished runs divide the work, as `evaluate
+    --specialization` does: entropies, information on classes, how alike experts are, and of images
+    what is lost without each."""
     common: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys that every run has other than the base."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)

@@ -19,6 +19,8 @@ from train.study.grid import Point, as_written, points
 from train.study.study import Study, Variant, folder_of, is_text, place_of, run_folder
 from train.tasks.registry import task_class
 
+MEASURED_KINDS = ("images", "sequences", "text", "masked_text")
+"""Kinds of data of which `specialization` can be measured."""
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
 data."""
@@ -103,9 +105,10 @@ def _load(
     _check_leak(config, variants, file)
     if config.attack is not None and task_class(kind).attack is None:
         raise ConfigError(f"{file}: attack: is not allowed with data.kind: {kind}")
-    if config.specialization and kind != "images":
+    if config.specialization and kind not in MEASURED_KINDS:
         raise ConfigError(
-            f"{file}: specialization: true is not allowed with data.kind: {kind}; images has it"
+            f"{file}: specialization: true is not allowed with data.kind: {kind}; "
+            f"{', '.join(MEASURED_KINDS)} have it"
         )
     return study
 

@@ -536,3 +536,26 @@ def test_a_run_begins_with_the_run_of_the_same_seed_and_goes_on_after_a_kill(
     changes["from_runs"] = {"again": {"checkpoint.init_from": "other"}}
     message = "variants.again: checkpoint.init_from: 'dense' there, 'other' here"
     assert message in refused(write(tmp_path, data, **changes), capfd)
+
+
+def test_experts_of_text_are_measured_later_and_nothing_is_trained_again(
+    finished: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished.parent / "study", copy)
+    study = yaml.safe_load(finished.read_text())
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(study | {"folder": str(copy), "specialization": True}))
+    process = start(path, "--json", "-")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "== run" not in err
+    assert "specialization of cp, seed 1" in err
+    known = {name: each["measures"] for name, each in json.loads(out)["variants"].items()}
+    assert "entropy_bits" not in known["dense"]
+    cp = {name: value["mean"] for name, value in known["cp"].items()}
+    assert 0 < cp["entropy_bits"] <= cp["usage_entropy_bits"] <= 2  # 4 experts
+    assert 1 <= cp["experts_used"] <= 4
+    for label in ("characters", "position", "frequency"):
+        assert 0 <= cp[f"information_bits_{label}"] < 2
+    assert -1 <= cp["expert_cosine"] <= 1
