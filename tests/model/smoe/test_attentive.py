@@ -179,6 +179,16 @@ def test_a_block_that_is_recomputed_trains_as_one_that_is_not(small_config, rand
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_step_reads_no_number_from_the_device(small_config):
+    # Tensors on the meta device have no numbers: whatever would wait for one fails.
+    section = {"kind": "smoe", "num_experts": 4} | FOLLOWING
+    model = build_model(small_config(feed_forward=section))
+    output = model(torch.zeros(2, 16, dtype=torch.int64, device="meta"))
+    output.logits.sum().backward()
+    for stats in output.routing:
+        model.get_submodule(stats.name).update(stats, 0.5)
+
+
 @pytest.mark.parametrize("kind", ["vit", "mixer"])
 def test_images_have_it_too(kind):
     section = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 16} | FOLLOWING
