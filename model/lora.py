@@ -195,6 +195,13 @@ class LoRAExperts(Experts):
             for lot, some in zip(super().lots(sizes), of_each, strict=True)
         ]
 
+    @torch.no_grad()
+    def hidden(self, rows_ED: Tensor) -> Tensor:
+        """See `Experts.hidden`."""
+        A_EDr, B_ErF = self.up_lora.matrices()
+        added_E1F = rows_ED.to(A_EDr.dtype).unsqueeze(1) @ A_EDr @ B_ErF
+        return super().hidden(rows_ED) + added_E1F.squeeze(1)
+
     def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
         """See `Experts.forward`: what is added to the first layer comes before its activation."""
         lot = lot or self.lots([len(self.up)])[0]

@@ -64,6 +64,9 @@ class RoutingStats(NamedTuple):
     reads, the networks side by side; for the update of the running statistics alone."""
     norm_square_N: Tensor | None = None
     """Mean of the squares; None as `norm_mean_N`."""
+    expert_input_ED: Tensor | None = None
+    """Of a score that follows what experts compute, in training: mean over all assignments of the
+    token, 0 for those to another expert; for the update of its buffer alone."""
     sample_scores_BS: Tensor | None = None
     """Of each sample the mean over its tokens of each expert's score, without noise and before a
     graph, with its gradient; None unless a loss over pairs of samples asks for it."""

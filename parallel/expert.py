@@ -5,7 +5,8 @@ experts, and gets the outputs back: two exchanges forward and two backward, of K
 numbers each under even routing, and no gathering. Under tensor parallelism the inner width of every
 expert is cut, too: the processes that share tokens each compute a part of the same rows.
 
-Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width.
+Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width,
+F inner width of an expert.
 """
 
 import functools
@@ -187,6 +188,10 @@ class TensorParallelDispatcher(Dispatcher):
         """See `Dispatcher.of_all_experts`; of each expert every process has as many units."""
         return _mean_of_parts(means_eD)
 
+    def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
+        """See `Dispatcher.hidden`: of each expert every process has some units."""
+        return _all_units(experts.hidden(rows_ED))
+
 
 class TensorParallelMaskedDispatcher(TensorParallelDispatcher, MaskedDispatcher):
     """The same where every expert sees all tokens."""
@@ -197,6 +202,15 @@ def _mean_of_parts(part: Tensor) -> Tensor:
     group = tensor_parallel_group()
     total = torch.ops._c10d_functional.all_reduce(part, "sum", group.group_name)
     return torch.ops._c10d_functional.wait_tensor(total) / group.size()
+
+
+def _all_units(part_EF: Tensor) -> Tensor:
+    """The units of all tensor-parallel processes, one after the other."""
+    group = tensor_parallel_group()
+    gathered_FE = torch.ops._c10d_functional.all_gather_into_tensor(
+        part_EF.T.contiguous(), group.size(), group.group_name
+    )
+    return torch.ops._c10d_functional.wait_tensor(gathered_FE).T
 
 
 @functools.cache
@@ -211,6 +225,7 @@ def _expert_parallel_dispatcher() -> type:
             nn.Module.__init__(self)
             self.num_experts = num_experts
             self.num_local_experts = num_experts // world.expert_parallel_size
+            self._first_expert = self.num_local_experts * world.expert_parallel_rank
             self.expert_group_name = group_name(world.expert_parallel_size)
             self._size, self._tensor_parallel = (
                 world.expert_parallel_size,
@@ -237,6 +252,11 @@ def _expert_parallel_dispatcher() -> type:
             if self._tensor_parallel:
                 means_eD = _mean_of_parts(means_eD)
             return self._exchange.gather(means_eD)
+
+        def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
+            own_ED = rows_ED.narrow(0, self._first_expert, self.num_local_experts)
+            kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
+            return self._exchange.gather(kind.hidden(self, own_ED, experts))
 
         def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)

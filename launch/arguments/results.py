@@ -265,6 +265,12 @@ def convert_arguments(parser: Parser) -> None:
         "noise=X (the standard deviation of what sets experts apart, default 0.1), seed=N, and "
         "section= of a Mixer",
     )
+    change(
+        "--linear-score",
+        action="store_true",
+        help="make the attentive scores of sparse experts the linear scores that give the same "
+        "logits",
+    )
     _weights_argument(parser)
     _base_argument(parser)
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")

@@ -189,11 +189,12 @@ def convert(options: Namespace) -> None:
     from train.exchange.change import Change
     from train.exchange.convert import conversion_table, convert
     from train.exchange.factorize import Factorizing
+    from train.exchange.linear_score import LinearScores
     from train.exchange.split import Splitting
     from train.exchange.upcycle import Upcycling
 
     check_json_path(options.json)
-    change: Change | None = None
+    change: Change | None = LinearScores() if options.linear_score else None
     for text, kind in (
         (options.upcycle, Upcycling),
         (options.split, Splitting),

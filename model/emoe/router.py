@@ -30,7 +30,7 @@ class AverageKeys(Score):
         """None."""
         return {}
 
-    def columns(self) -> Tensor:
+    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
         """Not to be asked: the layer knows the keys."""
         raise AssertionError("the layer has the keys")
 

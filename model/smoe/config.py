@@ -12,7 +12,7 @@ from model.placement import Placement, check_blocks, check_once, check_placement
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-ScoreName = Literal["linear", "cosine", "random"]
+ScoreName = Literal["linear", "cosine", "random", "attentive"]
 GraphName = Literal["none", "similarity", "attention"]
 
 
@@ -39,14 +39,20 @@ class SparseMoEConfig(Config):
     """Inner width of the blocks that do not route, in units; null: four times the model's."""
     score: ScoreName = "linear"
     """How a token scores the experts: `linear` softmax(W u + b); `cosine` in a narrow space, with a
-    learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout)."""
+    learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout); `attentive` by
+    the token's query and a key of each expert, in a narrow space too."""
+    expert_keys: Literal["learned", "hidden_means"] = "learned"
+    """Where the attentive score's keys come from: `learned`, one vector for each expert; or
+    `hidden_means`, a learned projection of the expert's hidden layer, before its activation, at the
+    moving mean of the tokens that chose it."""
     router_bias: bool = True
     """Whether the linear score has a bias where the model's layers have one; V-MoE's has none."""
     router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Standard deviation, times 1 / num_experts, of normal noise that is added to the score's
     logits in training, for each token and expert anew (V-MoE: 1); 0 adds none."""
     score_width: Count | None = None
-    """Width of the cosine score's space, in units; null: half of num_experts, at least 8."""
+    """Width of the cosine and attentive scores' space, in units; null: half of num_experts, at
+    least 8."""
     final_top_k: Count | None = None
     """top_k grows linearly to this over `train.steps` (SMoE-dropout grows it to num_experts); null:
     it stays."""
@@ -111,6 +117,11 @@ class SparseMoEConfig(Config):
             raise SectionError(
                 f"@final_top_k: {self.final_top_k} is less than @top_k: {self.top_k}; "
                 f"it can only grow"
+            )
+        if self.expert_keys != "learned" and self.score != "attentive":
+            raise SectionError(
+                f"@expert_keys: {self.expert_keys} needs @score: attentive, which is {self.score}; "
+                f"learned is allowed with every score"
             )
         if self.lower_entropy_only and self.graph == "none":
             raise SectionError("@lower_entropy_only: true needs a graph, there is none")
@@ -218,7 +229,7 @@ class SparseMoEConfig(Config):
         return sizes
 
     def score_size(self) -> int:
-        """Width of the cosine score's space."""
+        """Width of the cosine and attentive scores' space."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
     def saved_numbers_per_token(self, width: int) -> int:
@@ -239,10 +250,11 @@ class SparseMoEConfig(Config):
             width: D.
 
         Returns:
-            A number of weights, without biases.
+            A number of weights, without biases. What makes keys of hidden means runs once for each
+            expert and not for each token, and is left out.
         """
         score = width * self.num_experts
-        if self.score == "cosine":
+        if self.score in ("cosine", "attentive"):
             score = (width + self.num_experts) * self.score_size()
         return score + self.top_k * 2 * width * self.inner_size(width)
 

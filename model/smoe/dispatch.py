@@ -5,7 +5,8 @@ expert, and each expert takes the rows that it has. A capacity counts the assign
 micro-batch of one process, wherever the experts are: the same tokens are dropped on any layout that
 cuts a step into the same micro-batches.
 
-Shapes: N tokens, K experts of a token, M = N K rows, E experts, D width.
+Shapes: N tokens, K experts of a token, M = N K rows, E experts, D width,
+F inner width of an expert.
 """
 
 import math
@@ -151,6 +152,18 @@ class Dispatcher(nn.Module):
             [E, D].
         """
         return means_eD
+
+    def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
+        """The hidden layer of every expert for a row of its own; see `Experts.hidden`.
+
+        Args:
+            rows_ED: A row for each expert of all processes.
+            experts: The experts, or those of them that this process has.
+
+        Returns:
+            [E, F], of all experts and units, without gradient.
+        """
+        return experts.hidden(rows_ED)
 
     def begin(self, plan: Plan) -> Any:
         """What can be done before there are rows; `compute` gets it.

@@ -85,6 +85,19 @@ class Experts(nn.Module):
         """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
         return Lot(self.up, self.up_bias, self.down)
 
+    @torch.no_grad()
+    def hidden(self, rows_ED: Tensor) -> Tensor:
+        """The first layer of each expert, before its activation, for one row of its own.
+
+        Args:
+            rows_ED: A row for each expert.
+
+        Returns:
+            [E, F], in the precision of the weights, without gradient.
+        """
+        hidden_EF = torch.bmm(rows_ED.to(self.up.dtype).unsqueeze(1), self.up).squeeze(1)
+        return hidden_EF if self.up_bias is None else hidden_EF + self.up_bias
+
     def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
         """Runs every row through its expert.
 

@@ -3,7 +3,7 @@
     y_i = sum_e TopK(p_i)_e g_e(u_i)
 
 Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without padding), D width, E
-experts, K experts of a token.
+experts, K experts of a token, F inner width of an expert.
 """
 
 import torch
@@ -82,8 +82,13 @@ class SparseMoE(FeedForward):
         real: RealTokens | None = None,
     ) -> Routing:
         """Chooses the experts of every token; see `Router.forward`."""
-        routing: Routing = self.router(normalized_BTD, attention, cache, real)
+        routing: Routing = self.router(normalized_BTD, attention, cache, real, self.hidden_means())
         return routing
+
+    def hidden_means(self) -> Tensor | None:
+        """What the score reads of the hidden layers [E, F], of the experts of all processes."""
+        mean_ED = self.router.score.mean_inputs()
+        return None if mean_ED is None else self.dispatcher.hidden(mean_ED, self.experts)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias.
@@ -99,7 +104,7 @@ class SparseMoE(FeedForward):
 
     def gate_columns(self) -> list[Tensor]:
         """The columns of the score, [E, D]: there is one level of experts."""
-        return [self.router.score.columns()]
+        return [self.router.score.columns(self.hidden_means())]
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.

@@ -1,7 +1,7 @@
 """The router: a base score, mixed over a graph of tokens, of which the K highest are selected.
 
 Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without padding), D width, E
-experts, K experts of a token.
+experts, K experts of a token, F inner width of an expert.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from model.smoe.losses import (
     mean_entropy,
     router_z_loss,
 )
-from model.smoe.scores import SCORES
+from model.smoe.scores import SCORES, expert_input
 from model.smoe.selection import Selected, TopK
 
 
@@ -58,6 +58,7 @@ class Router(SampleStatistics):
         attention: AttentionTrace | None = None,
         cache: LayerCache | None = None,
         real: RealTokens | None = None,
+        hidden_EF: Tensor | None = None,
     ) -> Routing:
         """Chooses the experts of every token.
 
@@ -66,11 +67,12 @@ class Router(SampleStatistics):
             attention: The trace of the block's attention, if the graph needs it.
             cache: In generation: the graph's features and scores of earlier tokens.
             real: The tokens that are not padding; None: all.
+            hidden_EF: Of the experts, if the score asks for it; see `Score.forward`.
 
         Returns:
             Experts and weights of the N tokens that are real, and their statistics.
         """
-        logits_NE = self.score(pack(u_BTD.flatten(0, 1), real))
+        logits_NE = self.score(pack(u_BTD.flatten(0, 1), real), hidden_EF)
         return self.routing(logits_NE, u_BTD, attention, cache, real)
 
     def routing(
@@ -103,6 +105,10 @@ class Router(SampleStatistics):
         mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
         selected = self.select(mixed_NE, noisy_NE)
         load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)
+        expert_input_ED = None
+        if self.training and self.score.mean_inputs() is not None:
+            u_ND = pack(u_BTD.flatten(0, 1), real)
+            expert_input_ED = expert_input(u_ND, selected.expert_ids_NK, len(load_E))
         stats = RoutingStats(
             name="",
             load_E=load_E,
@@ -115,6 +121,7 @@ class Router(SampleStatistics):
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
+            expert_input_ED=expert_input_ED,
             tokens=None if real is None else counted(real, mixed_NE.dtype),
         )
         return Routing(selected, self.with_samples(stats, [clean_NE], u_BTD, real))
@@ -138,3 +145,4 @@ class Router(SampleStatistics):
         """
         self.selection.update(stats.load_E, progress)
         self.graph.update(stats.head_entropy_A)
+        self.score.update(stats)

@@ -2,9 +2,11 @@
 
 A new score is a class here, a line of `SCORES` and a name in the config's `ScoreName`.
 
-Shapes: N tokens, D width, E experts, S width of the cosine score's space.
+Shapes: N tokens, D width, E experts, K experts of a token, S width of the cosine and attentive
+scores' space, F inner width of an expert.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -14,10 +16,13 @@ from torch.nn.functional import linear, normalize
 
 from model.initialization import ZEROS, Initializer, constant, normal, uniform
 from model.interface import FeedForwardContext
+from model.output import RoutingStats
 from model.smoe.config import SparseMoEConfig
 
 INITIAL_TEMPERATURE = 0.07
 """Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
+INPUT_MOMENTUM = 0.99
+"""Share of itself that an expert's mean input keeps in a step with tokens of its own."""
 
 
 def router_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,18 +47,37 @@ class Score(nn.Module, ABC):
         """Says how each parameter starts; see `model/initialization.py`."""
 
     @abstractmethod
-    def columns(self) -> Tensor:
-        """The directions of a token that raise each expert's logit, [E, D]."""
+    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+        """The directions of a token that raise each expert's logit, [E, D].
+
+        Args:
+            hidden_EF: As `forward` takes it.
+        """
+
+    def mean_inputs(self) -> Tensor | None:
+        """The input [E, D] at which it wants to know each expert's hidden layer; None: it does
+        not. The answer changes only in `update`.
+        """
+        return None
 
     @abstractmethod
-    def forward(self, u_ND: Tensor) -> Tensor:
+    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
         """Scores the experts.
 
         Args:
             u_ND: Tokens.
+            hidden_EF: Each expert's hidden layer at `mean_inputs`, before its activation and
+                without gradient; None if it asks for none.
 
         Returns:
             Logits [N, E], fp32 at least; their softmax is r.
+        """
+
+    def update(self, stats: RoutingStats) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Of this layer, averaged over the step.
         """
 
 
@@ -71,11 +95,11 @@ class LinearScore(Score):
         entries = {"weight": normal(self.std)}
         return entries | ({"bias": ZEROS} if self.bias is not None else {})
 
-    def columns(self) -> Tensor:
+    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
         """The weight."""
         return self.weight
 
-    def forward(self, u_ND: Tensor) -> Tensor:
+    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -103,7 +127,7 @@ class CosineScore(Score):
             "temperature": constant(INITIAL_TEMPERATURE),
         }
 
-    def columns(self) -> Tensor:
+    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
         """Each expert's direction, taken back through the projection: the weight that gives the
         cosine before it is divided by the token's length.
         """
@@ -111,7 +135,7 @@ class CosineScore(Score):
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
         return directions_ES @ self.projection.to(dtype)
 
-    def forward(self, u_ND: Tensor) -> Tensor:
+    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         projected_NS = normalize(linear(u_ND.to(dtype), self.projection.to(dtype)), dim=-1)
@@ -139,18 +163,123 @@ class RandomScore(Score):
         """Uniform, as PyTorch starts a linear layer."""
         return {"weight": uniform(self.bound)}
 
-    def columns(self) -> Tensor:
+    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
         """The weight."""
         return self.weight
 
-    def forward(self, u_ND: Tensor) -> Tensor:
+    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         return linear(u_ND.to(dtype), self.weight.to(dtype))
+
+
+class AttentiveScore(Score):
+    """Inner products of a token's query and the experts' keys, over the root of their width:
+
+        logits = (u W_q) k^T / sqrt(S)
+
+    The paper's keys are k = h W_k with h the hidden layer of every expert, before its ReLU, for the
+    input at hand: every expert runs for every input. Here h is the same for all tokens, which is
+    ours, so that an expert runs for the tokens that choose it: either k itself is learned
+    (`expert_keys: learned`), or h is the mean of the expert's hidden layer, before its activation,
+    over tokens that chose it in earlier steps (`hidden_means`). That layer is linear before the
+    activation, so the mean is the layer at the mean token: a buffer holds that, a moving mean over
+    steps, and h follows the expert's weights. h gets no gradient: W_q and W_k learn. Ours is also S
+    in place of the hidden layer's width.
+
+    A buffer starts as a random token, of unit variance as after LayerNorm and another for each
+    expert: with zeros all keys would be equal, and every token would choose the same experts.
+
+    Given the keys, the logits are linear in u: `columns` is the linear score that equals them.
+    Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture of experts".
+    """
+
+    mean_input: Tensor
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(config, context)
+        experts, width, size = config.num_experts, context.hidden_size, config.score_size()
+        self.follows = config.expert_keys == "hidden_means"
+        self.query = nn.Parameter(torch.empty(size, width))
+        if self.follows:
+            self.key_projection = nn.Parameter(torch.empty(size, config.inner_size(width)))
+            self.register_buffer("mean_input", torch.empty(experts, width))
+        else:
+            self.key = nn.Parameter(torch.empty(experts, size))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Normal; learned keys with a deviation of 1, with which logits start as large as those of
+        a linear score.
+        """
+        return {
+            "query": normal(self.std),
+            "key": normal(1.0),
+            "key_projection": normal(self.std),
+            "mean_input": normal(1.0),
+        }
+
+    def mean_inputs(self) -> Tensor | None:
+        """See `Score.mean_inputs`."""
+        return self.mean_input if self.follows else None
+
+    def keys(self, hidden_EF: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The keys over the root of their width, [E, S].
+
+        Args:
+            hidden_EF: See `Score.forward`.
+            dtype: Of the result.
+        """
+        if not self.follows:
+            key_ES = self.key.to(dtype)
+        else:
+            assert hidden_EF is not None
+            key_ES = linear(hidden_EF.to(dtype), self.key_projection.to(dtype))
+        return key_ES / math.sqrt(key_ES.shape[1])
+
+    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+        """The weight of the linear score that gives the same logits."""
+        dtype = router_dtype(self.query.dtype)
+        return self.keys(hidden_EF, dtype) @ self.query.to(dtype)
+
+    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
+        """See `Score.forward`."""
+        dtype = router_dtype(u_ND.dtype)
+        query_NS = linear(u_ND.to(dtype), self.query.to(dtype))
+        return linear(query_NS, self.keys(hidden_EF, dtype))
+
+    @torch.no_grad()
+    def update(self, stats: RoutingStats) -> None:
+        """Moves the mean input of every expert that a token chose; see `Score.update`."""
+        if stats.expert_input_ED is None:
+            return
+        load_E1 = stats.load_E.unsqueeze(1)
+        mean_ED = (stats.expert_input_ED / load_E1).to(self.mean_input.dtype)
+        moved_ED = self.mean_input.lerp(mean_ED, 1 - INPUT_MOMENTUM)
+        self.mean_input.copy_(torch.where(load_E1 > 0, moved_ED, self.mean_input))
+
+
+def expert_input(u_ND: Tensor, expert_ids_NK: Tensor, num_experts: int) -> Tensor:
+    """The mean over all N K assignments of the token, 0 for those to another expert.
+
+    Over an expert's load it is the mean of the tokens that chose it, also once both are averaged
+    over micro-batches and processes.
+
+    Args:
+        u_ND: Tokens; without gradient here.
+        expert_ids_NK: The experts of each.
+        num_experts: E.
+
+    Returns:
+        [E, D], fp32 at least.
+    """
+    u_ND = u_ND.detach().to(router_dtype(u_ND.dtype))
+    chosen_NE = u_ND.new_zeros(u_ND.shape[0], num_experts).scatter(1, expert_ids_NK, 1.0)
+    return chosen_NE.T @ u_ND / expert_ids_NK.numel()
 
 
 SCORES: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Score]] = {
     "linear": LinearScore,
     "cosine": CosineScore,
     "random": RandomScore,
+    "attentive": AttentiveScore,
 }

@@ -82,6 +82,7 @@ EXPECTED = {
     "vit/vmoe-s32-attention.yaml": (8, 1000, 56_999_400),  # as Google's
     "vit/vmoe-s32-similarity.yaml": (8, 1000, 56_999_400),
     "vit/vmoe-s32.yaml": (8, 1000, 56_999_400),
+    "wikitext103/attentive-medium.yaml": (8, 267735, 215_547_904),
     "wikitext103/glam-medium-attention.yaml": (8, 267735, 200_609_760),
     "wikitext103/glam-medium-similarity.yaml": (8, 267735, 200_609_760),
     "wikitext103/glam-medium.yaml": (8, 267735, 200_609_760),

@@ -51,19 +51,29 @@ def gated_model(small_config, update=None, kind="smoe", **options):
     return model
 
 
-OPTIONS = {
-    f"{score}, {graph}": {"score": score, "graph": graph} for score in SCORES for graph in GRAPHS
-} | {
-    "lower entropy, similarity": {"graph": "similarity", "lower_entropy_only": True},
-    "lower entropy, attention": {"graph": "attention", "lower_entropy_only": True},
-    "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.5},
-    "balancing": {"balancing_rate": 0.1},
-    "balancing, similarity": {"graph": "similarity", "balancing_rate": 0.1},
-    "one expert, attention": {"graph": "attention", "top_k": 1},
-    "all experts, similarity": {"graph": "similarity", "top_k": 8},
-    "growing k": {"score": "random", "top_k": 1, "final_top_k": 8},
-    "every second block": {"graph": "similarity", "placement": 2},
-}
+OPTIONS = (
+    {f"{score}, {graph}": {"score": score, "graph": graph} for score in SCORES for graph in GRAPHS}
+    | {
+        f"hidden means, {graph}": {
+            "score": "attentive",
+            "expert_keys": "hidden_means",
+            "score_width": 16,
+            "graph": graph,
+        }
+        for graph in GRAPHS
+    }
+    | {
+        "lower entropy, similarity": {"graph": "similarity", "lower_entropy_only": True},
+        "lower entropy, attention": {"graph": "attention", "lower_entropy_only": True},
+        "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.5},
+        "balancing": {"balancing_rate": 0.1},
+        "balancing, similarity": {"graph": "similarity", "balancing_rate": 0.1},
+        "one expert, attention": {"graph": "attention", "top_k": 1},
+        "all experts, similarity": {"graph": "similarity", "top_k": 8},
+        "growing k": {"score": "random", "top_k": 1, "final_top_k": 8},
+        "every second block": {"graph": "similarity", "placement": 2},
+    }
+)
 FACTORIZED = {
     f"{name}, {gate}, {gate_input}, {len(levels)} levels": {
         "kind": "mumoe", "factorization": name, "gate": gate, "gate_input": gate_input,

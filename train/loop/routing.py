@@ -31,7 +31,7 @@ LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures of which all layers together have the largest; of others they have the mean."""
 
 
-NOT_RECORDED = frozenset({"tokens", "usage_E", "norm_mean_N", "norm_square_N"})
+NOT_RECORDED = frozenset({"tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED"})
 """Fields of statistics that no record has."""
 
 

@@ -64,13 +64,12 @@ class Exchanged:
         if self._read is None:
             if self._ready is not None:
                 self._ready.synchronize()
-            numbers = self._host.tolist()
             routing = _cut(self._host, self._shapes)
-            parts = numbers[len(numbers) - 2 * self._own * comm.size() :]
+            parts = self._host[len(self._host) - 2 * self._own * comm.size() :].tolist()
             pairs = zip(parts[::2], parts[1::2], strict=True)
             whole = [(int(high) << PART) + int(low) for high, low in pairs]
             each = [whole[i : i + self._own] for i in range(0, len(whole), self._own or 1)]
-            self._read = StepNumbers(numbers[0], routing, each)
+            self._read = StepNumbers(self._host[0].item(), routing, each)
         return self._read
 
 

@@ -1,0 +1,122 @@
+"""`polyad convert --linear-score`: attentive scores as the linear ones that give the same logits.
+
+Its keys are the same for all tokens, so that an attentive score is linear in the token once they
+stand still: the weight is what `AttentiveScore.columns` says. Nothing is trained for it, unlike the
+paper's distillation, whose keys differ from input to input.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.build import build_model
+from model.settings import ModelSettings
+from model.smoe.config import SparseMoEConfig
+from model.smoe.layer import SparseMoE
+from parallel.weights import Weights
+from train.errors import ConfigError
+from train.exchange.change import check_own
+
+LINEAR = ".router.score.weight"
+"""The end of the name of what is made."""
+
+
+class LinearScores:
+    """The option."""
+
+    done, text = "linear_score", "true"
+
+    def error(self, message: str) -> ConfigError:
+        """An error about this option."""
+        return ConfigError(f"--linear-score: {message}")
+
+    def of(self, weights: Weights) -> "Linearized":
+        """The other model's weights."""
+        return Linearized(weights, self)
+
+
+class Linearized:
+    """The weights of a model with attentive scores as those of one with linear scores.
+
+    Args:
+        weights: of any format.
+        option: the option.
+
+    Raises:
+        ConfigError: no layer of theirs has an attentive score.
+    """
+
+    def __init__(self, weights: Weights, option: LinearScores) -> None:
+        self.folder, self._weights = weights.folder, weights
+        config = weights.model_config()
+        sections = {
+            key.removeprefix("model."): each for key, each in config.feed_forwards().items()
+        }
+        attentive = {
+            name: each
+            for name, each in sections.items()
+            if isinstance(each, SparseMoEConfig) and each.score == "attentive"
+        }
+        if not attentive:
+            scores = [
+                f"model.{name}.score: {found}"
+                for name, each in sections.items()
+                if (found := getattr(each, "score", None)) is not None
+            ]
+            raise option.error(
+                f"{self.folder}: has {' and '.join(scores) or 'no sparse experts'}; only score: "
+                f"attentive has a linear score that gives the same logits"
+            )
+        # Its logits have no bias; the other keys of a score are not its own.
+        keys = {"score": "linear", "expert_keys": "learned", "router_bias": False}
+        linear: dict[str, Any] = {
+            name: each.model_copy(update=keys) for name, each in attentive.items()
+        }
+        self._config = config.model_copy(update=linear)
+        check_own(weights)
+        self._attentive = build_model(config)
+        model = build_model(self._config)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def model_config(self) -> ModelSettings:
+        """The configuration of the other model, complete."""
+        return self._config
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its weights by name."""
+        return self._shapes
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole weight, fp32."""
+        if name in self._weights.shapes():
+            return self._weights.whole(name)
+        path = name.removesuffix(LINEAR)
+        layer = deepcopy(self._attentive.get_submodule(path))  # goes away with what is read
+        assert isinstance(layer, SparseMoE)
+        self._fill(layer.router.score, f"{path}.router.score")
+        if layer.router.score.mean_inputs() is not None:
+            self._fill(layer.experts, f"{path}.experts", ("up", "up_bias"))
+        (columns_ED,) = layer.gate_columns()
+        return columns_ED.detach().float()
+
+    def _fill(self, module: nn.Module, path: str, only: tuple[str, ...] | None = None) -> None:
+        """Gives parameters and buffers of a module on the meta device their values, in float64."""
+        for name, _ in module.named_parameters():
+            if only is None or name in only:
+                value = self._weights.whole(f"{path}.{name}").double()
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+        for name, _ in module.named_buffers():
+            setattr(module, name, self._weights.buffer(f"{path}.{name}").double())
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer that both models have."""
+        return self._weights.buffer(name)
+
+    def notes(self) -> list[str]:
+        """Says what it computes."""
+        return [
+            "its outputs are those of the attentive model, but for rounding; from here on no key "
+            "follows what an expert computes"
+        ]
