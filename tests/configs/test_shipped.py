@@ -157,6 +157,18 @@ EXPECTED_STUDIES = {
             for rate in ("", "-1e-3", "-6e-3")
         },
     ),
+    "router-information.yaml": (
+        21,
+        {
+            "linear": 6_187_456,
+            "unbalanced": 6_187_456,
+            "cosine": 6_181_764,
+            "random": 6_175_104,
+            "attentive": 6_181_760,
+            "hidden-means": 6_187_392,
+            "similarity": 6_187_456,
+        },
+    ),
     "smoe-graphs.yaml": (
         21,
         dict.fromkeys(
