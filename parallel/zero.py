@@ -19,6 +19,7 @@ from model.output import ModelOutput
 from parallel import comm
 from parallel.checkpoint.index import EMA
 from parallel.config import ParallelConfig
+from parallel.gradient_order import InOneOrder
 from parallel.gradients import Fp32Gradients
 from parallel.step_hooks import StageZeroHook, ZeroHook
 
@@ -167,6 +168,10 @@ class Engine:
                 )
         assert self.deepspeed.basic_optimizer is optimizer
         self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
+        self._order: InOneOrder | None = None
+        if self.stage:
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            self._order = InOneOrder(self.deepspeed.optimizer, trained)
         if config["bf16"]["enabled"]:
             self._average_in_fp32(config["zero_optimization"]["reduce_bucket_size"])
         _restore_dtypes(self.module, dtypes)
@@ -233,6 +238,8 @@ class Engine:
         The factor is 1, or NaN where the loss is not finite: then the gradients are too, and
         every process skips the step, wherever in the window it happened.
         """
+        if self._order is not None:
+            self._order.begin()
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
     def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
