@@ -16,6 +16,7 @@ Shapes: B images, C channels, H x W pixels, M experts, D width of an expert's la
 that of the gate's, K classes.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
@@ -25,6 +26,16 @@ from torch.nn.functional import relu
 
 from model.block import run_block
 from model.config import SectionError
+from model.expert_models import (
+    ExpertConfig,
+    build_expert,
+    check_expert,
+    completed,
+    hidden_width,
+    last_parameter,
+    multiply_adds,
+    saved_numbers,
+)
 from model.initialization import Initializer
 from model.mumoe.gating import GateOutput
 from model.mumoe.statistics import gate_statistics
@@ -50,8 +61,9 @@ class MixtureConfig(ImageSettings):
     """Whether the networks read one number a pixel, the mean of red, green and blue."""
     num_experts: Annotated[int, Field(ge=2, le=10_000)] = 5
     """Number of experts M."""
-    expert: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(5, 32))
-    """Sizes of each expert, whose output layer has the classes."""
+    expert: ExpertConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(5, 32))
+    """What each expert is: `network` with its sizes, or a `vit` or `mixer` with the keys that such
+    a model has. Its output layer has the classes."""
     gate_network: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(128, 32))
     """Sizes of the gate, without its last layer."""
     gate: Literal["softmax", "attentive"] = "softmax"
@@ -63,17 +75,28 @@ class MixtureConfig(ImageSettings):
     output: Literal["probabilities", "logits"] = "probabilities"
     """What is mixed: the probabilities that the experts give the classes, or their logits."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _completes_experts(cls, given: object) -> object:
+        if not isinstance(given, Mapping) or "expert" not in given:
+            return given
+        size = given.get("image_size", cls.model_fields["image_size"].default)
+        channels = 1 if given.get("grey") else given.get("channels", 3)
+        return {**given, "expert": completed(given["expert"], size, channels)}
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.top_k is not None and self.top_k > self.num_experts:
             raise ValueError(
                 f"model.top_k: {self.top_k} is more than model.num_experts: {self.num_experts}"
             )
-        for key in ("expert", "gate_network"):
-            try:
-                getattr(self, key).check(self.image_size)
-            except SectionError as error:
-                raise ValueError(error.within(f"model.{key}")) from None
+        key = "model.expert"
+        try:
+            check_expert(self.expert, self.image_size)
+            key = "model.gate_network"
+            self.gate_network.check(self.image_size)
+        except SectionError as error:
+            raise ValueError(error.within(key)) from None
         return self
 
     @property
@@ -100,7 +123,7 @@ class MixtureConfig(ImageSettings):
 
     def last_parameter(self) -> str:
         """A parameter of the last expert."""
-        return f"mixture.experts.{self.num_experts - 1}.output.weight"
+        return f"mixture.experts.{self.num_experts - 1}.{last_parameter(self.expert)}"
 
     def flops_per_unit(self) -> int:
         """Counts the floating-point operations of training on one image, forward and backward.
@@ -109,8 +132,8 @@ class MixtureConfig(ImageSettings):
             FLOPs, a multiply-add counted as two: 6 for each weight and each place where it is used.
         """
         size, channels, experts = self.image_size, self.read_channels, self.num_experts
-        classes, width = self.known_num_classes(), self.expert.hidden_sizes[-1]
-        each = self.expert.multiply_adds(size, channels, classes)
+        classes, width = self.known_num_classes(), hidden_width(self.expert)
+        each = multiply_adds(self.expert, size, channels, classes)
         gate = self.gate_network.multiply_adds(size, channels, None)
         own = self.gate_network.hidden_sizes[-1]
         attention = own * width + experts * (width * width + width)
@@ -120,7 +143,7 @@ class MixtureConfig(ImageSettings):
     def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
         """A rough estimate of what the backward pass needs from the forward pass."""
         size, channels = self.image_size, self.read_channels
-        each = self.expert.saved_numbers(size, channels)
+        each = saved_numbers(self.expert, size, channels)
         gate = self.gate_network.saved_numbers(size, channels)
         kept = self.num_experts * each + gate
         if self.recompute == "block":
@@ -202,7 +225,7 @@ class MixtureGate(nn.Module):
         )
         width = config.gate_network.hidden_sizes[-1]
         self.scores = (
-            AttentiveScores(width, config.expert.hidden_sizes[-1])
+            AttentiveScores(width, hidden_width(config.expert))
             if config.gate == "attentive"
             else LinearScores(width, config.num_experts)
         )
@@ -231,7 +254,7 @@ class Mixture(SampleStatistics):
         super().__init__()
         self.config = config
         self.experts = nn.ModuleList(
-            SmallNetwork(
+            build_expert(
                 config.expert, config.image_size, config.read_channels, config.known_num_classes()
             )
             for _ in range(config.num_experts)

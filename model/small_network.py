@@ -13,7 +13,7 @@ the last hidden layer, O outputs.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -32,6 +32,8 @@ POOL = 2
 class NetworkConfig(Config):
     """The sizes of a small network."""
 
+    kind: Literal["network"] = "network"
+    """Which network this is."""
     convolutions: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     """Output channels of each convolution; empty: the hidden layers read the pixels."""
     kernel_size: Count = 3

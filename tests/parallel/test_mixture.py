@@ -14,14 +14,20 @@ SECTION = {
     "kind": "mixture", "image_size": 8, "num_classes": 7, "num_experts": 3, "expert": NETWORK,
     "gate_network": NETWORK,
 }  # fmt: skip
+VIT = {"kind": "vit", "patch_size": 4, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
 NORM = NETWORK | {"batch_norm": [1]}
 MODELS = {
     "softmax": read_model_config(SECTION | {"top_k": 2}),
     "attentive with BatchNorm": read_model_config(
         SECTION | {"gate": "attentive", "expert": NORM, "gate_network": NORM}
     ),
+    "attentive, of transformers": read_model_config(SECTION | {"gate": "attentive", "expert": VIT}),
 }
-EVERYDAY = {("softmax", 2, 1), ("attentive with BatchNorm", 2, 2)}
+EVERYDAY = {
+    ("softmax", 2, 1),
+    ("attentive with BatchNorm", 2, 2),
+    ("attentive, of transformers", 2, 1),
+}
 CASES = [
     pytest.param(*case, marks=[] if case in EVERYDAY else [pytest.mark.slow])
     for case in ((name, ranks, s) for name in MODELS for ranks in (1, 2) for s in range(4))

@@ -1,0 +1,171 @@
+"""Models of images as experts of a mixture: ViT and MLP-Mixer beside the small networks.
+
+Shapes: B images, C channels, H x W pixels, D width of what the head reads, K classes.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, TypeAlias
+
+from pydantic import Field, ValidationError
+from torch import Tensor, nn
+
+from model.config import SectionError
+from model.initialization import Initializer
+from model.mixer import Mixer, MixerConfig
+from model.small_network import NetworkConfig, NetworkOutput, SmallNetwork
+from model.vision import LinearHeadConfig
+from model.vit import ViT, ViTConfig
+
+ExpertConfig: TypeAlias = Annotated[
+    NetworkConfig | ViTConfig | MixerConfig, Field(discriminator="kind")
+]
+"""What every expert is."""
+MODELS: dict[str, type[ViTConfig | MixerConfig]] = {"vit": ViTConfig, "mixer": MixerConfig}
+
+
+def completed(section: object, image_size: object, channels: object) -> object:
+    """The section of an expert with what the mixture decides.
+
+    Args:
+        section: As YAML has it.
+        image_size: The mixture's, in pixels.
+        channels: Numbers of a pixel as the networks read it.
+
+    Raises:
+        ValueError: A model does not fit together, or is of other images; the key is named.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    section = {"kind": "network", **section}
+    if section["kind"] not in MODELS:
+        return section
+    decided = {"image_size": image_size, "channels": channels}
+    for key, value in decided.items():
+        if section.get(key, value) != value:
+            raise ValueError(
+                f"model.expert.{key}: {section[key]} is not what the mixture gives its experts: "
+                f"{value}"
+            )
+    section = section | decided
+    try:
+        MODELS[section["kind"]].model_validate(section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":  # it names its keys from the top
+            raise ValueError(
+                str(first["ctx"]["error"]).replace("model.", "model.expert.")
+            ) from None
+    return section
+
+
+def check_expert(config: ExpertConfig, image_size: int) -> None:
+    """Checks an expert against its mixture.
+
+    Args:
+        config: Of the expert.
+        image_size: Side of the image, in pixels.
+
+    Raises:
+        SectionError: It cannot be one.
+    """
+    if isinstance(config, NetworkConfig):
+        config.check(image_size)
+        return
+    for key, feed_forward in config.feed_forwards().items():
+        if feed_forward.kind != "dense":
+            name = key.removeprefix("model.")
+            raise SectionError(
+                f"@{name}.kind: {feed_forward.kind} is not allowed in an expert of a mixture of "
+                f"networks; dense is"
+            )
+    if not isinstance(config.head, LinearHeadConfig):
+        raise SectionError(
+            f"@head.kind: {config.head.kind} is not allowed in an expert of a mixture of networks; "
+            f"linear is"
+        )
+    for key, allowed in (("recompute", "none"), ("compile", False)):
+        value = getattr(config, key)
+        if value != allowed:
+            raise SectionError(f"@{key}: {value} is not an expert's own: set model.{key}")
+
+
+def hidden_width(config: ExpertConfig) -> int:
+    """Width D of the last hidden layer."""
+    if isinstance(config, NetworkConfig):
+        return config.hidden_sizes[-1]
+    return config.head_width()
+
+
+def multiply_adds(config: ExpertConfig, image_size: int, channels: int, classes: int) -> int:
+    """Counts the multiply-adds of one image."""
+    if isinstance(config, NetworkConfig):
+        return config.multiply_adds(image_size, channels, classes)
+    return _with_classes(config, classes).flops_per_unit() // 6
+
+
+def saved_numbers(config: ExpertConfig, image_size: int, channels: int) -> int:
+    """Counts the numbers that the backward pass needs of one image, roughly."""
+    if isinstance(config, NetworkConfig):
+        return config.saved_numbers(image_size, channels)
+    return _with_classes(config, 1).activation_bytes(1, 1)
+
+
+def last_parameter(config: ExpertConfig) -> str:
+    """The name of a late parameter of an expert."""
+    if isinstance(config, NetworkConfig):
+        return "output.weight"
+    return f"model.{config.last_parameter()}"
+
+
+def build_expert(
+    config: ExpertConfig, image_size: int, channels: int, classes: int
+) -> "SmallNetwork | ExpertModel":
+    """An expert that has no values yet.
+
+    Args:
+        config: What it is.
+        image_size: Side of the images, in pixels.
+        channels: Numbers of a pixel.
+        classes: K.
+    """
+    if isinstance(config, NetworkConfig):
+        return SmallNetwork(config, image_size, channels, classes)
+    return ExpertModel(_with_classes(config, classes))
+
+
+def _with_classes(config: ViTConfig | MixerConfig, classes: int) -> ViTConfig | MixerConfig:
+    return config.model_copy(update={"num_classes": classes})
+
+
+class ExpertModel(nn.Module):
+    """A ViT or a Mixer as an expert. One that is frozen whole stays in evaluation mode.
+
+    Args:
+        config: Its configuration, with the number of classes.
+    """
+
+    def __init__(self, config: ViTConfig | MixerConfig) -> None:
+        super().__init__()
+        self.model = ViT(config) if isinstance(config, ViTConfig) else Mixer(config)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """None: the model says how it starts."""
+        return {}
+
+    def forward(self, x_BCHW: Tensor) -> NetworkOutput:
+        """Runs the model; its last hidden layer is what its head reads.
+
+        Args:
+            x_BCHW: Images.
+        """
+        x_BTD = self.model.embed(x_BCHW)
+        for block in self.model.blocks:
+            x_BTD, *_ = block(x_BTD)
+        hidden_BD = self.model.pool(x_BTD)
+        logits_BK: Tensor = self.model.head(hidden_BD)
+        none = x_BCHW.new_empty(0)
+        return NetworkOutput(hidden_BD, logits_BK, none, none)
+
+    def train(self, mode: bool = True) -> "ExpertModel":
+        """Training mode, unless everything is frozen."""
+        return super().train(mode and any(p.requires_grad for p in self.parameters()))
