@@ -111,7 +111,8 @@ def test_any_layout_loads_what_another_wrote(workers, references, tmp_path, name
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize("name", [pytest.param("mumoe", marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mumoe", "sparse"])
 def test_a_compiler_traces_it_whole(workers, name):
     case = case_of(name, 2).but(stage=1)
     assert workers(2).run(breaks_of_a_step, case) == [[], []]

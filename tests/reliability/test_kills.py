@@ -81,7 +81,7 @@ def kill_at_a_moment(
 @pytest.mark.parametrize(
     ("kills", "stage", "seed", "moments"),
     [
-        (8, 1, 0, SYNCHRONOUS),
+        (4, 1, 0, SYNCHRONOUS),
         pytest.param(3, 1, 1, ("copying",), marks=pytest.mark.slow),
         *[
             pytest.param(50, stage, 100 + stage, moments, marks=pytest.mark.slow)

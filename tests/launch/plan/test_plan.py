@@ -55,6 +55,7 @@ def test_a_table_says_that_it_is_a_prediction(capfd: pytest.CaptureFixture[str])
         assert words in out
 
 
+@pytest.mark.slow
 def test_rows_of_the_busiest_process_take_memory_and_time(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_fastest_layouts_are_looked_for(capfd: pytest.CaptureFixture[str]) -
     assert "%" in best["why"]
 
 
+@pytest.mark.slow
 def test_a_figure_shows_up_to_1024_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scaling.svg"
     result = planned(GPT2, "--device", "h200", "--figure", str(path), *SMALL, capfd=capfd)
