@@ -1,5 +1,7 @@
 """What an expert tells about the class: numbers by hand, and what chance gives."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ import torch
 from model.smoe.selection import Selected
 from train.experts.information import information_bits
 from train.experts.probing import Decision, RoutedLayer
-from train.experts.report.by_class import ExpertsByClass
+from train.experts.report.by_class import ExpertsByClass, LevelByClass
+from train.experts.report.by_class_page import level_matrix
 
 
 def test_information_by_hand():
@@ -49,3 +52,25 @@ def test_chance_is_that_of_whole_sequences():
         1.0,
         level.counts_SY.max(0)[level.groups.index(most.group)],
     )
+
+
+@pytest.mark.parametrize(
+    ("by_expert", "expected"), [(True, "all c d a b none"), (False, "all a b c none d")]
+)
+def test_classes_stand_beside_the_expert_that_gets_most_of_them(by_expert, expected):
+    counts_SY = np.array([[1.0, 2.0, 9.0, 0.0, 8.0], [9.0, 8.0, 1.0, 0.0, 2.0]])
+    level = LevelByClass(
+        experts=["0", "1"],
+        groups=["a", "b", "c", "none", "d"],
+        counts_SY=counts_SY,
+        counts_GSY=counts_SY[None],
+        samples=40,
+        by_chance=0.0,
+    )
+    html = level_matrix(level, by_expert=by_expert)
+    names = [name for name in re.findall(r"<title>([^<:]+)</title></text>", html)]
+    order = [name for name in names if not name.startswith("expert")]
+    if by_expert:  # a class of which no expert gets anything is anywhere
+        order.remove("none")
+        expected = expected.replace(" none", "")
+    assert " ".join(order) == expected
