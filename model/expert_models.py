@@ -37,7 +37,7 @@ def completed(section: object, image_size: object, channels: object) -> object:
     if not isinstance(section, Mapping):
         return section
     section = {"kind": "network", **section}
-    if section["kind"] not in MODELS:
+    if not isinstance(section["kind"], str) or section["kind"] not in MODELS:
         return section
     decided = {"image_size": image_size, "channels": channels}
     for key, value in decided.items():

@@ -110,7 +110,7 @@ EXPECTED_TASKS = (
     }
     | {
         "emergent.yaml": 96,
-        "emergent-lora.yaml": 72,
+        "emergent-lora.yaml": 96,
         "domainbed-vit-s16.yaml": 4 * 3 * (1 + 3 * 3),
         "smoe-finetune.yaml": 3 * 3 * 5,
     }
