@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from data.config import DataConfig
 from data.errors import DataError
 from data.images.config import ImageDataConfig
@@ -45,6 +47,20 @@ class Evaluated(NamedTuple):
     def batch_size(self) -> int:
         """Samples in a forward pass."""
         return self.config.evaluation.batch_size or self.config.train.micro_batch_size
+
+    @contextmanager
+    def loaded(self, doing: str) -> Iterator[tuple[nn.Module, comm.World]]:
+        """The model on this process's device, in evaluation mode, and the process.
+
+        Inside the context a lack of memory is explained in one line.
+
+        Args:
+            doing: what is done with it, for that line.
+        """
+        world = comm.initialize(self.config.parallel.timeout_minutes)
+        allow_tf32(self.config.train.tf32, world.device)
+        with explain_out_of_memory(lambda: doing, world, to_evaluate(self.config)):
+            yield load_model(self.checkpoint, world.device, self.config.train.precision), world
 
     def text(self, option: str) -> LanguageModelling:
         """The task, for an option that only text has.

@@ -14,8 +14,7 @@ from torch import nn
 from data.text.manifest import SplitName
 from model.gpt2 import GPT2
 from parallel import comm
-from parallel.weights import Choice, load_model
-from train.config.smaller import to_evaluate
+from parallel.weights import Choice
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
@@ -24,8 +23,6 @@ from train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
 from train.experts.predicted_text import PredictedText
 from train.experts.probing import RoutedLayer, routed_layers
 from train.experts.steering import Steering, gate_column
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import allow_tf32
 from train.tasks.text import TextTask
 
 
@@ -72,11 +69,8 @@ def knockout(
             f"have it, and images --specialization"
         )
     task.check_split(split)
-    world = comm.initialize(config.parallel.timeout_minutes)
-    allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
-    with explain_out_of_memory(lambda: "leaving out experts", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint, world.device, config.train.precision)
+    with opened.loaded("leaving out experts") as (model, world):
         chosen = _chosen(model, path, layers, experts, steerings)
         text = PredictedText(task, split, tokens)
         amount = text.windows * text.length

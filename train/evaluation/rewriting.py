@@ -18,15 +18,12 @@ from data.evaluation import evaluation_batches
 from data.images.samples import EvaluationImages
 from data.text.manifest import SplitName
 from parallel import comm
-from parallel.weights import Choice, load_model
-from train.config.smaller import to_evaluate
+from parallel.weights import Choice
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
 from train.experts.probing import RoutedLayer, deciding, routed_head
 from train.experts.rewriting import Fairness, fairness_of, moved, subpopulations
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import allow_tf32
 from train.tasks.images import ImageClassification
 
 FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
@@ -143,11 +140,8 @@ def rewriting(
     members = np.flatnonzero(_members(task.data.split("train").labels, chosen.of))
     if not len(members):
         raise ConfigError("--rewrite: no training image is of the subpopulation")
-    world = comm.initialize(config.parallel.timeout_minutes)
-    allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
-    with explain_out_of_memory(lambda: "rewriting", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint, world.device, config.train.precision)
+    with opened.loaded("rewriting") as (model, world):
         head = routed_head(model)
         if head is None:
             raise ConfigError(

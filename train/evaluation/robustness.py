@@ -26,13 +26,10 @@ from data.images.imagenet import (
 )
 from data.images.samples import EvaluationImages
 from parallel import comm
-from parallel.weights import Choice, load_model
-from train.config.smaller import to_evaluate
+from parallel.weights import Choice
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import Evaluated, open_evaluated
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import allow_tf32
 from train.tasks.images import ImageClassification
 
 _NUMBER = re.compile(r"val_(\d{8})")
@@ -116,11 +113,8 @@ def robustness(
         )
     score = _SCORES[set_name]
     config = opened.config
-    world = comm.initialize(config.parallel.timeout_minutes)
-    allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
-    with explain_out_of_memory(lambda: "evaluating", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint, world.device, config.train.precision)
+    with opened.loaded("evaluating") as (model, world):
         found = score(Scorer(opened, task, model, world), folder)
     return {
         "checkpoint": str(opened.checkpoint.folder),

@@ -12,8 +12,7 @@ from data.evaluation import evaluation_batches
 from data.text.manifest import SplitName
 from model.mixture import Mixture
 from parallel import comm
-from parallel.weights import Choice, load_model
-from train.config.smaller import to_evaluate
+from parallel.weights import Choice
 from train.console import Progress
 from train.errors import ConfigError
 from train.evaluation.evaluate import open_evaluated
@@ -21,8 +20,6 @@ from train.evaluation.routing_measures import classes_of, measure_sequences, mea
 from train.experts.probing import RoutedLayer, deciding, routed_head, routed_layers
 from train.experts.routing_measures import RoutingMeasures
 from train.experts.specialization import LeaveOneOut, polysemanticity
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import allow_tf32
 from train.tasks.images import ImageClassification
 from train.tasks.sequences import SequenceTask
 from train.tasks.text import TextTask
@@ -67,11 +64,8 @@ def specialization(
             f"attributes, sequences, text and masked_text have it"
         )
     task.check_split(split)
-    world = comm.initialize(config.parallel.timeout_minutes)
-    allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
-    with explain_out_of_memory(lambda: "measuring experts", world, to_evaluate(config)):
-        model = load_model(opened.checkpoint, world.device, config.train.precision)
+    with opened.loaded("measuring experts") as (model, world):
         head = routed_head(model)
         layers = [*routed_layers(model), *([head] if head else [])]
         if not layers:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from data.text.mixture import TrainingData
 from launch.cli import run
 from launch.study.folder import locked, read_record, write_record
 from tests.launch.conftest import ROOT, SMALL
-from tests.launch.study.conftest import CP, LEAKY, small_study
+from tests.launch.study.conftest import CP, small_study
 from tests.launch.study.test_checks import refused
 from train.config.run import load_config
 from train.study.reading import load_study
@@ -208,61 +207,6 @@ def test_a_record_from_before_a_key_existed_is_that_of_the_default(
     assert "model.flavour: 'mild' there, None here" in refused(path, capfd, "--dry-run")
 
 
-@pytest.mark.slow
-def test_measures_are_taken_of_finished_runs_and_then_kept(
-    tmp_path: Path, data: Path, capfd: Capture
-) -> None:
-    causal = LEAKY | {"causal_graph": True, "allow_leak": False}
-    variants = {"plain": {"model.feed_forward": causal}, "leaky": {"model.feed_forward": LEAKY}}
-    changes = {"variants": variants, "baseline": "plain"}
-    path = write(tmp_path, data, **changes)
-    process = start(path)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    runs = tmp_path / "study" / "runs"
-    weights = {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")}
-    assert len(weights) == 4
-    # Asked for later: nothing is trained.
-    changes |= {"attack": {"rate": 0.5}, "leak": {"steps": [2, 4], "tokens": 64}}
-    path = write(tmp_path, data, **changes)
-    assert run(["study", str(path), "--dry-run"]) == 0
-    assert "4 measures of them: 0 taken, 4 to take" in capfd.readouterr().out
-    process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert "== run" not in err
-    assert "== measure 1 of 4: attack of plain, seed 1\n" in err
-    assert re.search(r"== measure 4 of 4: leak-4 of leaky, seed 1; [0-9:]+ left for all\n", err)
-    assert {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")} == weights
-    result = json.loads(out)
-    leaky = result["variants"]["leaky"]
-    assert list(leaky["leak"]) == ["2", "4"]
-    assert leaky["leak"]["4"]["reported"]["mean"] == pytest.approx(leaky["loss"]["mean"])
-    assert leaky["differences"]["attacked_loss"]["pairs"] == 1
-    # What each says is what the command alone says.
-    step = runs / "leaky" / "seed-1" / "checkpoints" / "step-00000002"
-    assert run(["evaluate", str(step), "--leak", "64", "--json", "-"]) == 0
-    alone = json.loads(capfd.readouterr().out)
-    found = leaky["leak"]["2"]
-    assert found["reported"]["mean"] == pytest.approx(alone["loss"])
-    difference = alone["leak"]["prefix_difference"]
-    assert found["prefix_leak"]["mean"] == pytest.approx(difference)
-    attack = ["--attack", "word-swap", "--rate", "0.5"]
-    assert run(["evaluate", str(runs / "plain" / "seed-1"), *attack, "--json", "-"]) == 0
-    alone = json.loads(capfd.readouterr().out)
-    known = result["variants"]["plain"]["measures"]
-    assert known["attacked_loss"]["mean"] == pytest.approx(alone["loss"])
-    ElementTree.parse(tmp_path / "figure.svg")
-    # Kept, until they are asked for otherwise; a damaged one is named.
-    assert run(["study", str(path)]) == 0
-    assert "== measure" not in capfd.readouterr().err
-    path = write(tmp_path, data, **changes | {"attack": {"rate": 0.25}})
-    assert run(["study", str(path), "--dry-run"]) == 0
-    assert "4 measures of them: 2 taken, 2 to take" in capfd.readouterr().out
-    (runs / "plain" / "seed-1.attack.json").write_text("{}")
-    assert "seed-1.attack.json: has no loss, so no study wrote it" in refused(path, capfd)
-
-
 def test_two_starts_of_a_study_do_not_run_at_once(finished: Path, capfd: Capture) -> None:
     with locked(load_study(finished)):
         assert "is in use by another start" in refused(finished, capfd)
@@ -426,73 +370,6 @@ def test_two_variants_of_one_seed_see_the_same_batches(finished: Path) -> None:
         other = TrainingData.open(config.data).samples(config.model.sequence_length, 2)
         assert [other[i].tolist() for i in range(16)] != batches[one.variant.name]
     assert batches["dense"] == batches["cp"]
-
-
-@pytest.mark.slow
-def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out(tmp_path: Path):
-    head = {"kind": "mumoe", "num_experts": [4], "rank": 4}
-    vision = {
-        **{"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16},
-        **{"num_heads": 2},
-    }
-    network = {"convolutions": [1], "hidden_sizes": [8, 8]}
-    mixture = {
-        **{"kind": "mixture", "image_size": 8, "num_experts": 3, "expert": network},
-        **{"gate_network": network},
-    }
-    frozen = [{"match": "mixture.experts.*", "freeze": True}]
-    base = {
-        **SMALL,
-        "model": vision,
-        "data": {"kind": "images", "path": "nowhere"},
-        "evaluation": {"every": 0},
-    }
-    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
-    data = {"path": str(tmp_path / "digits"), "source": "digits", "validation_fraction": 0.1}
-    tree = small_study(tmp_path, tmp_path / "base.yaml", tmp_path) | {
-        "data": data,
-        "attack": {"rate": 0.2},
-        "specialization": True,
-        "variants": {
-            "dense": None,
-            "head": {"model.head": head},
-            "distilled": {"model": mixture, "optimizer.groups": frozen},
-            "attentive": {"model": mixture | {"gate": "attentive"}},
-        },
-        "from_runs": {"distilled": {"checkpoint.init_from": "attentive"}},
-    }
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert "== measure 3 of 7: specialization of head, seed 1" in err
-    assert "with the weights of" in err
-    variants = json.loads(out)["variants"]
-    assert list(variants) == ["dense", "head", "distilled", "attentive"]
-    mixtures = [variants[name]["measures"] for name in ("distilled", "attentive")]
-    for measures in mixtures:
-        assert "polysemanticity" not in measures  # whole networks are not left out
-        assert 0 <= measures["entropy_bits"]["mean"] <= measures["usage_entropy_bits"]["mean"] < 1.6
-        assert 0 <= measures["information_bits"]["mean"] < 1.6  # log2(3) = 1.585
-        assert measures["experts_used"]["mean"] in (1, 2, 3)
-    known = {name: variants[name]["measures"] for name in ("dense", "head")}
-    assert 0 < known["head"]["experts_that_matter"]["mean"] <= 1
-    assert known["head"]["polysemanticity"]["mean"] >= 0
-    assert "polysemanticity" not in known["dense"]
-    for name in known:
-        attack = ("--attack", "gaussian-noise", "--rate", "0.2", "--json", str(tmp_path / "a.json"))
-        folder = tmp_path / "study" / "runs" / name / "seed-1"
-        assert run(["evaluate", str(folder), *attack]) == 0
-        alone = json.loads((tmp_path / "a.json").read_text())
-        assert known[name]["attacked_top1"]["mean"] == pytest.approx(alone["top1"])
-    assert run(["study", str(path)]) == 0  # nothing is left
-    tree["data"] = data | {"tokenizer": "words"}
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    process = start(path)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "data.tokenizer: is not allowed with data.kind: images" in err
 
 
 @pytest.mark.slow
