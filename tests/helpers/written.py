@@ -42,7 +42,7 @@ PAGES = (
         "lora",
         "experts",
     ),
-    *("images", "finetune", "studies"),
+    *("images", "finetune", "studies", "findings"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "destination"})
