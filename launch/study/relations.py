@@ -1,0 +1,77 @@
+"""Whether variants with more of a measure have a better score: rank correlations over variants.
+
+Within a seed every variant saw the same batches, so ranks are compared there, and seeds are what
+repeats the comparison: the mean over seeds has an interval, one correlation has none.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy.stats import spearmanr
+
+from launch.study.results import Run, measures
+from train.study.paired import paired_difference
+
+LEAST = 5
+"""Variants that make a correlation of ranks: of four, even perfect order comes by chance."""
+
+
+def relations(runs: Sequence[Run], score: str) -> dict[str, dict[str, Any]]:
+    """Correlates every measure with the score, within each seed.
+
+    Args:
+        runs: those that are compared.
+        score: the one to look at.
+
+    Returns:
+        JSON values, by the measure's name: Spearman's rank correlation of each seed (`values`, by
+        `seeds`), their mean and its interval by the t distribution over seeds. Only measures that
+        at least `LEAST` variants have, and that are not the same for all. Seeds of which some of
+        these variants are not finished are left out.
+    """
+    by_seed: dict[int, dict[str, dict[str, float]]] = {}
+    for run in runs:
+        by_seed.setdefault(run["seed"], {})[run["variant"]] = measures(run, score)
+    names = {name: None for known in by_seed.values() for each in known.values() for name in each}
+    found = {name: _relation(by_seed, name, score) for name in names if name != score}
+    return {name: relation for name, relation in found.items() if relation is not None}
+
+
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Spearman's; equal numbers share the mean of their ranks.
+
+    Args:
+        ours: one number of each variant.
+        theirs: the other, in the same order.
+
+    Returns:
+        From -1 to 1; NaN where one of them is the same for all, or not finite.
+    """
+    alike = min(ours) == max(ours) or min(theirs) == max(theirs)
+    return math.nan if alike else float(spearmanr(ours, theirs).statistic)
+
+
+def _relation(
+    by_seed: Mapping[int, Mapping[str, Mapping[str, float]]], name: str, score: str
+) -> dict[str, Any] | None:
+    """Of one measure; None if too few variants have it."""
+    having = {v for known in by_seed.values() for v, each in known.items() if name in each}
+    if len(having) < LEAST:
+        return None
+    values = {}
+    for seed, known in by_seed.items():
+        pairs = [(known[v][name], known[v][score]) for v in known if name in known[v]]
+        if len(pairs) == len(having):
+            correlation = rank_correlation(*zip(*pairs, strict=True))
+            if math.isfinite(correlation):
+                values[seed] = correlation
+    if not values:
+        return None
+    mean = paired_difference(list(values.values()), [0.0] * len(values))
+    return mean._asdict() | {
+        "variants": len(having),
+        "seeds": list(values),
+        "values": list(values.values()),
+        "excludes_zero": mean.excludes_zero,
+    }
