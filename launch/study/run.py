@@ -199,6 +199,8 @@ def _plan(study: Study, results: Results) -> dict[str, Any]:
         "baseline": study.config.baseline,
         "unit": unit,
         "scores": [score._asdict() for score in study.task.scores],
+        "validation_score": study.task.validation_score,
+        "higher_is_better": study.task.higher_is_better,
         "seeds": study.config.seeds,
         "swept_seeds": study.swept_seeds,
         "groups": {name: [v.name for v in points] for name, points in study.groups.items()},
