@@ -69,14 +69,15 @@ def check_figure(path: Path, *, dry_run: bool) -> None:
     check_result_file("--figure", path, ".svg", dry_run=dry_run)
 
 
-def figure(result: Mapping[str, Any]) -> str:
+def figure(result: Mapping[str, Any], *, inline: bool = False) -> str:
     """Draws a study.
 
     Args:
-        result: what `summarize` made.
+        result: what `summarize` made, or `over_tasks`.
+        inline: for a page that has the style for the class `study`, in place of a file.
 
     Returns:
-        The text of an SVG file.
+        The text of an SVG file, or an element.
     """
     leaks = {name: v["leak"] for name, v in result["variants"].items() if v.get("leak")}
     panels = _panels_of_tasks(result) if "tasks" in result else _panels(result)
@@ -101,12 +102,13 @@ def figure(result: Mapping[str, Any]) -> str:
         y += max(height for height, _ in pair) + GAP
     width = 2 * MARGIN + WIDTH + (WIDTH + GAP if len(drawings) > 1 else 0)
     title = escape(f"{result['study']}: {', '.join(result['variants'])}")
+    fits = f"max-width:{width}px;min-width:{0.65 * width:.0f}px"
+    css = f' class="study" style="{fits}"' if inline else ""
+    style = "" if inline else f"<style>{STYLE}</style>"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg"{css} viewBox="0 0 {width} {y:g}" width="{width}" '
         f'height="{y:g}" role="img" aria-label="{title}"><title>{title}</title>'
-        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(parts)
-        + "</svg>\n"
+        f'{style}<rect width="100%" height="100%" fill="#fff"/>' + "".join(parts) + "</svg>\n"
     )
 
 

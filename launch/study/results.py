@@ -104,6 +104,7 @@ def over_tasks(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -
     return {
         **{key: first[key] for key in ("study", "baseline", "unit", "scores", "seeds")},
         "higher_is_better": first["higher_is_better"],
+        "about": first.get("about"),
         "finished": len(results) == len(tasks) and all(r["finished"] for r in results.values()),
         "variants": variants,
         "tasks": dict(results),

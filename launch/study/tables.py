@@ -23,30 +23,37 @@ def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
     if "tasks" in result:
         return tasks_table(result, markdown=markdown)
     table = _markdown if markdown else align
-    parts = [*map(table, tables_of(result)), sentences(result, markdown=markdown), notes(result)]
+    parts = [
+        *(table(rows) for _, rows in tables_of(result)),
+        sentences(result, markdown=markdown),
+        notes(result),
+    ]
     return "\n\n".join(filter(None, parts))
 
 
-def tables_of(result: Mapping[str, Any]) -> list[list[Row]]:
-    """The tables of a study without tasks, or of one task, each with the names of columns first.
+def tables_of(result: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
+    """The tables of a study without tasks, or of one task.
 
     Args:
         result: what `summarize` made.
+
+    Returns:
+        Headings, and rows with the names of columns first.
     """
-    variants, score = result["variants"], result["scores"][0]["name"]
-    found = [
-        _score_rows(result),
-        _grid_rows(result),
-        _attacked_rows(variants, result["scores"]),
-        _cost_rows(variants, result["unit"]),
-        curve_rows(result),
-        closing_rows(result),
-        _routing_rows(variants, score),
-        _routing_difference_rows(variants, score),
-        _leak_rows(variants),
-        _honest_rows(variants),
-    ]
-    return [rows for rows in found if len(rows) > 1]
+    variants, score, beside = result["variants"], result["scores"][0]["name"], result["baseline"]
+    found = {
+        "Scores": _score_rows(result),
+        "Points of the grid": _grid_rows(result),
+        "On attacked data": _attacked_rows(variants, result["scores"]),
+        "Size and cost": _cost_rows(variants, result["unit"]),
+        "Validation over training": curve_rows(result),
+        "Lines through the differences": closing_rows(result),
+        "Routing": _routing_rows(variants, score),
+        f"Routing, less that of {beside}": _routing_difference_rows(variants, score),
+        "What later tokens are worth": _leak_rows(variants),
+        "Differences without what leaks": _honest_rows(variants),
+    }
+    return [(heading, rows) for heading, rows in found.items() if len(rows) > 1]
 
 
 def sentences(result: Mapping[str, Any], *, markdown: bool = False) -> str:
