@@ -46,7 +46,7 @@ def closing_answers(result: Mapping[str, Any]) -> list[str]:
             f"{slope['mean']:+.4f} with each doubling of {units} ({_interval(slope, 4)})"
         )
         if (zero := closing["crossing"]) is None:
-            found.append(f"{said}; that it goes to zero, no crossing is supported")
+            found.append(f"{said}; no crossing of zero is supported")
         else:
             low, high = (amount(zero[key]) for key in ("low", "high"))
             found.append(
@@ -78,7 +78,7 @@ def amount(value: float) -> str:
 def _answer(result: Mapping[str, Any], name: str, variant: Mapping[str, Any]) -> str:
     score, baseline = result["scores"][0], result["baseline"]
     named = name + (f" at {variant['point']}" if variant.get("point") else "")
-    if variant.get("leak") or name in result.get("about", {}).get("leaking", ()):
+    if variant.get("leak") or name in (result.get("about") or {}).get("leaking", ()):
         named += ", whose tokens see later ones,"
     title = f"mean {score['title']} over tasks" if "tasks" in result else score["title"]
     if (found := variant["difference"]) is None:

@@ -41,15 +41,19 @@ def draw_curves(
     curves, units = curves_of(result), f"{result['unit']}s"
     seen = sorted({each[units] for curve in curves.values() for each in curve})
     logarithmic = seen[-1] > LOGARITHMIC * seen[0] > 0
-    found = [each["difference"] for curve in curves.values() for each in curve]
-    numbers = [one[key] for one in found for key in ("mean", "low", "high")]
-    low, high = span([*filter(math.isfinite, numbers), 0.0])
+    low, high, beyond = _y_range([each for curve in curves.values() for each in curve], units)
     legend = 18 * math.ceil(len(curves) / 3)
     top, bottom = y + HEAD + legend, y + CURVES_HEIGHT - FOOT
     first, last = x + LEFT, x + WIDTH - RIGHT
-    to_x, to_y = _x_axis(seen, first, last, logarithmic), scale(low, high, bottom, top)
+    to_x, on_axis = _x_axis(seen, first, last, logarithmic), scale(low, high, bottom, top)
+
+    def to_y(value: float) -> float:
+        return on_axis(min(max(value, low), high))
+
     axis = ", logarithmic" if logarithmic else ""
-    note = f"by {units} seen{axis}; band: {100 * result['confidence']:.0f}% interval of the mean"
+    cut = "; cut at the edges" if beyond else ""
+    share = f"{100 * result['confidence']:.0f}%"
+    note = f"by {units} seen{axis}; band: {share} interval of the mean{cut}"
     parts = heading(title, note, x, y)
     for tick in ticks(low, high, 6):
         css = "grid" if tick else "zero"
@@ -66,6 +70,11 @@ def draw_curves(
     for number, (name, curve) in enumerate(curves.items()):
         places = [(to_x(each[units]), each["difference"]) for each in curve]
         parts += _draw_curve(name, places, to_y, colours[name])
+        parts += [
+            f'<circle class="mean" cx="{px}" cy="{to_y(mean)}" r="3" fill="{colours[name]}"/>'
+            for px, mean in ((px, one["mean"]) for px, one in places)
+            if low <= mean <= high
+        ]
         place = f'x="{first + 150 * (number % 3):g}" y="{y + 48 + 18 * (number // 3):g}"'
         parts.append(
             f'<text {place} style="fill:{colours[name]};font-weight:600">{escape(name)}</text>'
@@ -73,10 +82,28 @@ def draw_curves(
     return parts
 
 
+def _y_range(steps: Sequence[Mapping[str, Any]], units: str) -> tuple[float, float, bool]:
+    """The ends of the y axis, and whether anything lies beyond them.
+
+    One spike at the start would press all that follows into a line: the axis has room for what
+    comes after the first quarter of validations.
+    """
+    seen = sorted({each[units] for each in steps})
+    start = seen[len(seen) // 4]
+    low, high = span([*_numbers([each for each in steps if each[units] >= start]), 0.0])
+    return low, high, any(not low <= number <= high for number in _numbers(steps))
+
+
+def _numbers(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Means and ends of intervals that there are."""
+    found = [each["difference"][key] for each in steps for key in ("mean", "low", "high")]
+    return [*filter(math.isfinite, found)]
+
+
 def _draw_curve(
     name: str, places: Sequence[tuple[float, Mapping[str, Any]]], to_y: Scale, colour: str
 ) -> list[str]:
-    """One variant: its mean as a line with a dot at each step, over the band of intervals."""
+    """One variant: its mean as a line, over the band of intervals."""
     parts = [f"<g><title>{escape(name)}</title>"]
     for has_interval, group in groupby(places, key=lambda at: math.isfinite(at[1]["low"])):
         if has_interval:
@@ -91,10 +118,6 @@ def _draw_curve(
     parts.append(
         f'<polyline class="curve" points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     )
-    parts += [
-        f'<circle class="mean" cx="{px}" cy="{to_y(one["mean"])}" r="3" fill="{colour}"/>'
-        for px, one in places
-    ]
     return [*parts, "</g>"]
 
 

@@ -177,7 +177,7 @@ def _made(result: Result) -> str:
     facts = [
         ("Command", f"<code>polyad study {escape(result['study'])}</code>"),
         ("Trained", escape(_days(days))),
-        ("By", "<br>".join(_environments(parts))),
+        ("With", "<br>".join(_environments(parts))),
         ("Base", escape(about["base"])),
         ("Seeds", ", ".join(f"{seed}" for seed in result["seeds"])),
     ]

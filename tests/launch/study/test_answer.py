@@ -87,7 +87,7 @@ def test_a_line_that_goes_to_zero_is_told_with_what_it_is_worth() -> None:
         "after 775M tokens (interval 775M to 775M), 7.39 times those of this study"
     )
     [said] = closing_answers(fitted([0.02] * 3, [0.01] * 3))
-    assert said.endswith("; that it goes to zero, no crossing is supported")
+    assert said.endswith("; no crossing of zero is supported")
     [said] = closing_answers(fitted([1.0] * 3, [-0.001] * 3))
     assert "zero after more than 1e15 tokens" in said
     assert closing_answers(SUMMARY) == []

@@ -119,6 +119,27 @@ def test_a_long_course_is_drawn_over_the_logarithm() -> None:
     assert not [*root.iter(f"{SVG}polygon")]  # one pair has no interval
 
 
+def test_a_spike_at_the_start_is_cut_and_does_not_flatten_the_rest() -> None:
+    def of(*differences: float) -> dict[str, Any]:
+        found = enumerate((0.0, *differences, 0.02, 0.01, 0.01, 0.01), start=1)
+        return {"validations": [{"step": s, "tokens": 10 * s, "score": d} for s, d in found]}
+
+    runs = [result("dense", 1, 4.0) | of(0.0), result("cp", 1, 4.1) | of(3.0)]
+    runs[0]["validations"] = [each | {"score": 0.0} for each in runs[0]["validations"]]
+    root = read(figure(summarize(plan("dense", "cp"), runs) | {"split": "test"}))
+    assert not [text for text in texts(root) if "cut" in text]  # step 2 of 6 is not at the start
+    runs[1]["validations"] = [
+        each | {"score": 3.0 if each["step"] == 1 else 0.02} for each in runs[1]["validations"]
+    ]
+    root = read(figure(summarize(plan("dense", "cp"), runs) | {"split": "test"}))
+    assert [text for text in texts(root) if text.endswith("; cut at the edges")]
+    heights = [e.text for e in root.iter(f"{SVG}text") if e.get("text-anchor") == "end"]
+    assert max(float(text or 0) for text in heights if text != "cp") <= 0.03
+    assert not [
+        e for e in root.iter(f"{SVG}circle") if float(e.get("cy", "nan")) < 16 + 44
+    ]  # nothing above the panel
+
+
 def test_names_are_escaped() -> None:
     found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "study": "a<b>&.yaml"}
     assert (read(figure(found)).get("aria-label") or "").startswith("a<b>&.yaml: dense, cp")

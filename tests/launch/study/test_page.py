@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from launch.cli import run
+from launch.study.about import about
 from launch.study.answer import UNCORRECTED, answers
 from launch.study.data import prepared
 from launch.study.folder import write_record
 from launch.study.page import page
 from launch.study.results import over_tasks
-from tests.launch.study.conftest import CP, WriteStudy
+from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 from tests.launch.study.test_answer import compared, fitted
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_results import SUMMARY, result
@@ -252,6 +253,24 @@ def test_a_finished_study_gives_its_page_without_training(
     stored = json.loads((study.folder / "results.json").read_text())
     assert stored["about"]["question"] == "Is cp better?"
     assert [each["step"] for each in stored["variants"]["cp"]["curve"]] == [2, 4]
+
+
+def test_keys_are_said_as_the_file_has_them(write_study: WriteStudy) -> None:
+    study = load_study(
+        write_study(
+            variants={"dense": None, "again": None, "leaky": {"model.feed_forward": LEAKY}},
+            from_runs={"again": {"distill.teacher": "dense"}},
+            grids={"leaky": {"optimizer.learning_rate": [2.0e-5, 0.1]}},
+        )
+    )
+    found = about(study, [])
+    assert found["common"] == {"optimizer.learning_rate": "0.01", "log.trackers": "[]"}
+    assert found["variants"]["again"] == {"distill.teacher": "the run of dense"}
+    assert json.loads(found["variants"]["leaky"]["model.feed_forward"]) == LEAKY
+    assert found["grids"]["leaky"] == {"optimizer.learning_rate": "[2e-05, 0.1]"}
+    assert found["leaking"] == ["leaky"]
+    assert (found["question"], found["not_shown"], found["days"]) == (None, [], [])
+    assert found["environments"] == []
 
 
 @pytest.mark.slow
