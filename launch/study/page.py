@@ -22,11 +22,14 @@ from train.experts.report.style import CSS
 Result = Mapping[str, Any]
 WORTH = (
     "What such a line is worth: it says where a longer study should look, and no more. Its "
-    "intervals have in them what seeds differ by, and nothing of whether the line goes on straight."
+    "intervals have in them what seeds differ by, and nothing of whether the line goes on "
+    "straight; and where the learning rate falls to the end, a longer training has another one at "
+    "the same step."
 )
 PAGE_CSS = """
 .answers { padding-left: 1.1rem; max-width: 56rem; }
 .answers li { margin: .35rem 0; }
+section > h3 { margin-top: 1.3rem; }
 .question { font-size: 1.1rem; }
 .unfinished { border: 1px solid var(--second); border-radius: 8px; padding: .5rem .8rem; }
 table.numbers td, table.numbers th { white-space: nowrap; }

@@ -18,11 +18,12 @@ from launch.study.data import prepared
 from launch.study.folder import write_record
 from launch.study.page import page
 from launch.study.results import over_tasks
+from launch.study.run import compare_finished
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 from tests.launch.study.test_answer import compared, fitted
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_results import SUMMARY, result
-from train.study.reading import load_study
+from train.study.reading import load_studies, load_study
 from train.study.study import Run
 
 EMPTY = ("meta", "br")
@@ -271,6 +272,26 @@ def test_keys_are_said_as_the_file_has_them(write_study: WriteStudy) -> None:
     assert found["leaking"] == ["leaky"]
     assert (found["question"], found["not_shown"], found["days"]) == (None, [], [])
     assert found["environments"] == []
+
+
+def test_what_is_finished_of_tasks_is_compared_without_the_others(
+    write_study: WriteStudy, data: Path
+) -> None:
+    tasks = {name: {"data.path": str(data)} for name in ("one", "other")}
+    path = write_study(data=None, tasks=tasks)
+    assert compare_finished(path) is None
+    study = load_studies(path)["other"]
+    first, second = study.runs(study.variants)
+    finish(first, 5.0)
+    finish(second, 4.5)
+    found = compare_finished(path)
+    assert found is not None
+    assert not found["finished"]
+    assert [*found["tasks"]] == ["other"]
+    read = Reader(page(found))
+    assert "This study is not finished : 2 of its runs are" in read.text("")
+    assert "one pair: no interval: loss -0.5000 nats a token" in read.text("Task other")
+    assert not (study.folder / "results.json").exists()
 
 
 @pytest.mark.slow
