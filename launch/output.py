@@ -50,6 +50,29 @@ def check_json_path(path: str | None) -> None:
         raise UsageError(f"--json: {path} cannot be written to")
 
 
+def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) -> None:
+    """Checks, before any work is done, that a file for a result can be written there.
+
+    Args:
+        option: that names it, as `--figure`.
+        path: the file.
+        suffix: that it has to have, as `.svg`.
+        dry_run: whether there will be no result.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if dry_run:
+        raise UsageError(f"{option}: {path} is not allowed with --dry-run, which has no results")
+    if path.suffix != suffix:
+        raise UsageError(f"{option}: {path}: a file that ends in {suffix} is needed")
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise UsageError(f"{option}: {path}: {wrong}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option}: {path} cannot be written to")
+
+
 def show(result: dict[str, Any], table: str, json_path: str | None, stdout: TextIO) -> None:
     """Hands over a result: the table to a person, JSON to a program.
 

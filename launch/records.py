@@ -93,5 +93,23 @@ def last_fluctuation(records: Records) -> dict[str, float] | None:
     return last | {"steps": read[-1]["step"] - read[-2]["step"]}
 
 
+def validations(records: Records, score: str, units: str) -> list[dict[str, Any]]:
+    """What a run was validated to while it was trained, oldest first.
+
+    Args:
+        records: of a run.
+        score: the key of the score.
+        units: the key of what was seen of the data, as `tokens`.
+
+    Returns:
+        Of each step with a finite score and known units `step`, the units and `score`.
+    """
+    return [
+        {"step": record["step"], units: record[units], "score": float(record[score])}
+        for record in records
+        if record.get(score) is not None and units in record
+    ]
+
+
 def _is_load(key: str) -> bool:
     return key.startswith("routing/") and key.endswith("/load")

@@ -189,6 +189,13 @@ def study_arguments(parser: Parser) -> None:
     )
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--figure", type=Path, metavar="FILE", help="draw the comparison into FILE, as .svg")
+    add(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="write all of the result into FILE as one .html page: what was asked, what the "
+        "intervals say, figure, tables, and how it was made; also where a run fails or is stopped",
+    )
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
 
 

@@ -163,21 +163,32 @@ def study(options: Namespace) -> None:
 
     prepare_environment()
     from launch.study.figure import check_figure, figure
+    from launch.study.page import check_page, page
     from launch.study.progress import plans_table
-    from launch.study.run import describe_study, study
+    from launch.study.run import compare_finished, describe_study, study
     from launch.study.tables import result_table
+    from train.errors import RunError, Stopped
 
     check_json_path(options.json)
     if options.figure is not None:
         check_figure(options.figure, dry_run=options.dry_run)
+    if options.page is not None:
+        check_page(options.page, dry_run=options.dry_run)
     with only_results_on_stdout() as stdout:
         if options.dry_run:
             plan = describe_study(options.study)
             show(plan, plans_table(plan), options.json, stdout)
             return
-        result = study(options.study)
+        try:
+            result = study(options.study)
+        except (RunError, Stopped, KeyboardInterrupt):
+            if options.page is not None and (found := compare_finished(options.study)):
+                options.page.write_text(page(found), encoding="utf-8")
+            raise
         if options.figure is not None:
             options.figure.write_text(figure(result), encoding="utf-8")
+        if options.page is not None:
+            options.page.write_text(page(result), encoding="utf-8")
         show(result, result_table(result, markdown=options.markdown), options.json, stdout)
 
 

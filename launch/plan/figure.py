@@ -4,7 +4,7 @@ import math
 from html import escape
 from typing import Any
 
-from launch.study.figure import COLOURS, STYLE
+from launch.study.drawing import COLOURS, STYLE
 from train.config.describe import in_bytes
 
 WIDTH, HEIGHT, MARGIN = 460, 320, 56

@@ -1,11 +1,11 @@
 """A study as a picture, in SVG: what `polyad study --figure` draws.
 
-One panel for each measure that tells variants apart, with every seed as a dot, and one for what
-later tokens are worth over training. The same results give the same bytes.
+One panel for each measure that tells variants apart, with every seed as a dot, one for differences
+over training, and one for what later tokens are worth over training. The same results give the
+same bytes.
 """
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,28 +13,29 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.parser import UsageError
+from launch.output import check_result_file
+from launch.study.curve_panel import CURVES_HEIGHT, curves_of, draw_curves
+from launch.study.drawing import (
+    COLOURS,
+    FOOT,
+    GAP,
+    HEAD,
+    MARGIN,
+    ROW,
+    STYLE,
+    WIDTH,
+    Scale,
+    heading,
+    scale,
+    span,
+)
 from launch.study.results import measures
 from train.experts.report.charts import ticks
 
-WIDTH, MARGIN, GAP = 520, 16, 28
-"""Of a panel; around all; between two."""
-ROW, HEAD, FOOT = 26, 44, 34
-"""Heights: of a variant, of a panel's title, of its axis."""
 NAMES = 140
 """Width of the variants' names."""
 LEAK_HEIGHT = 260
 WAYS = ("prefix", "masked")
-Scale = Callable[[float], float]
-COLOURS = (
-    *("#4477aa", "#228833", "#aa3377", "#dd6611", "#0099bb", "#997700"),
-    *("#555555", "#cc3311", "#77aa22", "#332288"),
-)
-"""Of variants, in their order: told apart by most who do not see all colours."""
-STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#222}.title{font-weight:600;font-size:14px}"
-    ".note{fill:#666;font-size:11px}.grid{stroke:#e3e3e3}.zero{stroke:#888}"
-)
 
 
 class Panel(NamedTuple):
@@ -65,31 +66,31 @@ def check_figure(path: Path, *, dry_run: bool) -> None:
     Raises:
         UsageError: it cannot.
     """
-    if dry_run:
-        raise UsageError(f"--figure: {path} is not allowed with --dry-run, which has no results")
-    if path.suffix != ".svg":
-        raise UsageError(f"--figure: {path}: a file that ends in .svg is needed")
-    if path.is_dir() or not path.parent.is_dir():
-        wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise UsageError(f"--figure: {path}: {wrong}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--figure: {path} cannot be written to")
+    check_result_file("--figure", path, ".svg", dry_run=dry_run)
 
 
-def figure(result: Mapping[str, Any]) -> str:
+def figure(result: Mapping[str, Any], *, inline: bool = False) -> str:
     """Draws a study.
 
     Args:
-        result: what `summarize` made.
+        result: what `summarize` made, or `over_tasks`.
+        inline: for a page that has the style for the class `study`, in place of a file.
 
     Returns:
-        The text of an SVG file.
+        The text of an SVG file, or an element.
     """
     leaks = {name: v["leak"] for name, v in result["variants"].items() if v.get("leak")}
     panels = _panels_of_tasks(result) if "tasks" in result else _panels(result)
     drawings: list[tuple[float, Callable[[float, float], list[str]]]] = [
         (_panel_height(panel), partial(_draw_panel, panel)) for panel in panels
     ]
+    for task, found in result.get("tasks", {"": result}).items():
+        if curves_of(found):
+            title = (f"{task}: " if task else "") + (
+                f"{found['validation_score'].replace('_', ' ')} less that of {found['baseline']}"
+            )
+            panel = partial(draw_curves, found, _colours(found), title[0].upper() + title[1:])
+            drawings.append((CURVES_HEIGHT, panel))
     if leaks:
         drawings.append((LEAK_HEIGHT, partial(_draw_leaks, leaks, _colours(result))))
     parts: list[str] = []
@@ -101,12 +102,13 @@ def figure(result: Mapping[str, Any]) -> str:
         y += max(height for height, _ in pair) + GAP
     width = 2 * MARGIN + WIDTH + (WIDTH + GAP if len(drawings) > 1 else 0)
     title = escape(f"{result['study']}: {', '.join(result['variants'])}")
+    fits = f"max-width:{width}px;min-width:{0.65 * width:.0f}px"
+    css = f' class="study" style="{fits}"' if inline else ""
+    style = "" if inline else f"<style>{STYLE}</style>"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg"{css} viewBox="0 0 {width} {y:g}" width="{width}" '
         f'height="{y:g}" role="img" aria-label="{title}"><title>{title}</title>'
-        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-        + "".join(parts)
-        + "</svg>\n"
+        f'{style}<rect width="100%" height="100%" fill="#fff"/>' + "".join(parts) + "</svg>\n"
     )
 
 
@@ -185,20 +187,13 @@ def _panel_height(panel: Panel) -> float:
     return HEAD + ROW * len(panel.rows) + FOOT
 
 
-def _head(title: str, note: str, x: float, y: float) -> list[str]:
-    return [
-        f'<text class="title" x="{x:g}" y="{y + 14:g}">{escape(title)}</text>',
-        f'<text class="note" x="{x:g}" y="{y + 30:g}">{escape(note)}</text>',
-    ]
-
-
 def _draw_panel(panel: Panel, x: float, y: float) -> list[str]:
     numbers = [v for row in panel.rows for v in (*row.values, row.mean, row.low, row.high)]
     known = [value for value in numbers if math.isfinite(value)]
-    low, high = _span(known + [0.0] * panel.from_zero)
+    low, high = span(known + [0.0] * panel.from_zero)
     top, bottom = y + HEAD, y + HEAD + ROW * len(panel.rows)
-    to_x = _scale(low, high, x + NAMES, x + WIDTH - 12)
-    parts = _head(panel.title, panel.note, x, y)
+    to_x = scale(low, high, x + NAMES, x + WIDTH - 12)
+    parts = heading(panel.title, panel.note, x, y)
     for tick in ticks(low, high, 5):
         css = "zero" if tick == 0 and panel.from_zero else "grid"
         parts.append(
@@ -241,12 +236,12 @@ def _draw_leaks(
     steps = sorted({int(step) for leak in leaks.values() for step in leak})
     found = [one[f"{way}_leak"] for leak in leaks.values() for one in leak.values() for way in WAYS]
     numbers = [value for one in found for value in (one["mean"], *one["differences"])]
-    low, high = _span([*(value for value in numbers if math.isfinite(value)), 0.0])
+    low, high = span([*(value for value in numbers if math.isfinite(value)), 0.0])
     top, bottom = y + HEAD + 18 * math.ceil(len(leaks) / 3), y + LEAK_HEIGHT - FOOT
-    to_x = _scale(0, steps[-1], x + 50, x + WIDTH - 12)
-    to_y = _scale(low, high, bottom, top)
+    to_x = scale(0, steps[-1], x + 50, x + WIDTH - 12)
+    to_y = scale(low, high, bottom, top)
     note = "full, dots seeds: text cut before each token; dashed: with the mask; by step"
-    parts = _head("What later tokens are worth, nats a token", note, x, y)
+    parts = heading("What later tokens are worth, nats a token", note, x, y)
     for tick in ticks(low, high, 6):
         css = "grid" if tick else "zero"
         parts.append(
@@ -284,15 +279,3 @@ def _draw_leak(leak: Mapping[str, Any], colour: str, to_x: Scale, to_y: Scale) -
         for value in one["prefix_leak"]["differences"]
     ]
     return parts
-
-
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Of an axis: from the least to the most, with room beside both."""
-    low, high = min(values), max(values)
-    room = 0.06 * (high - low) or 0.5
-    return low - room, high + room
-
-
-def _scale(low: float, high: float, first: float, last: float) -> Scale:
-    """From values to places."""
-    return lambda value: round(first + (value - low) / (high - low) * (last - first), 1)

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.study.curves import closing, curve
 from train.config.environment import describe_environment
 from train.errors import RunError
 from train.study.paired import CONFIDENCE, paired_difference, spread
@@ -51,6 +52,8 @@ def summarize(
         "baseline": plan["baseline"],
         "unit": plan["unit"],
         "scores": plan["scores"],
+        "validation_score": plan["validation_score"],
+        "higher_is_better": plan["higher_is_better"],
         "seeds": plan["seeds"],
         "swept_seeds": plan["swept_seeds"],
         "finished": len(results) == plan["num_runs"],
@@ -60,6 +63,7 @@ def summarize(
             name: plan["variants"][f"{name}/{points[name]}".rstrip("/")]
             | {"point": points[name]}
             | _compared(runs, baseline, averaged)
+            | _over_training(runs, None if name == plan["baseline"] else baseline, units)
             for name, runs in by_variant.items()
             if runs
         },
@@ -99,6 +103,8 @@ def over_tasks(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -
         }
     return {
         **{key: first[key] for key in ("study", "baseline", "unit", "scores", "seeds")},
+        "higher_is_better": first["higher_is_better"],
+        "about": first.get("about"),
         "finished": len(results) == len(tasks) and all(r["finished"] for r in results.values()),
         "variants": variants,
         "tasks": dict(results),
@@ -129,6 +135,14 @@ def _compared(runs: BySeed, baseline: BySeed, averaged: Sequence[str]) -> dict[s
         "difference": beside.get(score),
         "differences": beside,
         "leak": _leaks(runs, baseline),
+    }
+
+
+def _over_training(runs: BySeed, baseline: BySeed | None, units: str) -> dict[str, Any]:
+    """Validation in training; the baseline is compared with none."""
+    return {
+        "curve": curve(runs, baseline, units),
+        "closing": None if baseline is None else closing(runs, baseline, units),
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from launch.child import STOPPED, polyad
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+from launch.study.about import about
 from launch.study.choice import Results, choose, grids, validation_score
 from launch.study.data import model_of, prepared
 from launch.study.folder import (
@@ -110,6 +111,26 @@ def study(file: Path) -> dict[str, Any]:
         return result
 
 
+def compare_finished(file: Path) -> dict[str, Any] | None:
+    """Compares the runs of a study that are finished; nothing is started or written.
+
+    Args:
+        file: the study.
+
+    Returns:
+        As `study` gives it, of tasks that were begun; None where no run is finished.
+    """
+    found, waiting = {}, []
+    for name, study in load_studies(file).items():
+        if results := _finished(study):
+            found[name] = _compare(study, _plan(study, results), results)
+        else:
+            waiting.append(name)
+    if not found or "" in found:
+        return found.get("")
+    return over_tasks(found, [*found, *waiting])
+
+
 def _finished(study: Study) -> Results:
     """The results that are there, of all points of the grid."""
     every = (
@@ -199,6 +220,8 @@ def _plan(study: Study, results: Results) -> dict[str, Any]:
         "baseline": study.config.baseline,
         "unit": unit,
         "scores": [score._asdict() for score in study.task.scores],
+        "validation_score": study.task.validation_score,
+        "higher_is_better": study.task.higher_is_better,
         "seeds": study.config.seeds,
         "swept_seeds": study.swept_seeds,
         "groups": {name: [v.name for v in points] for name, points in study.groups.items()},
@@ -330,6 +353,12 @@ def _seconds_left(took: Mapping[str, Sequence[float]], names: Sequence[str]) -> 
 
 
 def _write_results(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str, Any]:
+    found = _compare(study, plan, results)
+    write_json(study.folder / RESULTS, found)
+    return found
+
+
+def _compare(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str, Any]:
     chosen = choose(study, results)
     done = [run for run in study.runs(chosen) if _key(run) in results]
     runs = [results[_key(run)] | read_measures(run) for run in done]
@@ -337,7 +366,7 @@ def _write_results(study: Study, plan: Mapping[str, Any], results: Results) -> d
     found["grids"] = grids(study, results)
     found["split"] = study.config.split
     found["attack"] = study.config.attack and study.config.attack.model_dump()
-    write_json(study.folder / RESULTS, found)
+    found["about"] = about(study, done)
     return found
 
 

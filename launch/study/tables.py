@@ -5,8 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.output import align
+from launch.study.answer import a_doubling, amount, answers
+from launch.study.notes import notes, tasks_note
 
 Row = tuple[str, ...]
+MOST_STEPS = 8
+"""Of training, in a table."""
 
 
 def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
@@ -19,18 +23,43 @@ def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
     if "tasks" in result:
         return tasks_table(result, markdown=markdown)
     table = _markdown if markdown else align
-    variants, score = result["variants"], result["scores"][0]["name"]
-    found = [
-        _score_rows(variants, result["scores"]),
-        _grid_rows(result),
-        _attacked_rows(variants, result["scores"]),
-        _cost_rows(variants, result["unit"]),
-        _routing_rows(variants, score),
-        _routing_difference_rows(variants, score),
-        _leak_rows(variants),
-        _honest_rows(variants),
+    parts = [
+        *(table(rows) for _, rows in tables_of(result)),
+        sentences(result, markdown=markdown),
+        notes(result),
     ]
-    return "\n\n".join([*(table(rows) for rows in found if len(rows) > 1), _notes(result)])
+    return "\n\n".join(filter(None, parts))
+
+
+def tables_of(result: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
+    """The tables of a study without tasks, or of one task.
+
+    Args:
+        result: what `summarize` made.
+
+    Returns:
+        Headings, and rows with the names of columns first.
+    """
+    variants, score, beside = result["variants"], result["scores"][0]["name"], result["baseline"]
+    found = {
+        "Scores": _score_rows(result),
+        "Points of the grid": _grid_rows(result),
+        "On attacked data": _attacked_rows(variants, result["scores"]),
+        "Size and cost": _cost_rows(variants, result["unit"]),
+        "Validation over training": curve_rows(result),
+        "Lines through the differences": closing_rows(result),
+        "Routing": _routing_rows(variants, score),
+        f"Routing, less that of {beside}": _routing_difference_rows(variants, score),
+        "What later tokens are worth": _leak_rows(variants),
+        "Differences without what leaks": _honest_rows(variants),
+    }
+    return [(heading, rows) for heading, rows in found.items() if len(rows) > 1]
+
+
+def sentences(result: Mapping[str, Any], *, markdown: bool = False) -> str:
+    """What the intervals come to, a line for each variant."""
+    mark = "- " if markdown else ""
+    return "\n".join(f"{mark}{sentence}" for sentence in answers(result))
 
 
 def tasks_table(result: dict[str, Any], *, markdown: bool = False) -> str:
@@ -41,6 +70,22 @@ def tasks_table(result: dict[str, Any], *, markdown: bool = False) -> str:
         markdown: for a page instead of a terminal.
     """
     table = _markdown if markdown else align
+    parts = [table(over_tasks_rows(result))]
+    for task, found in result["tasks"].items():
+        shown = (_score_rows, _grid_rows, curve_rows, closing_rows)
+        first, *others = (rows(found) for rows in shown)
+        if len(first) > 1:
+            parts.append(f"{task}\n{table(first)}")
+        parts += [table(rows) for rows in others if len(rows) > 1]
+    return "\n\n".join([*parts, sentences(result, markdown=markdown), tasks_note(result)])
+
+
+def over_tasks_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Each variant's score on each task, their mean, and its difference.
+
+    Args:
+        result: what `over_tasks` made.
+    """
     tasks, first = result["tasks"], result["scores"][0]
     name, digits = first["name"], first["digits"]
     rows: list[Row] = [
@@ -53,19 +98,7 @@ def tasks_table(result: dict[str, Any], *, markdown: bool = False) -> str:
         mean = _pm(over["mean"], digits) if over else ""
         beside = _difference_cells(over["difference"] if over else None, digits)
         rows.append((variant, *cells, mean, *beside))
-    parts = [table(rows)]
-    for task, found in tasks.items():
-        if len(differences := _score_rows(found["variants"], found["scores"])) > 1:
-            parts.append(f"{task}\n{table(differences)}")
-        if len(grids := _grid_rows(found)) > 1:
-            parts.append(table(grids))
-    baseline = result["baseline"]
-    return "\n\n".join(parts) + (
-        f"\n\nmean ± standard deviation over seeds, of the {first['title']} on the "
-        f"{next(iter(tasks.values()))['split']} split of each task\ndifference: the mean over "
-        f"tasks less {baseline}'s of the same seed; interval: of its mean, by the t distribution "
-        f"over pairs; * leaves 0 out"
-    )
+    return rows
 
 
 def _grid_rows(result: Mapping[str, Any]) -> list[Row]:
@@ -82,8 +115,9 @@ def _grid_rows(result: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _score_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _score_rows(result: Mapping[str, Any]) -> list[Row]:
     """The first two scores, and the difference of the first."""
+    variants, scores = result["variants"], result["scores"]
     first, *others = scores[:2]
     titles = (score["title"] for score in scores[:2])
     rows: list[Row] = [("variant", *titles, "difference", "95% interval", "pairs")]
@@ -137,6 +171,60 @@ def _cost_rows(variants: Mapping[str, Any], unit: str) -> list[Row]:
         for name, variant in variants.items()
     ]
     return rows
+
+
+def curve_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Validation over training: the baseline's score, and the others' differences to it."""
+    baseline, unit = result["baseline"], result["unit"]
+    curves = {name: v["curve"] for name, v in result["variants"].items() if v["curve"]}
+    if curves.keys() <= {baseline}:
+        return []
+    steps = {each["step"]: each[f"{unit}s"] for curve in curves.values() for each in curve}
+    shown = _evenly(sorted(steps), MOST_STEPS)
+    rows: list[Row] = [(f"after {unit}s", *(amount(steps[step]) for step in shown))]
+    for name, curve in curves.items():
+        at = {each["step"]: each for each in curve}
+        cells = [_curve_cell(at[step]) if step in at else "" for step in shown]
+        rows.append((name if name == baseline else f"{name} - {baseline}", *cells))
+    return rows
+
+
+def _evenly(steps: Sequence[int], most: int) -> list[int]:
+    """Some of the steps, the first and the last among them."""
+    if len(steps) <= most:
+        return [*steps]
+    last = len(steps) - 1
+    return [steps[round(i * last / (most - 1))] for i in range(most)]
+
+
+def _curve_cell(at: Mapping[str, Any]) -> str:
+    difference = at["difference"]
+    if difference is None:
+        return f"{at['score']['mean']:.4f}"
+    return f"{difference['mean']:+.4f}" + _mark(difference)
+
+
+def closing_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Lines through differences over the logarithm of what was seen."""
+    units = f"{result['unit']}s"
+    rows: list[Row] = [
+        ("closing", "line at the end", "95% interval", "a doubling", "95% interval",
+         "zero after", "95% interval", "seeds"),
+    ]  # fmt: skip
+    for name, variant in result["variants"].items():
+        if (found := variant["closing"]) is not None:
+            zero = found["crossing"]
+            at = [amount(zero[key]) for key in ("units", "low", "high")] if zero else []
+            where = (at[0], f"{at[1]} to {at[2]} {units}") if at else ("", "none is supported")
+            end, doubling = found["at_end"], a_doubling(found)
+            cells = (*_mean_cells(end), *_mean_cells(doubling), *where, f"{end['pairs']}")
+            rows.append((name, *cells))
+    return rows
+
+
+def _mean_cells(found: Mapping[str, Any]) -> Row:
+    interval = f"{found['low']:+.4f} to {found['high']:+.4f}{_mark(found)}"
+    return f"{found['mean']:+.4f}", interval
 
 
 def _routing_rows(variants: Mapping[str, Any], score: str) -> list[Row]:
@@ -214,60 +302,6 @@ def _honest_rows(variants: Mapping[str, Any]) -> list[Row]:
 def _pm(values: Mapping[str, Any], digits: int, sign: str = "") -> str:
     mean, deviation = f"{values['mean']:{sign}.{digits}f}", values["deviation"]
     return mean if math.isnan(deviation) else f"{mean} ± {deviation:.{digits}f}"
-
-
-def _notes(result: Mapping[str, Any]) -> str:
-    variants, name = result["variants"].values(), result["baseline"]
-    counts = {len(variant["seeds"]) for variant in variants}
-    seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
-    score, units = result["scores"][0], f"{result['unit']}s"
-    in_unit = f" in {score['unit']}" if score["unit"] else ""
-    notes = []
-    if result["grids"]:
-        swept = ", ".join(str(seed) for seed in result["swept_seeds"])
-        notes.append(f"grid: chosen by the mean on the validation split, seeds {swept}")
-    notes += [
-        f"mean ± standard deviation over {seeds} seeds; {score['title']}{in_unit} on the "
-        f"{result[f'{units}_scored']:,} {units} of the {result['split']} split",
-        f"difference: {score['title']} less {name}'s of the same seed, which saw the same batches; "
-        f"interval: of its mean, by the t distribution over pairs; * leaves 0 out",
-        f"{units}/s: of the median step, and of what else the machine did; routing: over all "
-        f"layers and the last 10 steps",
-    ]
-    if any("changed_set" in variant["measures"] for variant in variants):
-        apart = {run["fluctuation"]["steps"] for run in result["runs"] if "fluctuation" in run}
-        steps = " or ".join(f"{step:g}" for step in sorted(apart))
-        notes.append(
-            f"changed: share of the probe set's tokens with another first expert, or other "
-            f"experts, than {steps} steps before the end"
-        )
-    if any(f"attacked_{score['name']}" in variant["measures"] for variant in variants):
-        rate, seed = result["attack"]["rate"], result["attack"]["seed"]
-        how = "words of the text became AAA at a rate of"
-        if result["unit"] == "image":
-            how = "pixels from 0 to 1 had Gaussian noise of"
-        notes.append(f"attacked: {how} {rate:g} (seed {seed})")
-    if any("polysemanticity" in variant["measures"] for variant in variants):
-        notes.append(
-            "polysemanticity: 0 where each expert matters to one class alone, mean over experts "
-            "that matter to any; experts_that_matter: their share"
-        )
-    if any("entropy_bits" in variant["measures"] for variant in variants):
-        notes.append(
-            "entropy_bits H_s, of a token's probabilities; usage_entropy_bits H_u, of their mean; "
-            "information_bits I(E; Y), of experts and classes, or classes of tokens; experts_used: "
-            "with 1% of all or more; expert_cosine, expert_cka: how alike outputs of two are"
-        )
-    leaks = [leak for variant in variants for leak in variant["leak"].values()]
-    if leaks:
-        tokens = sorted({leak["prefix_tokens"] for leak in leaks})
-        error = max(leak["prefix_standard_error"] for leak in leaks)
-        notes.append(
-            f"leak: the same weights on the same tokens, where no token sees later ones: with the "
-            f"mask, the whole split; from the prefix, the text cut before each of a sample of "
-            f"{tokens[0]:,} tokens a run, whose own standard error is at most {error:.4f}"
-        )
-    return "\n".join(notes)
 
 
 def _markdown(rows: list[Row]) -> str:

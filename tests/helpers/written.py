@@ -45,7 +45,7 @@ PAGES = (
     *("images", "finetune", "studies", "findings"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
-MAKES = frozenset({"output", "json", "figure", "destination"})
+MAKES = frozenset({"output", "json", "figure", "page", "destination"})
 """Arguments that name what a command makes; it reads every other path."""
 
 

@@ -64,6 +64,11 @@ class StudyLeak(Config):
 class StudyConfig(Config):
     """What is compared, on what, how often."""
 
+    question: str | None = None
+    """What the study asks, in one sentence, as the page of its result shows it; null: nothing."""
+    not_shown: str | list[str] | None = None
+    """What its result does not show, in plain text, or in several that are a paragraph each; null:
+    nothing is said."""
     base: PathText
     """A run's configuration file, relative to where the command is started."""
     folder: PathText
@@ -102,6 +107,16 @@ class StudyConfig(Config):
     same seed, as {distilled: {checkpoint.init_from: attentive}}."""
     variants: dict[str, dict[str, Any]]
     """By name, the dotted keys that make the variant; in the order of the tables."""
+
+    @field_validator("question", "not_shown")
+    @classmethod
+    def _text_says_something(
+        cls, text: str | list[str] | None, info: ValidationInfo
+    ) -> str | list[str] | None:
+        texts = [] if text is None else [text] if isinstance(text, str) else text
+        if text == [] or not all(each.strip() for each in texts):
+            raise ValueError(f"{info.field_name}: is empty; text is allowed, or null")
+        return text
 
     @field_validator("variants", "tasks")
     @classmethod

@@ -60,11 +60,29 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
         values - baseline: mean +- t(n - 1) x deviation / sqrt(n) at `CONFIDENCE`, which takes the
         differences of pairs to be normally distributed.
     """
-    mean, deviation, count = spread([a - b for a, b in zip(values, baseline, strict=True)])
+    return interval([a - b for a, b in zip(values, baseline, strict=True)])
+
+
+def interval(differences: Sequence[float]) -> Difference:
+    """The mean of numbers, one of each seed or pair, and its interval; see `paired_difference`.
+
+    Args:
+        differences: at least one.
+    """
+    mean, deviation, count = spread(differences)
     if count == 1:
         return Difference(mean, math.nan, math.nan, math.nan, 1)
-    half = t_quantile(0.5 + CONFIDENCE / 2, count - 1) * deviation / math.sqrt(count)
+    half = confidence_factor(count) * deviation
     return Difference(mean, deviation, mean - half, mean + half, count)
+
+
+def confidence_factor(count: int) -> float:
+    """Half an interval of the mean of some numbers over their deviation: t(n - 1) / sqrt(n).
+
+    Args:
+        count: n, at least 2.
+    """
+    return t_quantile(0.5 + CONFIDENCE / 2, count - 1) / math.sqrt(count)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

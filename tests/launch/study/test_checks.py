@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from launch.cli import run
+from launch.study.folder import record_of
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
+from train.study.reading import load_study
 
 INIT = "checkpoint.init_from"
 
@@ -37,6 +39,10 @@ def variants(**own: Any) -> dict[str, Any]:
         ({"seeds": [1, 2, 1]}, ["seeds: [1, 2, 1]", "stands twice"]),
         ({"seeds": [-1]}, ["seeds.0: -1", "greater than or equal to 0"]),
         ({"seeds": ["one"]}, ["seeds.0: 'one'", "integer"]),
+        ({"question": " "}, ["question: is empty", "text is allowed"]),
+        ({"question": ["Is it?"]}, ["question: ['Is it?']", "string"]),
+        ({"not_shown": []}, ["not_shown: is empty"]),
+        ({"not_shown": ["a", ""]}, ["not_shown: is empty"]),
         ({"baseline": "dens"}, ["baseline: 'dens' is not allowed: dense, cp"]),
         ({"variants": {}}, ["variants: {} is not allowed"]),
         (
@@ -240,6 +246,15 @@ def test_a_folder_of_something_else_is_refused_and_left(
     (folder / "thesis.txt").write_text("precious")
     assert "holds thesis.txt, and no study" in refused(path, capfd)
     assert [entry.name for entry in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_what_a_study_asks_and_does_not_show_changes_no_result(write_study: WriteStudy) -> None:
+    plain = load_study(write_study())
+    assert (plain.config.question, plain.config.not_shown) == (None, None)
+    texts = {"question": "Is cp better?", "not_shown": ["Nothing at 124M.", "Nothing of speed."]}
+    asked = load_study(write_study(**texts))
+    assert (asked.config.question, asked.config.not_shown) == tuple(texts.values())
+    assert record_of(asked, "x") == record_of(plain, "x")
 
 
 def test_a_damaged_record_is_refused(

@@ -1,15 +1,19 @@
 """The picture of a study: it can be read, and everything in it is where its number says."""
 
+import itertools
+import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.study.figure import figure
 from launch.study.results import summarize
 from tests.launch.study.conftest import WriteStudy
+from tests.launch.study.test_answer import fitted
 from tests.launch.study.test_checks import refused
-from tests.launch.study.test_results import RUNS, SUMMARY, plan
+from tests.launch.study.test_results import RUNS, SUMMARY, plan, result
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -72,6 +76,68 @@ def test_one_seed_has_no_interval_and_one_variant_no_differences() -> None:
     assert "nan" not in ElementTree.tostring(root, encoding="unicode")
     root = read(figure(summarize(plan("dense"), RUNS[:1]) | {"split": "test"}))
     assert texts(root) == []
+
+
+def test_differences_over_training_are_where_their_numbers_say() -> None:
+    # 0.02 at the end and 0.01 less for each e-fold, evenly over eight steps.
+    root = read(figure(fitted([0.01, 0.02, 0.03], [-0.01] * 3)))
+    titles = [e.text for e in root.iter(f"{SVG}text") if e.get("class") == "title"]
+    assert titles[-1] == "Validation loss less that of dense"
+    assert not [text for text in texts(root) if "logarithmic" in text]  # of 8 times the first
+    [line] = (e for e in root.iter(f"{SVG}polyline") if e.get("class") == "curve")
+    places = [tuple(map(float, at.split(","))) for at in (line.get("points") or "").split()]
+    heights = {
+        float(e.text or ""): float(e.get("y", "nan")) - 4
+        for e in root.iter(f"{SVG}text")
+        if e.get("text-anchor") == "end" and (e.text or "x")[-1].isdigit()
+    }
+    (one, at_one), (other, at_other), *_ = heights.items()
+    for step, (_, y) in enumerate(places, start=1):
+        wanted = 0.02 - 0.01 * math.log(step / 8)
+        assert y == pytest.approx(
+            at_one + (wanted - one) / (other - one) * (at_other - at_one), abs=0.3
+        )
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(places)]
+    assert gaps == pytest.approx([gaps[0]] * 7, abs=0.3)
+    [band] = (e for e in root.iter(f"{SVG}polygon"))
+    assert len((band.get("points") or "").split()) == 2 * 8
+
+
+def test_a_long_course_is_drawn_over_the_logarithm() -> None:
+    def of(score: float) -> dict[str, Any]:
+        steps = (1, 10, 100)
+        return {"validations": [{"step": s, "tokens": 1000 * s, "score": score / s} for s in steps]}
+
+    runs = [result("dense", 1, 4.0) | of(5.0), result("cp", 1, 4.1) | of(6.0)]
+    root = read(figure(summarize(plan("dense", "cp"), runs) | {"split": "test"}))
+    assert "by tokens seen, logarithmic; band: 95% interval of the mean" in texts(root)
+    [line] = (e for e in root.iter(f"{SVG}polyline"))
+    first, middle, last = (float(at.split(",")[0]) for at in (line.get("points") or "").split())
+    assert middle == pytest.approx((first + last) / 2, abs=0.2)
+    ticks = [e.text for e in root.iter(f"{SVG}text") if e.get("class") == "note units"]
+    assert ticks == ["1,000", "2,000", "5,000", "10k", "20k", "50k", "100k"]
+    assert not [*root.iter(f"{SVG}polygon")]  # one pair has no interval
+
+
+def test_a_spike_at_the_start_is_cut_and_does_not_flatten_the_rest() -> None:
+    def of(*differences: float) -> dict[str, Any]:
+        found = enumerate((0.0, *differences, 0.02, 0.01, 0.01, 0.01), start=1)
+        return {"validations": [{"step": s, "tokens": 10 * s, "score": d} for s, d in found]}
+
+    runs = [result("dense", 1, 4.0) | of(0.0), result("cp", 1, 4.1) | of(3.0)]
+    runs[0]["validations"] = [each | {"score": 0.0} for each in runs[0]["validations"]]
+    root = read(figure(summarize(plan("dense", "cp"), runs) | {"split": "test"}))
+    assert not [text for text in texts(root) if "cut" in text]  # step 2 of 6 is not at the start
+    runs[1]["validations"] = [
+        each | {"score": 3.0 if each["step"] == 1 else 0.02} for each in runs[1]["validations"]
+    ]
+    root = read(figure(summarize(plan("dense", "cp"), runs) | {"split": "test"}))
+    assert [text for text in texts(root) if text.endswith("; cut at the edges")]
+    heights = [e.text for e in root.iter(f"{SVG}text") if e.get("text-anchor") == "end"]
+    assert max(float(text or 0) for text in heights if text != "cp") <= 0.03
+    assert not [
+        e for e in root.iter(f"{SVG}circle") if float(e.get("cy", "nan")) < 16 + 44
+    ]  # nothing above the panel
 
 
 def test_names_are_escaped() -> None:

@@ -26,6 +26,8 @@ def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
         **{"study": "s.yaml", "folder": "s", "baseline": names[0], "seeds": list(seeds)},
         "unit": "token",
         "scores": [score._asdict() for score in LanguageModelling.scores],
+        "validation_score": LanguageModelling.validation_score,
+        "higher_is_better": LanguageModelling.higher_is_better,
         "groups": {name: [name] for name in names},
         "swept_seeds": list(seeds),
         "num_runs": len(names) * len(seeds),
@@ -170,7 +172,8 @@ def test_a_leak_is_what_a_loss_gains_by_it_and_hides_beside_the_baseline() -> No
 
 def test_tables_have_what_was_measured() -> None:
     found = result_table(SUMMARY).split("\n\n")
-    order = ("variant", "attacked", "variant", "routing", "routing", "leak", "without", "mean")
+    order = ("variant", "attacked", "variant", "routing", "routing", "leak", "without")
+    order += ("leaky,", "mean")
     assert tuple(part.split()[0] for part in found) == order
     parts = {part.split()[0]: part for part in found}
     assert "+0.2000 ± 0.1000  -0.0484 to +0.4484" in parts["attacked"]
@@ -186,5 +189,5 @@ def test_tables_have_what_was_measured() -> None:
     assert "than 4 steps before the end" in notes
     assert "a sample of 100 tokens a run, whose own standard error is at most 0.0030" in notes
     markdown = result_table(SUMMARY, markdown=True)
-    for part in markdown.split("\n\n")[:-1]:
+    for part in markdown.split("\n\n")[:-2]:
         assert len({line.count("|") for line in part.splitlines()}) == 1

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.study.answer import answers
+from tests.launch.study.test_page import Reader
 from tests.launch.study.test_run import QUICK, start, write
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -52,8 +54,29 @@ def test_tasks_and_a_grid_are_trained_and_the_best_point_is_compared(
         [r["loss"] for r in t["runs"] if r["variant"] == "cp"] for t in result["tasks"].values()
     ]
     assert means == pytest.approx([(a + b) / 2 for a, b in zip(*by_task, strict=True)])
+    # The task of four steps was validated on the way: the curve is of the best points.
+    assert result["tasks"]["two"]["variants"]["cp"]["curve"] == []
+    curve = result["tasks"]["four"]["variants"]["cp"]["curve"]
+    assert [each["step"] for each in curve] == [2, 4]
+    for each in curve:
+        of_cp, of_dense = (
+            [
+                json.loads(line)["validation_loss"]
+                for seed in (1, 2)
+                for line in (at / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
+                if json.loads(line)["step"] == each["step"]
+            ]
+            for at in (folder / f"four/runs/{v}/learning_rate=0.01" for v in ("cp", "dense"))
+        )
+        assert each["tokens"] == each["step"] * 4 * 32
+        wanted = [a - b for a, b in zip(of_cp, of_dense, strict=True)]
+        assert each["difference"]["differences"] == pytest.approx(wanted)
+        assert each["score"]["mean"] == pytest.approx(sum(of_cp) / 2)
     # The same command again trains nothing.
-    again = start(path, "--json", "-")
+    again = start(path, "--json", "-", "--page", str(tmp_path / "page.html"))
     out, err = again.communicate(timeout=400)
     assert "== run" not in err
     assert json.loads(out)["variants"] == result["variants"]
+    read = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert f"{answers(result)[0]}." in read.text("What the intervals say")
+    assert "Four: validation loss less that of dense" in read.text("Figure")
