@@ -62,6 +62,12 @@ def notes(result: Mapping[str, Any]) -> str:
             f"the first quarter; zero after: where it would be 0 if it went on straight, which "
             f"nothing here shows; intervals are over seeds alone"
         )
+    if result["relations"]:
+        found.append(
+            "rank correlation: Spearman's over variants, within a seed; mean and interval over "
+            "seeds. Variants are no sample of anything, and one measure of many goes with the "
+            "score by chance"
+        )
     leaks = [leak for variant in variants for leak in variant["leak"].values()]
     if leaks:
         tokens = sorted({leak["prefix_tokens"] for leak in leaks})

@@ -10,31 +10,32 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from launch.study.results import Run, measures
 from train.study.paired import paired_difference
 
 LEAST = 5
 """Variants that make a correlation of ranks: of four, even perfect order comes by chance."""
 
 
-def relations(runs: Sequence[Run], score: str) -> dict[str, dict[str, Any]]:
+BySeed = Mapping[int, Mapping[str, Mapping[str, float]]]
+"""By seed and variant the measures of a run, by name."""
+
+
+def relations(measured: BySeed, score: str) -> dict[str, dict[str, Any]]:
     """Correlates every measure with the score, within each seed.
 
     Args:
-        runs: those that are compared.
+        measured: of the runs that are compared; the score is one of the measures.
         score: the one to look at.
 
     Returns:
         JSON values, by the measure's name: Spearman's rank correlation of each seed (`values`, by
-        `seeds`), their mean and its interval by the t distribution over seeds. Only measures that
+        `seeds`), their mean and its interval by the t distribution over seeds, as far
+        as it is from -1 to 1. Only measures that
         at least `LEAST` variants have, and that are not the same for all. Seeds of which some of
         these variants are not finished are left out.
     """
-    by_seed: dict[int, dict[str, dict[str, float]]] = {}
-    for run in runs:
-        by_seed.setdefault(run["seed"], {})[run["variant"]] = measures(run, score)
-    names = {name: None for known in by_seed.values() for each in known.values() for name in each}
-    found = {name: _relation(by_seed, name, score) for name in names if name != score}
+    names = {name: None for known in measured.values() for each in known.values() for name in each}
+    found = {name: _relation(measured, name, score) for name in names if name != score}
     return {name: relation for name, relation in found.items() if relation is not None}
 
 
@@ -52,15 +53,13 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return math.nan if alike else float(spearmanr(ours, theirs).statistic)
 
 
-def _relation(
-    by_seed: Mapping[int, Mapping[str, Mapping[str, float]]], name: str, score: str
-) -> dict[str, Any] | None:
+def _relation(measured: BySeed, name: str, score: str) -> dict[str, Any] | None:
     """Of one measure; None if too few variants have it."""
-    having = {v for known in by_seed.values() for v, each in known.items() if name in each}
+    having = {v for known in measured.values() for v, each in known.items() if name in each}
     if len(having) < LEAST:
         return None
     values = {}
-    for seed, known in by_seed.items():
+    for seed, known in measured.items():
         pairs = [(known[v][name], known[v][score]) for v in known if name in known[v]]
         if len(pairs) == len(having):
             correlation = rank_correlation(*zip(*pairs, strict=True))
@@ -69,7 +68,8 @@ def _relation(
     if not values:
         return None
     mean = paired_difference(list(values.values()), [0.0] * len(values))
-    return mean._asdict() | {
+    inside = {"low": max(mean.low, -1.0), "high": min(mean.high, 1.0)}
+    return mean._asdict() | inside | {
         "variants": len(having),
         "seeds": list(values),
         "values": list(values.values()),

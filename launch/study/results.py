@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.study.curves import closing, curve
+from launch.study.relations import relations
 from train.config.environment import describe_environment
 from train.errors import RunError
 from train.study.paired import CONFIDENCE, paired_difference, spread
@@ -28,7 +29,8 @@ def summarize(
     Returns:
         JSON values: for each variant with a finished run its sizes, means and spread over seeds,
         and the difference to the baseline over the seeds that both have finished. `runs` are those
-        that are compared, `swept` those of other points of a grid.
+        that are compared, `swept` those of other points of a grid; `relations` as the function of
+        that name.
 
     Raises:
         RunError: runs were scored on different tokens.
@@ -67,6 +69,7 @@ def summarize(
             for name, runs in by_variant.items()
             if runs
         },
+        "relations": _relations(by_variant, scores[0]),
         "runs": compared,
         "swept": [result for result in results if result not in compared],
         "environment": {
@@ -124,6 +127,16 @@ def _means_over_tasks(
         return {}
     seeds = [seed for seed in by_task[0] if all(seed in known for known in by_task)]
     return {seed: statistics.fmean(known[seed] for known in by_task) for seed in seeds}
+
+
+def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, dict[str, Any]]:
+    """Of the measures of all variants with the score."""
+    seeds = {seed: None for runs in by_variant.values() for seed in runs}
+    measured = {
+        seed: {n: measures(runs[seed], score) for n, runs in by_variant.items() if seed in runs}
+        for seed in seeds
+    }
+    return relations(measured, score)
 
 
 def _compared(runs: BySeed, baseline: BySeed, averaged: Sequence[str]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def tables_of(result: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
         "Lines through the differences": closing_rows(result),
         "Routing": _routing_rows(variants, score),
         f"Routing, less that of {beside}": _routing_difference_rows(variants, score),
+        f"Measures and {result['scores'][0]['title']}": _relation_rows(result),
         "What later tokens are worth": _leak_rows(variants),
         "Differences without what leaks": _honest_rows(variants),
     }
@@ -264,6 +265,19 @@ def _routing_names(variants: Mapping[str, Any], score: str) -> list[str]:
         if name != score and not name.startswith("attacked_")
     }
     return [name for name in names if any(each[name]["mean"] for each in known if name in each)]
+
+
+def _relation_rows(result: Mapping[str, Any]) -> list[Row]:
+    """Rank correlations of measures with the score, the strongest first."""
+    title = result["scores"][0]["title"]
+    rows: list[Row] = [(f"with {title}", "rank correlation", "95% interval", "seeds")]
+    known = result["relations"].items()
+    for name, found in sorted(known, key=lambda item: -abs(item[1]["mean"])):
+        several = found["pairs"] > 1
+        interval = f"{found['low']:+.2f} to {found['high']:+.2f}{_mark(found)}"
+        cells = (f"{found['mean']:+.2f}", interval if several else "none of one seed")
+        rows.append((name, *cells, f"{found['pairs']}"))
+    return rows
 
 
 def _leak_rows(variants: Mapping[str, Any]) -> list[Row]:
