@@ -69,9 +69,13 @@ def _relation(measured: BySeed, name: str, score: str) -> dict[str, Any] | None:
         return None
     mean = paired_difference(list(values.values()), [0.0] * len(values))
     inside = {"low": max(mean.low, -1.0), "high": min(mean.high, 1.0)}
-    return mean._asdict() | inside | {
-        "variants": len(having),
-        "seeds": list(values),
-        "values": list(values.values()),
-        "excludes_zero": mean.excludes_zero,
-    }
+    return (
+        mean._asdict()
+        | inside
+        | {
+            "variants": len(having),
+            "seeds": list(values),
+            "values": list(values.values()),
+            "excludes_zero": mean.excludes_zero,
+        }
+    )
