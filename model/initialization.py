@@ -9,6 +9,7 @@ Shapes: E experts.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -97,6 +98,28 @@ def uniform(bound: float) -> Initializer:
         bound: The largest absolute value.
     """
     return Initializer(lambda value, generator: value.uniform_(-bound, bound, generator=generator))
+
+
+def orthogonal(std: float, modes: int = 1) -> Initializer:
+    """Orthogonal rows, or columns if they are fewer, all of one length.
+
+    Source: Saxe et al. 2013, "Exact solutions to the nonlinear dynamics of learning in deep linear
+    neural networks"; drawn as Mezzadri 2006 says.
+
+    Args:
+        std: Root mean square of the entries.
+        modes: How many of the first dimensions are the rows of the matrix; the others are columns.
+    """
+
+    def fill(value: Tensor, generator: Generator) -> None:
+        rows = math.prod(value.shape[:modes])
+        shape = (rows, value.numel() // rows)
+        drawn = torch.empty(max(shape), min(shape)).normal_(generator=generator)
+        basis, triangle = torch.linalg.qr(drawn)
+        basis *= triangle.diagonal().sign() * std * math.sqrt(max(shape))  # unique, and uniform
+        value.copy_((basis if shape[0] >= shape[1] else basis.T).reshape(value.shape))
+
+    return Initializer(fill)
 
 
 def constant(number: float) -> Initializer:

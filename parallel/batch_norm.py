@@ -44,7 +44,7 @@ class SynchronizedBatchNorm(BatchNorm):
     """
 
     def __init__(self, whole: BatchNorm, world: comm.World) -> None:
-        super().__init__(whole.num_experts)
+        super().__init__(whole.num_experts, whole.epsilon)
         self._world = world
 
     def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:

@@ -287,7 +287,7 @@ class _CutGate(Gate):
 
     def __init__(self, whole: Gate, world: comm.World) -> None:
         nn.Module.__init__(self)
-        self.norm, self.activation = whole.norm, whole.activation
+        self.norm, self.activation, self.std = whole.norm, whole.activation, whole.std
         self.group = _Group()
         rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
         _replace(self, "weight", split_columns(tuple(whole.weight.shape), 1, rank, parts))

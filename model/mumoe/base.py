@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.initialization import Initializer, uniform
+from model.initialization import Initializer, orthogonal, uniform
 from model.mumoe.products import contract
 
 
@@ -39,6 +39,10 @@ class Sizes:
     """R1 = R2 of a ring, R2 of a train, R_N of Tucker; CP has none."""
     bias: bool
     """Whether every expert has a bias."""
+    orthogonal: bool = False
+    """Whether input and output factors begin with orthogonal rows or columns."""
+    expert_std: float = 1.0
+    """Standard deviation of the initial expert factors of the first level."""
     level_std: float = 0.0
     """Standard deviation of the initial expert factors of levels after the first."""
 
@@ -136,7 +140,8 @@ class Factorized(nn.Module, ABC):
         return sum(math.prod(shape) for shape in cls.factor_shapes(sizes).values())
 
     def initializers(self) -> dict[str, Initializer]:
-        """Uniform input and output factors, as torch's linear layers; experts by factorization.
+        """Uniform input and output factors, as torch's linear layers, or orthogonal ones of that
+        size; experts by factorization.
 
         Source: Oldfield et al. 2024, appendix F.2. The bias row starts as the rest of its factor.
         """
@@ -145,10 +150,18 @@ class Factorized(nn.Module, ABC):
             expert_factor(level): self.expert_initializer(level)
             for level in range(len(sizes.num_experts))
         }
+        outputs = self.output_factor.dim() - 1
         return experts | {
-            "input_factor": uniform(1 / math.sqrt(sizes.inputs)),
-            "output_factor": uniform(self.output_scale / math.sqrt(self.output_fan(sizes))),
+            "input_factor": self._start(sizes.inputs),
+            "output_factor": self._start(self.output_fan(sizes), outputs, self.output_scale),
         }
+
+    def _start(self, fan: int, modes: int = 1, scale: float = 1.0) -> Initializer:
+        """Of a factor that is a matrix from its first modes to the others."""
+        bound = scale / math.sqrt(fan)
+        if self.sizes.orthogonal:
+            return orthogonal(bound / math.sqrt(3), modes)  # entries as large as uniform ones
+        return uniform(bound)
 
     def expert_factors(self) -> list[Tensor]:
         """The factors of the expert modes, the first level first."""

@@ -78,6 +78,18 @@ class MuMoEConfig(FactorizedExperts):
     gate_norm: Literal["layer", "batch"] = "layer"
     """Of the scores: over the experts of a token, or over the tokens of a batch (vision models
     alone: it shows a token what comes after)."""
+    gate_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1.0e-5
+    """Added to the variance of the scores, by whose root they are divided. While scores are near
+    zero, as at the start, this root is what the gate's gradients are divided by."""
+    gate_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Standard deviation of the gate's initial weights. 0 is the paper's: every expert has the same
+    coefficient at first. The norm makes the least number here a decided gate."""
+    expert_std: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    """Standard deviation around one, or the identity, of the expert factors of the first level; 1
+    is the paper's. With less, experts begin more alike."""
+    factor_start: Literal["uniform", "orthogonal"] = "uniform"
+    """How input and output factors begin: with independent entries, as the paper's, or with
+    orthogonal rows or columns of the same size, so that no direction is weaker than another."""
     level_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Standard deviation around one, or the identity, of the expert factors of levels after the
     first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
@@ -217,6 +229,8 @@ class MuMoEConfig(FactorizedExperts):
             rank=rank,
             expert_rank=self.expert_rank,
             bias=self.bias,
+            expert_std=self.expert_std,
+            orthogonal=self.factor_start == "orthogonal",
             level_std=self.level_std,
         )
 

@@ -54,7 +54,7 @@ class CP(Factorized):
 
     def expert_initializer(self, level: int) -> Initializer:
         """N(1, 1): experts start alike but for noise; in further levels with less noise or none."""
-        return around_one(self.sizes.level_std if level else 1.0)
+        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, R] to [M, R]."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm, linear
 
-from model.initialization import ONES, ZEROS, Initializer
+from model.initialization import ONES, ZEROS, Initializer, normal
 from model.kernels.entmax import above_threshold
 
 EPSILON = 1e-5
-"""Added to the variance of the scores."""
+"""Added to the variance of the scores, unless a gate says otherwise: the paper's."""
 MOMENTUM = 0.1
 """Share by which BatchNorm's running statistics move towards those of a step."""
 
@@ -86,11 +86,12 @@ class ScoreNorm(nn.Module, ABC):
 
     Args:
         num_experts: N of each level.
+        epsilon: Added to the variance of the scores.
     """
 
-    def __init__(self, num_experts: Sequence[int]) -> None:
+    def __init__(self, num_experts: Sequence[int], epsilon: float = EPSILON) -> None:
         super().__init__()
-        self.num_experts = list(num_experts)
+        self.num_experts, self.epsilon = list(num_experts), epsilon
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each buffer starts; see `model/initialization.py`."""
@@ -119,7 +120,7 @@ class LayerNorm(ScoreNorm):
     def forward(self, scores_MS: Tensor) -> Normalized:
         """See `ScoreNorm.forward`."""
         levels = scores_MS.split_with_sizes(self.num_experts, dim=-1)
-        return Normalized([layer_norm(x_MN, x_MN.shape[-1:], eps=EPSILON) for x_MN in levels])
+        return Normalized([layer_norm(x_MN, x_MN.shape[-1:], eps=self.epsilon) for x_MN in levels])
 
 
 class BatchNorm(ScoreNorm):
@@ -135,8 +136,8 @@ class BatchNorm(ScoreNorm):
     running_mean: Tensor
     running_variance: Tensor
 
-    def __init__(self, num_experts: Sequence[int]) -> None:
-        super().__init__(num_experts)
+    def __init__(self, num_experts: Sequence[int], epsilon: float = EPSILON) -> None:
+        super().__init__(num_experts, epsilon)
         for name in ("running_mean", "running_variance"):
             self.register_buffer(name, torch.empty(sum(num_experts)))
 
@@ -150,7 +151,7 @@ class BatchNorm(ScoreNorm):
         seen = scores_MS.detach()
         if self.training:
             mean_S, variance_S = self.moments(scores_MS)
-        normalized_MS = (scores_MS - mean_S) * torch.rsqrt(variance_S + EPSILON)
+        normalized_MS = (scores_MS - mean_S) * torch.rsqrt(variance_S + self.epsilon)
         levels = list(normalized_MS.to(scores_MS.dtype).split_with_sizes(self.num_experts, dim=-1))
         return Normalized(levels, seen.mean(0), seen.square().mean(0))
 
@@ -192,24 +193,35 @@ class GateOutput(NamedTuple):
 class Gate(nn.Module):
     """One linear score for every expert of every level, a norm, an activation.
 
-    It starts at zero: every expert has the coefficient 1 / N, whatever the token.
+    At zero, every expert has the coefficient 1 / N, whatever the token.
 
     Args:
         num_experts: N of each level.
         width: D.
         activation: A name of `ACTIVATIONS`.
         norm: A name of `NORMS`.
+        epsilon: Added to the variance of the scores in the norm.
+        std: Standard deviation of the initial weights; zero in the authors' code.
     """
 
-    def __init__(self, num_experts: Sequence[int], width: int, activation: str, norm: str) -> None:
+    def __init__(
+        self,
+        num_experts: Sequence[int],
+        width: int,
+        activation: str,
+        norm: str,
+        *,
+        epsilon: float = EPSILON,
+        std: float = 0.0,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
-        self.norm = NORMS[norm](num_experts)
-        self.activation = ACTIVATIONS[activation]
+        self.norm = NORMS[norm](num_experts, epsilon)
+        self.activation, self.std = ACTIVATIONS[activation], std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Zero, as in the authors' code."""
-        return {"weight": ZEROS}
+        """Normal, or zero."""
+        return {"weight": normal(self.std) if self.std else ZEROS}
 
     def forward(self, u_MD: Tensor) -> GateOutput:
         """Weighs the experts for every token.

@@ -34,7 +34,14 @@ class MuMoE(FeedForward, SampleStatistics):
         super().__init__()
         width = context.hidden_size
         self.config = config = config.of_model(width=width, bias=context.bias)
-        self.gate = Gate(config.num_experts, width, config.gate, config.gate_norm)
+        self.gate = Gate(
+            config.num_experts,
+            width,
+            config.gate,
+            config.gate_norm,
+            epsilon=config.gate_norm_epsilon,
+            std=config.gate_std,
+        )
         up, down = config.layer_sizes(width)
         # What GPT-2 scales the weights by whose outputs are added to the residual stream.
         scale = context.residual_std / context.initializer_std

@@ -74,7 +74,7 @@ class TensorRing(Factorized):
 
     def expert_initializer(self, level: int) -> Initializer:
         """A diagonal slice of N(1, 1) for each expert; of a further level nearer the identity."""
-        return diagonal_around_one(self.sizes.level_std if level else 1.0)
+        return diagonal_around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, Q R] to [M, P R]."""
@@ -114,4 +114,4 @@ class TensorTrain(TensorRing):
         """
         if level:
             return super().expert_initializer(level)
-        return around_one(scale=1 / math.sqrt(self.sizes.expert_rank))
+        return around_one(self.sizes.expert_std, 1 / math.sqrt(self.sizes.expert_rank))

@@ -65,7 +65,7 @@ class Tucker(Factorized):
 
     def expert_initializer(self, level: int) -> Initializer:
         """N(1, 1); of a further level with less noise or none."""
-        return around_one(self.sizes.level_std if level else 1.0)
+        return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def initializers(self) -> dict[str, Initializer]:
         """The core as any factor: uniform, by how many numbers it sums over."""
