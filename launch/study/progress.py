@@ -1,6 +1,7 @@
 """What a study shows while it goes on: its plan, and a line for each thing that begins or ends."""
 
 import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ from train.console import duration
 from train.study.study import Run, Study
 
 Row = tuple[str, ...]
+
+
+def say(text: str) -> None:
+    """Shows lines on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def plans_table(plan: Mapping[str, Any]) -> str:
