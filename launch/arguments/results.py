@@ -187,6 +187,13 @@ def study_arguments(parser: Parser) -> None:
         action="store_true",
         help="print what it will train and what is finished; start nothing",
     )
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="train N runs at a time, each with its share of this machine's cores; default 1",
+    )
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--figure", type=Path, metavar="FILE", help="draw the comparison into FILE, as .svg")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")

@@ -175,7 +175,7 @@ def study(options: Namespace) -> None:
             plan = describe_study(options.study)
             show(plan, plans_table(plan), options.json, stdout)
             return
-        result = study(options.study)
+        result = study(options.study, options.jobs)
         if options.figure is not None:
             options.figure.write_text(figure(result), encoding="utf-8")
         show(result, result_table(result, markdown=options.markdown), options.json, stdout)

@@ -1,52 +1,88 @@
-"""One run of a study: trained to its end, scored, and its result written."""
+"""What is done with one run of a study: it is trained to its end, scored, and measured."""
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from launch.child import STOPPED, polyad
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.choice import validation_score
 from launch.study.folder import write_json
-from launch.study.measures import forget
+from launch.study.jobs import Work
+from launch.study.measures import Measure, forget
 from launch.study.plan import newest_step
 from launch.study.progress import say, trained_line
 from parallel.checkpoint.verification import newest_that_opens
-from train.errors import RunError, stopped
+from train.errors import RunError
 from train.loop.best import is_over
 from train.state import TrainState
 from train.study.study import Run
 
 
-def finish(run: Run) -> dict[str, Any]:
+def finishing(run: Run, jobs: int) -> Work:
     """Trains a run to its end and evaluates it.
 
     Args:
         run: whatever of it is done.
+        jobs: how many runs are trained at a time.
+
+    Yields:
+        Commands of `polyad`.
 
     Returns:
         Its result, which is written.
 
     Raises:
-        RunError: it failed, or its score is not finite.
-        Stopped: or KeyboardInterrupt, as a signal asked.
+        RunError: its score is not finite.
     """
     started, from_step = time.monotonic(), newest_step(run)
     if _is_trained(run):
         say(trained_line(run))
     else:
-        run_polyad(run, "train", run.study.config.base, *run.overrides)
+        yield "train", run.study.config.base, *run.overrides
     scores = run.result_file.with_suffix(".evaluation")
     which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
-    run_polyad(run, "evaluate", str(run.folder), *which, "--json", str(scores))
-    evaluation = json.loads(scores.read_text(encoding="utf-8"))
+    yield "evaluate", str(run.folder), *which, "--json", str(scores)
+    result = _result(run, json.loads(scores.read_text(encoding="utf-8")))
+    # Of the whole run, for the time that others will take.
+    result["seconds"] = time.monotonic() - started if from_step == 0 else None
+    result["jobs"] = jobs
+    forget(run)
+    write_json(run.result_file, result)
+    scores.unlink()
+    return result
+
+
+def measuring(measure: Measure) -> Work:
+    """Takes a measure of a finished run.
+
+    Args:
+        measure: that is not there yet.
+
+    Yields:
+        The command of `polyad`.
+
+    Returns:
+        `seconds` that it took.
+
+    Raises:
+        RunError: a loss is not finite.
+    """
+    started = time.monotonic()
+    written = measure.file.with_suffix(".evaluation")
+    yield *measure.arguments, "--json", str(written)
+    measure.keep(written)
+    return {"seconds": time.monotonic() - started}
+
+
+def _result(run: Run, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     scores_of, unit = run.study.task.scores, run.study.task.unit.name
     if evaluation[scores_of[0].name] is None:
         raise RunError(
             f"{run}: its {scores_of[0].title} on the {run.study.config.split} split is not finite"
         )
     records = read_records(run.folder)
-    result = {
+    return {
         "variant": run.variant.group,
         "point": run.variant.point,
         "seed": run.seed,
@@ -59,13 +95,7 @@ def finish(run: Run) -> dict[str, Any]:
         f"{unit}s_per_second": median_rate(records, unit),
         "memory_bytes": peak_memory(records),
         "routing": last_routing(records),
-        # Of the whole run, for the time that others will take.
-        "seconds": time.monotonic() - started if from_step == 0 else None,
     }
-    forget(run)
-    write_json(run.result_file, result)
-    scores.unlink()
-    return result
 
 
 def _is_trained(run: Run) -> bool:
@@ -78,21 +108,3 @@ def _is_trained(run: Run) -> bool:
     return is_done or is_over(
         TrainState.from_json(newest.state.model_dump()), config.evaluation.patience
     )
-
-
-def run_polyad(run: Run, *arguments: str) -> None:
-    """A command of a run in processes of its own.
-
-    Raises:
-        RunError: it failed, and has said why.
-        Stopped: or KeyboardInterrupt: a signal asked it or this process to stop.
-    """
-    kept = "the same command goes on with this run"
-    status = polyad(*arguments, results=False)  # a line of ours says them
-    if status in STOPPED:
-        raise stopped(status - 128, f"{run}: {kept}")
-    if status:
-        raise RunError(
-            f"{run}: `polyad {arguments[0]}` ended with status {status}; {kept}, and all that are "
-            f"finished are kept"
-        )

@@ -15,7 +15,8 @@ Row = tuple[str, ...]
 
 def say(text: str) -> None:
     """Shows lines on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")  # at once: runs may speak meanwhile
+    sys.stderr.flush()
 
 
 def plans_table(plan: Mapping[str, Any]) -> str:

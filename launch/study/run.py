@@ -1,11 +1,11 @@
-"""Runs what is left of a study, one run after the other, each in processes of its own.
+"""Runs what is left of a study, one run after the other or several at a time, each in processes of
+its own.
 
 A run is `polyad train` and `polyad evaluate`. What is finished is skipped, what was interrupted
 goes on from its newest checkpoint: the same command again is all that is needed. When all are
 finished, what else the study wants to know is measured, from their checkpoints.
 """
 
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 
 from launch.study.choice import Results, choose
 from launch.study.data import prepared
-from launch.study.finishing import finish, run_polyad
+from launch.study.finishing import finishing, measuring
 from launch.study.folder import RESULTS, check_data, check_folder, locked, write_json, write_record
-from launch.study.measures import all_measures
+from launch.study.jobs import Jobs
+from launch.study.measures import Measure, all_measures
 from launch.study.plan import plan_of, planned
 from launch.study.progress import (
     finished_line,
@@ -26,10 +27,10 @@ from launch.study.progress import (
     say,
 )
 from launch.study.results import over_tasks
-from launch.study.state import beside, finished_runs, key, unfinished, write_results
-from launch.study.times import seconds_left, time_left
+from launch.study.state import beside, can_begin, finished_runs, key, write_results
+from launch.study.times import expected, spread_over, time_left
 from train.study.reading import load_studies
-from train.study.study import Study
+from train.study.study import Run, Study
 
 
 def describe_study(file: Path) -> dict[str, Any]:
@@ -52,11 +53,12 @@ def describe_study(file: Path) -> dict[str, Any]:
     return plans.get("") or {"study": str(file), "tasks": plans}
 
 
-def study(file: Path) -> dict[str, Any]:
+def study(file: Path, jobs: int = 1) -> dict[str, Any]:
     """Runs what is left of a study.
 
     Args:
         file: the study.
+        jobs: runs that are trained at a time.
 
     Returns:
         The comparison, as `summarize` makes it, of tasks as `over_tasks`.
@@ -64,7 +66,7 @@ def study(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong. Nothing was started.
         RunError: a run failed; those that are finished stay.
-        Stopped: or KeyboardInterrupt, as a signal asked; the run that was going on has ended.
+        Stopped: or KeyboardInterrupt, as a signal asked; the runs that were going on have ended.
     """
     studies = load_studies(file)
     for study in studies.values():
@@ -82,41 +84,57 @@ def study(file: Path) -> dict[str, Any]:
             if name:
                 say(f"\n=== task {name}, {len(found) + 1} of {len(studies)}")
             write_record(study, fingerprints[name])
-            found[name] = result = _train_and_compare(study, plans[name])
+            found[name] = result = _train_and_compare(study, plans[name], jobs)
             if name:
                 result = over_tasks(found, [*studies])
                 write_json(Path(study.config.folder) / RESULTS, result)
         return result
 
 
-def _train_and_compare(study: Study, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _train_and_compare(study: Study, plan: Mapping[str, Any], jobs: int) -> dict[str, Any]:
     """Runs what is left of one task."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))
-    while waiting := unfinished(study, results):
-        run = waiting[0]
-        say(
-            "\n== "
-            + progress_line(run, len(results) + 1, study.num_runs, time_left(study, results))
-        )
-        results[key(run)] = finish(run)
-        say(finished_line(run, results[key(run)], beside(study, run, results)))
-        write_results(study, plan, results)
-    _measure(study, plan, results)
+    _train(study, plan, results, jobs)
+    _measure(study, plan, results, jobs)
     return write_results(study, plan, results)
 
 
-def _measure(study: Study, plan: Mapping[str, Any], results: Results) -> None:
-    """Takes the measures of finished runs that are not there yet."""
+def _train(study: Study, plan: Mapping[str, Any], results: Results, jobs: int) -> None:
+    """Trains what is left, up to so many runs at a time."""
+    with Jobs[Run](jobs) as works:
+        while True:
+            while works.has_room:
+                going = {key(run): seconds for run, seconds in works.going}
+                ready = [run for run in can_begin(study, results) if key(run) not in going]
+                if not ready:
+                    break
+                left = time_left(study, results, going, jobs)
+                number = len(results) + len(going) + 1
+                say("\n== " + progress_line(ready[0], number, study.num_runs, left))
+                works.begin(ready[0], str(ready[0]), finishing(ready[0], jobs))
+            if not works.going:
+                return
+            run, results[key(run)] = works.wait()
+            say(finished_line(run, results[key(run)], beside(study, run, results)))
+            write_results(study, plan, results)
+
+
+def _measure(study: Study, plan: Mapping[str, Any], results: Results, jobs: int) -> None:
+    """Takes the measures of finished runs that are not there yet, up to so many at a time."""
     wanted = all_measures(study, choose(study, results))
     missing = [measure for measure in wanted if measure.read() is None]
     took: dict[str, list[float]] = {}
-    for number, measure in enumerate(missing, start=1):
-        left = seconds_left(took, [m.kind for m in missing[number - 1 :]])
-        say("\n== " + measure_line(measure, number, len(missing), left))
-        started = time.monotonic()
-        written = measure.file.with_suffix(".evaluation")
-        run_polyad(measure.run, *measure.arguments, "--json", str(written))
-        measure.keep(written)
-        took.setdefault(measure.kind, []).append(time.monotonic() - started)
-        write_results(study, plan, results)
+    begun = 0
+    with Jobs[Measure](jobs) as works:
+        while begun < len(missing) or works.going:
+            if begun < len(missing) and works.has_room:
+                measure = missing[begun]
+                left = spread_over(jobs, expected(took, [m.kind for m in missing[begun:]]))
+                begun += 1
+                say("\n== " + measure_line(measure, begun, len(missing), left))
+                works.begin(measure, str(measure.run), measuring(measure))
+                continue
+            measure, done = works.wait()
+            took.setdefault(measure.kind, []).append(done["seconds"])
+            write_results(study, plan, results)

@@ -49,6 +49,23 @@ def unfinished(study: Study, results: Results) -> list[Run]:
     return [run for run in runs if key(run) not in results]
 
 
+def can_begin(study: Study, results: Results) -> list[Run]:
+    """The runs that are not finished and whose sources are, in their order.
+
+    Args:
+        study: whose.
+        results: of finished runs.
+
+    Raises:
+        ConfigError: as `unfinished`.
+    """
+    return [
+        run
+        for run in unfinished(study, results)
+        if all((source.name, run.seed) in results for source in run.sources.values())
+    ]
+
+
 def beside(study: Study, run: Run, results: Results) -> Mapping[str, Any] | None:
     """The baseline's result with the same seed, at the point that is compared.
 
