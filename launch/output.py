@@ -47,6 +47,12 @@ def pass_on(lines: IO[str], to: IO[str], prefix: str) -> None:
             to.flush()
 
 
+def say(text: str) -> None:
+    """Shows lines on standard error."""
+    sys.stderr.write(f"{text}\n")  # at once: runs may speak meanwhile
+    sys.stderr.flush()
+
+
 def check_json_path(path: str | None) -> None:
     """Checks, before any work is done, that `show` will be able to write there.
 

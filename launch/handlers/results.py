@@ -172,7 +172,7 @@ def study(options: Namespace) -> None:
         check_figure(options.figure, dry_run=options.dry_run)
     with only_results_on_stdout() as stdout:
         if options.dry_run:
-            plan = describe_study(options.study)
+            plan = describe_study(options.study, options.jobs)
             show(plan, plans_table(plan), options.json, stdout)
             return
         result = study(options.study, options.jobs)

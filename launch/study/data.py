@@ -10,7 +10,7 @@ from data.errors import DataError, user_path
 from data.images.prepare import prepare_images
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
-from launch.study.progress import say
+from launch.output import say
 from model.bert import BertConfig
 from model.gpt2 import GPT2Config
 from model.settings import ModelSettings

@@ -5,13 +5,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from launch.output import say
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.choice import validation_score
 from launch.study.folder import write_json
 from launch.study.jobs import Work
 from launch.study.measures import Measure, forget
 from launch.study.plan import newest_step
-from launch.study.progress import say, trained_line
+from launch.study.progress import trained_line
 from parallel.checkpoint.verification import newest_that_opens
 from train.errors import RunError
 from train.loop.best import is_over

@@ -19,6 +19,15 @@ Work = Generator[tuple[str, ...], None, dict[str, Any]]
 Of = TypeVar("Of")
 
 
+def shared_cores(jobs: int) -> dict[str, str]:
+    """What the environment of each of several jobs has, so that they share the cores equally.
+
+    Args:
+        jobs: that go on at a time; one has all cores, as a command has that is alone.
+    """
+    return {"OMP_NUM_THREADS": str(threads_of_each(jobs))} if jobs > 1 else {}
+
+
 @dataclass
 class _Going(Generic[Of]):
     """A work that has begun."""
@@ -40,8 +49,7 @@ class Jobs(Generic[Of]):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        shared = {"OMP_NUM_THREADS": str(threads_of_each(number))} if number > 1 else {}
-        self._children = Children(shared)
+        self._children = Children(shared_cores(number))
         self._going: list[_Going[Of]] = []
 
     def __enter__(self) -> "Jobs[Of]":

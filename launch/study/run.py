@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from launch.output import say
 from launch.study.choice import Results, choose
 from launch.study.data import prepared
 from launch.study.finishing import finishing, measuring
@@ -19,25 +20,27 @@ from launch.study.jobs import Jobs
 from launch.study.measures import Measure, all_measures
 from launch.study.plan import plan_of, planned
 from launch.study.progress import (
+    estimate_line,
     finished_line,
     measure_line,
     nothing_left,
     plan_table,
     progress_line,
-    say,
 )
 from launch.study.results import over_tasks
 from launch.study.state import beside, can_begin, finished_runs, key, write_results
-from launch.study.times import expected, spread_over, time_left
+from launch.study.times import Times, estimate, spread_over, time_left, with_others
+from launch.study.trials import take_trials
 from train.study.reading import load_studies
 from train.study.study import Run, Study
 
 
-def describe_study(file: Path) -> dict[str, Any]:
+def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
     """What a study will train and what of it stands; nothing is written.
 
     Args:
         file: the study.
+        jobs: runs that would be trained at a time.
 
     Returns:
         JSON values: the variants' sizes and the state of every run; of a study with tasks those of
@@ -50,7 +53,10 @@ def describe_study(file: Path) -> dict[str, Any]:
     for study in studies.values():
         check_folder(study)
     plans = {name: plan_of(study, finished_runs(study)) for name, study in studies.items()}
-    return plans.get("") or {"study": str(file), "tasks": plans}
+    plan: dict[str, Any] = plans.get("") or {"study": str(file), "tasks": plans}
+    found = [estimate(s, finished_runs(s), Times(s, jobs)) for s in studies.values()]
+    seconds = sum(each.seconds for each in found)
+    return plan | {"seconds_left": seconds or None, "time": estimate_line(found, jobs)}
 
 
 def study(file: Path, jobs: int = 1) -> dict[str, Any]:
@@ -79,40 +85,46 @@ def study(file: Path, jobs: int = 1) -> dict[str, Any]:
         for name, study in studies.items():
             check_data(study, fingerprints[name])
             plans[name] = planned(study)
+        for name, study in studies.items():
+            write_record(study, fingerprints[name])
+        times = {name: Times(study, jobs) for name, study in studies.items()}
+        take_trials(studies, times)
+        estimates = [estimate(s, finished_runs(s), times[n]) for n, s in studies.items()]
+        if line := estimate_line(estimates, jobs):
+            say(line)
         found: dict[str, dict[str, Any]] = {}
         for name, study in studies.items():
             if name:
                 say(f"\n=== task {name}, {len(found) + 1} of {len(studies)}")
-            write_record(study, fingerprints[name])
-            found[name] = result = _train_and_compare(study, plans[name], jobs)
+            found[name] = result = _train_and_compare(study, plans[name], times[name])
             if name:
                 result = over_tasks(found, [*studies])
                 write_json(Path(study.config.folder) / RESULTS, result)
         return result
 
 
-def _train_and_compare(study: Study, plan: Mapping[str, Any], jobs: int) -> dict[str, Any]:
+def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> dict[str, Any]:
     """Runs what is left of one task."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))
-    _train(study, plan, results, jobs)
-    _measure(study, plan, results, jobs)
+    _train(study, plan, results, times)
+    _measure(study, plan, results, times)
     return write_results(study, plan, results)
 
 
-def _train(study: Study, plan: Mapping[str, Any], results: Results, jobs: int) -> None:
+def _train(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
     """Trains what is left, up to so many runs at a time."""
-    with Jobs[Run](jobs) as works:
+    with Jobs[Run](times.jobs) as works:
         while True:
             while works.has_room:
                 going = {key(run): seconds for run, seconds in works.going}
                 ready = [run for run in can_begin(study, results) if key(run) not in going]
                 if not ready:
                     break
-                left = time_left(study, results, going, jobs)
+                left = time_left(study, results, times, going)
                 number = len(results) + len(going) + 1
                 say("\n== " + progress_line(ready[0], number, study.num_runs, left))
-                works.begin(ready[0], str(ready[0]), finishing(ready[0], jobs))
+                works.begin(ready[0], str(ready[0]), finishing(ready[0], times.jobs))
             if not works.going:
                 return
             run, results[key(run)] = works.wait()
@@ -120,21 +132,21 @@ def _train(study: Study, plan: Mapping[str, Any], results: Results, jobs: int) -
             write_results(study, plan, results)
 
 
-def _measure(study: Study, plan: Mapping[str, Any], results: Results, jobs: int) -> None:
+def _measure(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
     """Takes the measures of finished runs that are not there yet, up to so many at a time."""
     wanted = all_measures(study, choose(study, results))
     missing = [measure for measure in wanted if measure.read() is None]
-    took: dict[str, list[float]] = {}
     begun = 0
-    with Jobs[Measure](jobs) as works:
+    with Jobs[Measure](times.jobs) as works:
         while begun < len(missing) or works.going:
             if begun < len(missing) and works.has_room:
                 measure = missing[begun]
-                left = spread_over(jobs, expected(took, [m.kind for m in missing[begun:]]))
+                seconds = [times.of_measure(each.kind) for each in missing[begun:]]
+                left = spread_over(times.jobs, with_others(seconds))
                 begun += 1
                 say("\n== " + measure_line(measure, begun, len(missing), left))
                 works.begin(measure, str(measure.run), measuring(measure))
                 continue
             measure, done = works.wait()
-            took.setdefault(measure.kind, []).append(done["seconds"])
+            times.keep_measure(measure.kind, done["seconds"])
             write_results(study, plan, results)
