@@ -172,10 +172,10 @@ def study(options: Namespace) -> None:
         check_figure(options.figure, dry_run=options.dry_run)
     with only_results_on_stdout() as stdout:
         if options.dry_run:
-            plan = describe_study(options.study, options.jobs)
+            plan = describe_study(options.study, options.jobs, options.budget)
             show(plan, plans_table(plan), options.json, stdout)
             return
-        result = study(options.study, options.jobs)
+        result = study(options.study, options.jobs, options.budget)
         if options.figure is not None:
             options.figure.write_text(figure(result), encoding="utf-8")
         show(result, result_table(result, markdown=options.markdown), options.json, stdout)

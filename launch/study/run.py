@@ -6,6 +6,8 @@ goes on from its newest checkpoint: the same command again is all that is needed
 finished, what else the study wants to know is measured, from their checkpoints.
 """
 
+import math
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,16 +33,18 @@ from launch.study.results import over_tasks
 from launch.study.state import beside, can_begin, finished_runs, key, write_results
 from launch.study.times import Times, estimate, spread_over, time_left, with_others
 from launch.study.trials import take_trials
+from launch.study.within import Within, choice_lines, left_line, shares
 from train.study.reading import load_studies
 from train.study.study import Run, Study
 
 
-def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
+def describe_study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, Any]:
     """What a study will train and what of it stands; nothing is written.
 
     Args:
         file: the study.
         jobs: runs that would be trained at a time.
+        budget: seconds that all may take; None: all is done.
 
     Returns:
         JSON values: the variants' sizes and the state of every run; of a study with tasks those of
@@ -54,17 +58,24 @@ def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
         check_folder(study)
     plans = {name: plan_of(study, finished_runs(study)) for name, study in studies.items()}
     plan: dict[str, Any] = plans.get("") or {"study": str(file), "tasks": plans}
-    found = [estimate(s, finished_runs(s), Times(s, jobs)) for s in studies.values()]
+    results = {name: finished_runs(study) for name, study in studies.items()}
+    times = {name: Times(study, jobs) for name, study in studies.items()}
+    found = [estimate(s, results[n], times[n]) for n, s in studies.items()]
     seconds = sum(each.seconds for each in found)
-    return plan | {"seconds_left": seconds or None, "time": estimate_line(found, jobs)}
+    plan |= {"seconds_left": seconds or None, "time": estimate_line(found, jobs)}
+    if budget is not None and seconds:
+        tasks = shares(studies, results, times, time.monotonic() + budget)
+        plan["time"] += f"\n{choice_lines(tasks, results, budget)}"
+    return plan
 
 
-def study(file: Path, jobs: int = 1) -> dict[str, Any]:
+def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, Any]:
     """Runs what is left of a study.
 
     Args:
         file: the study.
         jobs: runs that are trained at a time.
+        budget: seconds that all may take, of which as much is done as fits; None: all is done.
 
     Returns:
         The comparison, as `summarize` makes it, of tasks as `over_tasks`.
@@ -74,6 +85,7 @@ def study(file: Path, jobs: int = 1) -> dict[str, Any]:
         RunError: a run failed; those that are finished stay.
         Stopped: or KeyboardInterrupt, as a signal asked; the runs that were going on have ended.
     """
+    until = math.inf if budget is None else time.monotonic() + budget
     studies = load_studies(file)
     for study in studies.values():
         check_folder(study)
@@ -89,63 +101,90 @@ def study(file: Path, jobs: int = 1) -> dict[str, Any]:
             write_record(study, fingerprints[name])
         times = {name: Times(study, jobs) for name, study in studies.items()}
         take_trials(studies, times)
-        estimates = [estimate(s, finished_runs(s), times[n]) for n, s in studies.items()]
+        results = {name: finished_runs(study) for name, study in studies.items()}
+        estimates = [estimate(s, results[n], times[n]) for n, s in studies.items()]
         if line := estimate_line(estimates, jobs):
             say(line)
+        if budget is not None:
+            say(choice_lines(shares(studies, results, times, until), results, budget))
         found: dict[str, dict[str, Any]] = {}
-        for name, study in studies.items():
+        for number, (name, study) in enumerate(studies.items(), start=1):
             if name:
-                say(f"\n=== task {name}, {len(found) + 1} of {len(studies)}")
-            found[name] = result = _train_and_compare(study, plans[name], times[name])
+                say(f"\n=== task {name}, {number} of {len(studies)}")
+            to_come = {other: s for other, s in studies.items() if other not in found}
+            within = None
+            if budget is not None:
+                within = shares(to_come, results, times, until)[name]
+            found[name] = result = _train_and_compare(study, plans[name], times[name], within)
             if name:
                 result = over_tasks(found, [*studies])
                 write_json(Path(study.config.folder) / RESULTS, result)
+        if budget is not None and (line := left_line(studies.values())):
+            say(line)
         return result
 
 
-def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> dict[str, Any]:
-    """Runs what is left of one task."""
+def _train_and_compare(
+    study: Study, plan: Mapping[str, Any], times: Times, within: Within | None
+) -> dict[str, Any]:
+    """Runs what is left of one task, or what fits."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))
-    _train(study, plan, results, times)
-    _measure(study, plan, results, times)
+    _train(study, plan, results, times, within)
+    _measure(study, plan, results, times, within)
     return write_results(study, plan, results)
 
 
-def _train(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
-    """Trains what is left, up to so many runs at a time."""
+def _train(
+    study: Study, plan: Mapping[str, Any], results: Results, times: Times, within: Within | None
+) -> None:
+    """Trains what is left or fits, up to so many runs at a time."""
     with Jobs[Run](times.jobs) as works:
         while True:
             while works.has_room:
                 going = {key(run): seconds for run, seconds in works.going}
-                ready = [run for run in can_begin(study, results) if key(run) not in going]
-                if not ready:
+                run = _next(study, results, going, within)
+                if run is None:
                     break
                 left = time_left(study, results, times, going)
                 number = len(results) + len(going) + 1
-                say("\n== " + progress_line(ready[0], number, study.num_runs, left))
-                works.begin(ready[0], str(ready[0]), finishing(ready[0], times.jobs))
+                say("\n== " + progress_line(run, number, study.num_runs, left))
+                works.begin(run, str(run), finishing(run, times.jobs))
             if not works.going:
                 return
-            run, results[key(run)] = works.wait()
-            say(finished_line(run, results[key(run)], beside(study, run, results)))
+            run, result = works.wait()
+            results[key(run)] = result
+            say(finished_line(run, result, beside(study, run, results)))
             write_results(study, plan, results)
 
 
-def _measure(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
+def _next(
+    study: Study, results: Results, going: Mapping[tuple[str, int], float], within: Within | None
+) -> Run | None:
+    """The run that begins next: the first whose sources are finished, of those that fit."""
+    ready = [run for run in can_begin(study, results) if key(run) not in going]
+    if within is None or not ready:
+        return ready[0] if ready else None
+    can = {key(run) for run in ready}
+    return next((run for run in within.chosen(results, going) if key(run) in can), None)
+
+
+def _measure(
+    study: Study, plan: Mapping[str, Any], results: Results, times: Times, within: Within | None
+) -> None:
     """Takes the measures of finished runs that are not there yet, up to so many at a time."""
     wanted = all_measures(study, choose(study, results))
-    missing = [measure for measure in wanted if measure.read() is None]
-    begun = 0
+    missing = [m for m in wanted if key(m.run) in results and m.read() is None]
+    count = len(missing)
     with Jobs[Measure](times.jobs) as works:
-        while begun < len(missing) or works.going:
-            if begun < len(missing) and works.has_room:
-                measure = missing[begun]
-                seconds = [times.of_measure(each.kind) for each in missing[begun:]]
-                left = spread_over(times.jobs, with_others(seconds))
-                begun += 1
-                say("\n== " + measure_line(measure, begun, len(missing), left))
-                works.begin(measure, str(measure.run), measuring(measure))
+        while missing or works.going:
+            if missing and works.has_room:
+                seconds = [times.of_measure(each.kind) for each in missing]
+                left, number = spread_over(times.jobs, with_others(seconds)), count - len(missing)
+                measure = missing.pop(0)
+                if within is None or within.has_time_for(measure):
+                    say("\n== " + measure_line(measure, number + 1, count, left))
+                    works.begin(measure, str(measure.run), measuring(measure))
                 continue
             measure, done = works.wait()
             times.keep_measure(measure.kind, done["seconds"])
