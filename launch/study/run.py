@@ -90,15 +90,7 @@ def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, A
     for study in studies.values():
         check_folder(study)
     with ExitStack() as locks:
-        for study in studies.values():
-            locks.enter_context(locked(study))
-        fingerprints = {name: prepared(study) for name, study in studies.items()}
-        plans = {}
-        for name, study in studies.items():
-            check_data(study, fingerprints[name])
-            plans[name] = planned(study)
-        for name, study in studies.items():
-            write_record(study, fingerprints[name])
+        plans = _ready(studies, locks)
         times = {name: Times(study, jobs) for name, study in studies.items()}
         take_trials(studies, times)
         results = {name: finished_runs(study) for name, study in studies.items()}
@@ -124,6 +116,20 @@ def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, A
         return result
 
 
+def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str, Any]]:
+    """Locks the folders of all tasks, prepares their data and checks their runs; their plans."""
+    for study in studies.values():
+        locks.enter_context(locked(study))
+    fingerprints = {name: prepared(study) for name, study in studies.items()}
+    plans = {}
+    for name, study in studies.items():
+        check_data(study, fingerprints[name])
+        plans[name] = planned(study)
+    for name, study in studies.items():
+        write_record(study, fingerprints[name])
+    return plans
+
+
 def _train_and_compare(
     study: Study, plan: Mapping[str, Any], times: Times, within: Within | None
 ) -> dict[str, Any]:
@@ -147,6 +153,8 @@ def _train(
                 if run is None:
                     break
                 left = time_left(study, results, times, going)
+                if within is not None:
+                    left = min(left, within.until - time.monotonic())
                 number = len(results) + len(going) + 1
                 say("\n== " + progress_line(run, number, study.num_runs, left))
                 works.begin(run, str(run), finishing(run, times.jobs))

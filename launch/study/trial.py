@@ -22,12 +22,16 @@ from data.files import write_whole
 from launch.ending import guard
 from launch.machine import end_with_launcher, prepare_environment
 from launch.signals import unblock_signals
+from model.bert import BertConfig
+from model.gpt2 import GPT2Config
+from model.vision import ImageSettings
 from parallel import comm
 from parallel.parallelize import InitialWeights
 from parallel.zero import Engine
 from train.config.adaptation import model_of
 from train.config.plan import open_inputs
 from train.config.run import RunConfig
+from train.errors import ConfigError, RunError
 from train.layout.trial import engine_of, micro_batches
 from train.loop.device import Prefetch, allow_tf32
 from train.loop.step import train_step
@@ -121,7 +125,13 @@ def _passes(config: RunConfig, task: Task[Any], split: str, samples: int) -> int
 
 def _measure(out: str, began: str, split: str, base: str, *overrides: str) -> int:
     opened = open_inputs(Path(base), overrides, 1)
-    found = timed_trial(opened.config, opened.task, split, float(began))
+    model = opened.config.model
+    if not isinstance(model, GPT2Config | BertConfig | ImageSettings):
+        raise ConfigError(f"model.kind: {model.kind}: no random input is known for it")
+    try:
+        found = timed_trial(opened.config, opened.task, split, float(began))
+    except (RuntimeError, MemoryError) as error:  # as a GPU's memory that ran out
+        raise RunError(f"{type(error).__name__}: {error}") from error
     write_whole(Path(out), json.dumps(found))
     return 0
 
