@@ -9,6 +9,7 @@ shape of the run's: reading data is not in it.
 
 import json
 import math
+import signal
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ from parallel.zero import Engine
 from train.config.adaptation import model_of
 from train.config.plan import open_inputs
 from train.config.run import RunConfig
-from train.errors import ConfigError, RunError
+from train.errors import STOP_SIGNALS, ConfigError, RunError
 from train.layout.trial import engine_of, micro_batches
 from train.loop.device import Prefetch, allow_tf32
 from train.loop.step import train_step
@@ -138,6 +139,8 @@ def _measure(out: str, began: str, split: str, base: str, *overrides: str) -> in
 
 def main() -> None:
     """Takes the times of the variant that the command line names."""
+    for number in STOP_SIGNALS:  # there is nothing to save, and the study says what happened
+        signal.signal(number, signal.SIG_DFL)
     end_with_launcher()
     unblock_signals()
     prepare_environment()

@@ -1,6 +1,8 @@
 """How long a study takes: by hand from what trials and runs took, and trials in real processes."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.helpers import sequences as made
 from tests.launch.conftest import SMALL
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_jobs import IMAGES
+from tests.launch.study.test_run import children, command, start, wait_for, write
 from train.study.reading import load_study
 
 TRIAL = {
@@ -194,3 +197,20 @@ def test_trials_are_taken_of_images_and_sequences(
     assert trial["step_seconds"] > 0 < trial["pass_seconds"]
     # Of 18 images and 21 rows, by 2, as micro-batches are.
     assert trial["scoring_passes"] == {"images": 9, "sequences": 11}[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_signal_ends_a_trial_and_the_same_command_goes_on(tmp_path: Path, data: Path) -> None:
+    path = write(tmp_path, data)
+    process = start(path)
+    wait_for(
+        lambda: any("launch.study.trial" in command(c) for c in children(process.pid)), process
+    )
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (130, ""), err
+    assert "Traceback" not in err
+    last = "polyad: error: interrupted; the same command goes on where it stood"
+    assert err.splitlines()[-1] == last
+    assert run(["study", str(path), "--dry-run"]) == 0
