@@ -5,9 +5,9 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from launch.parser import UsageError
 
@@ -31,6 +31,26 @@ def only_results_on_stdout() -> Iterator[TextIO]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def pass_on(lines: IO[str], to: IO[str], prefix: str) -> None:
+    """Shows what another process says as it comes, until its end.
+
+    Args:
+        lines: of the process.
+        to: where they go; once nobody reads there, they are dropped.
+        prefix: in front of each line.
+    """
+    for line in lines:
+        with suppress(OSError, ValueError):
+            to.write(f"{prefix}{line}")
+            to.flush()
+
+
+def say(text: str) -> None:
+    """Shows lines on standard error."""
+    sys.stderr.write(f"{text}\n")  # at once: runs may speak meanwhile
+    sys.stderr.flush()
 
 
 def check_json_path(path: str | None) -> None:

@@ -61,17 +61,17 @@ def unblock_signals() -> None:
 
 
 class Relay:
-    """Passes a signal on to a child and lets it end by itself, within a `with` block.
+    """Passes a signal on to children and lets them end by themselves, within a `with` block.
 
-    Only the first is handed on. The child may have been sent it already: Ctrl-C in a terminal goes
+    Only the first is handed on. A child may have been sent it already: Ctrl-C in a terminal goes
     to all processes there, and so does what ends a job of Slurm.
     """
 
     def __init__(self) -> None:
         self.number = 0
         """The signal that came, or 0."""
-        self._handed_on = False
-        self._child: subprocess.Popen[bytes] | None = None
+        self._waiting: list[subprocess.Popen[Any]] = []
+        """Children that were handed none."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Relay":
@@ -88,8 +88,8 @@ class Relay:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Starts the child. Signals wait for it until it can answer them: `unblock_signals`.
+    def start(self, command: list[str], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a child. Signals wait for it until it can answer them: `unblock_signals`.
 
         Args:
             command: its words.
@@ -97,20 +97,31 @@ class Relay:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by the child
         try:
-            self._child = subprocess.Popen(command, **options)
+            child = subprocess.Popen(command, **options)
+            self._waiting.append(child)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._hand_on()  # a signal that came before the child existed
-        return self._child
+        if self.number:  # it came before the child existed
+            self.ask_all(self.number)
+        return child
+
+    def forget(self, child: subprocess.Popen[Any]) -> None:
+        """Leaves out a child that has ended."""
+        if child in self._waiting:
+            self._waiting.remove(child)
+
+    def ask_all(self, number: int = signal.SIGTERM) -> None:
+        """Hands a signal to every child that was handed none.
+
+        Args:
+            number: the signal.
+        """
+        while self._waiting:
+            self._waiting.pop().send_signal(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
-        self._hand_on()
-
-    def _hand_on(self) -> None:
-        if self.number and self._child is not None and not self._handed_on:
-            self._handed_on = True
-            self._child.send_signal(self.number)
+        self.ask_all(self.number)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -195,21 +197,21 @@ def _written(
     splits: dict[str, Listed],
     said: str | None,
 ) -> ImageManifest:
+    """Writes the index; one that says the same stays as it is, since a run may read it."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some of the new files
-    files: list[Path] = []
+    written: list[Path] = []
     for split, each in splits.items():
         encoded = [os.fsencode(name) for name in each.names]
         ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
-        files += [
+        written += [
             _save(output / f"{split}.npy", each.rows),
             _save(output / f"{split}.ends.npy", ends),
-            _replace(output / f"{split}.names", b"".join(name + b"\n" for name in encoded)),
+            _write(output / f"{split}.names", partial(_put, b"".join(n + b"\n" for n in encoded))),
         ]
         if each.attributes is not None:
-            files.append(_save(output / f"{split}.attributes.npy", each.attributes))
+            written.append(_save(output / f"{split}.attributes.npy", each.attributes))
         if each.domains is not None:
-            files.append(_save(output / f"{split}.domains.npy", each.domains))
+            written.append(_save(output / f"{split}.domains.npy", each.domains))
     manifest = ImageManifest(
         source=source,
         class_names=names,
@@ -228,10 +230,28 @@ def _written(
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),
-        files={path.name: record_of(path) for path in files},
+        files={path.stem: record_of(path) for path in written},
     )
-    _replace(output / MANIFEST_FILE, manifest.to_json().encode())
+    if _stands(output, manifest):
+        for path in written:
+            path.unlink()
+        return manifest
+    (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some of the new files
+    for path in written:
+        path.replace(output / path.stem)
+    text = manifest.to_json().encode()
+    _write(output / MANIFEST_FILE, partial(_put, text)).replace(output / MANIFEST_FILE)
     return manifest
+
+
+def _stands(output: Path, manifest: ImageManifest) -> bool:
+    """Whether a folder has this very manifest, and the files that it vouches for."""
+    try:
+        same = ImageManifest.read(output) == manifest
+    except DataError:
+        return False
+    files = ((output / name, record) for name, record in manifest.files.items())
+    return same and all(path.is_file() and record_of(path) == record for path, record in files)
 
 
 def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> str:
@@ -248,23 +268,22 @@ def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> st
 
 
 def _save(path: Path, array: npt.NDArray[np.generic] | Rows) -> Path:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
-    return _moved(partial, path)
+    """As `_write`, an array."""
+    return _write(path, partial(np.save, arr=array, allow_pickle=False))
 
 
-def _replace(path: Path, content: bytes) -> Path:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    return _moved(partial, path)
+def _put(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
 
 
-def _moved(partial: Path, path: Path) -> Path:
-    with partial.open("rb") as file:
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> Path:
+    """Writes what is to become a file, and gives the partial one."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    with unfinished.open("wb") as file:
+        write(file)
+        file.flush()
         os.fsync(file.fileno())
-    partial.replace(path)
-    return path
+    return unfinished
 
 
 def prepared_rows(

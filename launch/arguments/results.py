@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from launch.arguments.runs import override_arguments
-from launch.parser import Parser, names, non_negative, positive, share
+from launch.parser import Parser, duration, names, non_negative, positive, share
 
 
 def evaluate_arguments(parser: Parser) -> None:
@@ -186,6 +186,20 @@ def study_arguments(parser: Parser) -> None:
         "--dry-run",
         action="store_true",
         help="print what it will train and what is finished; start nothing",
+    )
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="train N runs at a time, each with its share of this machine's cores; default 1",
+    )
+    add(
+        "--budget",
+        type=duration,
+        metavar="TIME",
+        help="do what fits into TIME, as 3h, 90m, 45s or 1h30m: the most informative pairs first, "
+        "and the rest at another start",
     )
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--figure", type=Path, metavar="FILE", help="draw the comparison into FILE, as .svg")

@@ -176,11 +176,11 @@ def study(options: Namespace) -> None:
         check_page(options.page, dry_run=options.dry_run)
     with only_results_on_stdout() as stdout:
         if options.dry_run:
-            plan = describe_study(options.study)
+            plan = describe_study(options.study, options.jobs, options.budget)
             show(plan, plans_table(plan), options.json, stdout)
             return
         try:
-            result = study(options.study)
+            result = study(options.study, options.jobs, options.budget)
         except (RunError, Stopped, KeyboardInterrupt):
             if options.page is not None and (found := compare_finished(options.study)):
                 options.page.write_text(page(found), encoding="utf-8")

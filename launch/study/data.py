@@ -1,15 +1,21 @@
 """The data of a study: prepared if it is not there, and what it decides of models."""
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from data.errors import DataError
+from data.errors import DataError, user_path
 from data.images.prepare import prepare_images
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
+from launch.output import say
 from model.bert import BertConfig
 from model.gpt2 import GPT2Config
 from model.settings import ModelSettings
 from train.errors import ConfigError
+from train.study.config import StudyData
 from train.study.study import Study, Variant
 from train.tasks.registry import open_task
 from train.tasks.text import with_vocabulary
@@ -28,22 +34,14 @@ def prepared(study: Study) -> str:
         ConfigError: there is no data, or none to score runs on.
     """
     data, split = study.config.data, study.config.split
-    if data is not None and data.source is not None and study.has_images:
-        held_out = data.validation_fraction
-        prepare_images(data.source, data.path, held_out=held_out, overwrite=False)
+    if data is not None and data.source is not None:
+        with _alone(Path(data.path)):
+            _prepare(study, data, data.source)
     if data is None or study.has_images:
         task = open_task(study.baseline.config.for_task())
         for wanted in {split, *(["validation"] if study.has_grid else [])}:
             task.check_split(wanted)
         return task.fingerprint
-    if data.source is not None and data.tokenizer is not None:
-        prepare(
-            data.source,
-            data.tokenizer,
-            data.path,
-            validation_fraction=data.validation_fraction,
-            test_fraction=data.test_fraction,
-        )
     try:
         found = PreparedData.open(Path(data.path))
     except DataError as error:
@@ -58,6 +56,47 @@ def prepared(study: Study) -> str:
             f"{study.file}: grid: needs a validation split to choose by, and {data.path} has none"
         )
     return found.manifest.fingerprint
+
+
+def _prepare(study: Study, data: StudyData, source: str) -> None:
+    """Prepares data, or looks whether what is there was prepared from the same request."""
+    if study.has_images:
+        held_out = data.validation_fraction
+        prepare_images(source, data.path, held_out=held_out, overwrite=False)
+    elif data.tokenizer is not None:
+        prepare(
+            source,
+            data.tokenizer,
+            data.path,
+            validation_fraction=data.validation_fraction,
+            test_fraction=data.test_fraction,
+        )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other study prepares the same data, and makes others wait.
+
+    Two at once would write the same files, or put a folder in the place of one that is being read.
+    Where no lock can be had, as on a read-only disk, there is none.
+    """
+    path = user_path(path).resolve()
+    descriptor = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"{path}: another study prepares it; this one waits for that")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        pass  # preparing says what is wrong with the place, if anything is
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def model_of(study: Study, variant: Variant) -> ModelSettings:

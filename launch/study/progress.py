@@ -1,13 +1,14 @@
 """What a study shows while it goes on: its plan, and a line for each thing that begins or ends."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from launch.output import align
 from launch.study.measures import Measure
+from launch.study.times import Estimate
 from train.console import duration
-from train.study.study import Run, Study
+from train.study.study import Run, Study, Variant
 
 Row = tuple[str, ...]
 
@@ -18,9 +19,9 @@ def plans_table(plan: Mapping[str, Any]) -> str:
     Args:
         plan: of the study.
     """
-    if "tasks" not in plan:
-        return plan_table(plan)
-    return "\n\n".join(f"task {name}\n{plan_table(each)}" for name, each in plan["tasks"].items())
+    tables = [f"task {name}\n{plan_table(each)}" for name, each in plan.get("tasks", {}).items()]
+    table = "\n\n".join(tables or [plan_table(plan)])
+    return f"{table}\n{plan['time']}".rstrip()
 
 
 def plan_table(plan: Mapping[str, Any]) -> str:
@@ -98,6 +99,57 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
                 f"{each if len(seeds) > 1 else each.with_name(f'seed-{seeds[0]}')}/checkpoints"
             )
     return lines
+
+
+def trial_line(study: Study, variant: Variant, number: int, count: int) -> str:
+    """Which variant's trial begins."""
+    task = f"{study.task_name}, " if study.task_name else ""
+    return f"trial {number} of {count}: how long a step of {task}{variant.name} takes"
+
+
+def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
+    """How long what is left takes.
+
+    Args:
+        estimates: of all tasks.
+        jobs: runs at a time.
+
+    Returns:
+        An empty line if nothing is left.
+    """
+    runs, measures = sum(e.runs for e in estimates), sum(e.measures for e in estimates)
+    unknown = [*dict.fromkeys(name for each in estimates for name in each.unknown)]
+    parts = [counted(runs, "run")] if runs else []
+    parts += [counted(measures, "measure")] if measures else []
+    if not parts:
+        return ""
+    what, seconds = " and ".join(parts), sum(each.seconds for each in estimates)
+    if not seconds:
+        return f"{what} to do; how long they take is measured at the start"
+    ways = {way for each in estimates for way in each.ways}
+    known = {"trials": "measured by trial steps", "runs": "as finished runs took"}
+    how = ", ".join(words for way, words in known.items() if way in ways)
+    without = f", without {', '.join(unknown)}: no time is known" if unknown else ""
+    took = f"about {spoken(seconds)} with {counted(jobs, 'job')}"
+    return f"{what} to do, {took}{f' ({how})' if how else ''}{without}"
+
+
+def counted(number: int, what: str) -> str:
+    """So many of something, as 1 run or 2 runs."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def spoken(seconds: float) -> str:
+    """A time as one says it: 40 s, 3 min 5 s, 42 min, 3 h 10 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if minutes < 10:
+        return f"{minutes} min" + (f" {rest} s" if rest else "")
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def trained_line(run: Run) -> str:

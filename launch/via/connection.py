@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
+from launch.output import pass_on
 from launch.via.remote import BEAT, TERMINATION
 
 LOST = 255
@@ -40,10 +41,8 @@ class Connection:
         self._ending: float | None = None
         self.send(json.dumps(task))
         self._threads = [
-            threading.Thread(target=self._show, args=(self._process.stdout, sys.stdout, "")),
-            threading.Thread(
-                target=self._show, args=(self._process.stderr, sys.stderr, f"{host} ")
-            ),
+            threading.Thread(target=pass_on, args=(self._process.stdout, sys.stdout, "")),
+            threading.Thread(target=pass_on, args=(self._process.stderr, sys.stderr, f"{host} ")),
             threading.Thread(target=self._beat, daemon=True),
         ]
         for thread in self._threads:
@@ -78,9 +77,3 @@ class Connection:
         while self._process.poll() is None:
             self.send("beat")
             time.sleep(BEAT)
-
-    def _show(self, lines: IO[str], to: IO[str], prefix: str) -> None:
-        for line in lines:
-            with contextlib.suppress(OSError, ValueError):
-                to.write(f"{prefix}{line}")
-                to.flush()

@@ -107,15 +107,21 @@ def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: P
 
 
 def engine_of(
-    config: RunConfig, world: comm.World, optimizer: OptimizerConfig, source: Source
+    config: RunConfig,
+    world: comm.World,
+    optimizer: OptimizerConfig,
+    source: Source,
+    *,
+    compiled: bool = False,
 ) -> Engine:
-    """The small model in training.
+    """The model of a trial in training.
 
     Args:
-        config: a small one.
+        config: of a run, or a small one.
         world: this process.
         optimizer: in place of the configuration's.
         source: of weights and moments.
+        compiled: whether blocks run through torch.compile.
     """
     engine = parallelize(
         model_of(config),
@@ -129,7 +135,7 @@ def engine_of(
         clip_grad_norm=optimizer.clip_grad_norm,
         source=source,
         cross_entropy=cross_entropy,
-        compiled=False,
+        compiled=compiled,
         average_decay=config.train.ema,
     )
     engine.train()

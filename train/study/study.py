@@ -89,7 +89,7 @@ class Variant:
         flat = flatten(self.config.model_dump(mode="json"))
         tree: dict[str, Any] = {}
         # The folder and text of a run are not recorded, and change nothing.
-        free = {key: value for key, value in flat.items() if _below(key, WITHOUT_EFFECT)}
+        free = {key: value for key, value in flat.items() if below(key, WITHOUT_EFFECT)}
         try:
             for key, value in (free | dict(recorded)).items():
                 apply_override(tree, f"{key}={json.dumps(value)}")
@@ -170,9 +170,12 @@ class Study:
     @property
     def num_runs(self) -> int:
         """How many runs there are in all."""
+        return sum(map(self.num_runs_of, self.groups))
+
+    def num_runs_of(self, group: str) -> int:
+        """How many runs a variant that the file names has: all points, or the best one alone."""
         swept = len(self.swept_seeds)
-        rest = len(self.config.seeds) - swept
-        return sum(len(variants) * swept + rest for variants in self.groups.values())
+        return len(self.groups[group]) * swept + len(self.config.seeds) - swept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +258,7 @@ def _defining_keys(config: RunConfig) -> dict[str, Any]:
     flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
     judged = config.checkpoint.keep_best or config.evaluation.patience is not None
     counted = OF_THE_BEST if judged else ()
-    return {k: v for k, v in flat.items() if k in counted or not _below(k, WITHOUT_EFFECT)}
+    return {k: v for k, v in flat.items() if k in counted or not below(k, WITHOUT_EFFECT)}
 
 
 def is_text(kind: str) -> bool:
@@ -271,5 +274,6 @@ def changed_key(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | No
     return None
 
 
-def _below(key: str, sections: Sequence[str]) -> bool:
+def below(key: str, sections: Sequence[str]) -> bool:
+    """Whether a dotted key is one of some keys, or in one of some sections."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)

@@ -137,6 +137,23 @@ def test_it_is_kept_and_not_replaced_by_another(tmp_path):
     assert (tmp_path / "out" / "train.npy").stat().st_mtime_ns != before
 
 
+def test_an_index_that_says_the_same_is_not_written_again(tmp_path):
+    source = made.class_folders(tmp_path / "all")
+    first = prepared(source, tmp_path / "out", held_out=0.25)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    again = prepared(source, tmp_path / "out", held_out=0.25)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    assert again.manifest == first.manifest
+    # A file of it that is damaged, and an image that has come, are.
+    (tmp_path / "out" / "train.names").write_bytes(b"")
+    assert prepared(source, tmp_path / "out", held_out=0.25).manifest == first.manifest
+    assert (tmp_path / "out" / "train.names").read_bytes()
+    image = next(path for path in source.rglob("*") if path.is_file())
+    image.with_name(f"another{image.suffix}").write_bytes(image.read_bytes())
+    more = prepared(source, tmp_path / "out", held_out=0.25)
+    assert sum(each.images for each in more.manifest.splits.values()) == 25
+
+
 def test_a_moved_or_changed_file_is_noticed(tmp_path):
     source = made.zipped(tmp_path / "all.zip")
     data = prepared(source, tmp_path / "out")

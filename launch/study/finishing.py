@@ -1,0 +1,111 @@
+"""What is done with one run of a study: it is trained to its end, scored, and measured."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from launch.output import say
+from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+from launch.study.choice import validation_score
+from launch.study.folder import write_json
+from launch.study.jobs import Work
+from launch.study.measures import Measure, forget
+from launch.study.plan import newest_step
+from launch.study.progress import trained_line
+from parallel.checkpoint.verification import newest_that_opens
+from train.errors import RunError
+from train.loop.best import is_over
+from train.state import TrainState
+from train.study.study import Run
+
+
+def finishing(run: Run, jobs: int) -> Work:
+    """Trains a run to its end and evaluates it.
+
+    Args:
+        run: whatever of it is done.
+        jobs: how many runs are trained at a time.
+
+    Yields:
+        Commands of `polyad`.
+
+    Returns:
+        Its result, which is written.
+
+    Raises:
+        RunError: its score is not finite.
+    """
+    started, from_step = time.monotonic(), newest_step(run)
+    if _is_trained(run):
+        say(trained_line(run))
+    else:
+        yield "train", run.study.config.base, *run.overrides
+    scores = run.result_file.with_suffix(".evaluation")
+    which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
+    yield "evaluate", str(run.folder), *which, "--json", str(scores)
+    result = _result(run, json.loads(scores.read_text(encoding="utf-8")))
+    # Of the whole run, for the time that others will take.
+    result["seconds"] = time.monotonic() - started if from_step == 0 else None
+    result["jobs"] = jobs
+    forget(run)
+    write_json(run.result_file, result)
+    scores.unlink()
+    return result
+
+
+def measuring(measure: Measure) -> Work:
+    """Takes a measure of a finished run.
+
+    Args:
+        measure: that is not there yet.
+
+    Yields:
+        The command of `polyad`.
+
+    Returns:
+        `seconds` that it took.
+
+    Raises:
+        RunError: a loss is not finite.
+    """
+    started = time.monotonic()
+    written = measure.file.with_suffix(".evaluation")
+    yield *measure.arguments, "--json", str(written)
+    measure.keep(written)
+    return {"seconds": time.monotonic() - started}
+
+
+def _result(run: Run, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    scores_of, unit = run.study.task.scores, run.study.task.unit.name
+    if evaluation[scores_of[0].name] is None:
+        raise RunError(
+            f"{run}: its {scores_of[0].title} on the {run.study.config.split} split is not finite"
+        )
+    records = read_records(run.folder)
+    return {
+        "variant": run.variant.group,
+        "point": run.variant.point,
+        "seed": run.seed,
+        "from_runs": run.source_names,
+        "validation": validation_score(run.study, records),
+        **{score.name: evaluation[score.name] for score in scores_of},
+        f"{unit}s_scored": evaluation[f"{unit}s_scored"],
+        "step": evaluation["step"],
+        "training_loss": last_loss(records),
+        f"{unit}s_per_second": median_rate(records, unit),
+        "memory_bytes": peak_memory(records),
+        "routing": last_routing(records),
+    }
+
+
+def _is_trained(run: Run) -> bool:
+    """Whether all steps are done, and the validation after the last one was not cut short."""
+    newest = newest_that_opens(run.folder / "checkpoints")
+    config = run.variant.config
+    if newest is None or newest.state.unfinished is not None:
+        return False
+    is_done = newest.training_step >= config.train.steps
+    return is_done or is_over(
+        TrainState.from_json(newest.state.model_dump()), config.evaluation.patience
+    )

@@ -1,0 +1,133 @@
+"""Works of a study, each a few commands of `polyad` in processes of their own, several at a time.
+
+One thread does all of it: it starts commands, waits for whichever ends first, and goes on with the
+work that asked for that one.
+"""
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from launch.child import STOPPED, Child, Children
+from launch.machine import threads_of_each
+from train.errors import RunError, stopped
+
+Work = Generator[tuple[str, ...], None, dict[str, Any]]
+"""Yields the words of a command of `polyad`, goes on once that has ended well, returns a result."""
+Of = TypeVar("Of")
+
+
+def shared_cores(jobs: int) -> dict[str, str]:
+    """What the environment of each of several jobs has, so that they share the cores equally.
+
+    Args:
+        jobs: that go on at a time; one has all cores, as a command has that is alone.
+    """
+    return {"OMP_NUM_THREADS": str(threads_of_each(jobs))} if jobs > 1 else {}
+
+
+@dataclass
+class _Going(Generic[Of]):
+    """A work that has begun."""
+
+    of: Of
+    name: str
+    work: Work
+    since: float
+    command: str = ""
+    child: Child | None = None
+
+
+class Jobs(Generic[Of]):
+    """Up to so many works at a time, within a `with` block, at whose end none goes on.
+
+    Args:
+        number: of works; they share this machine's cores equally.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._children = Children(shared_cores(number))
+        self._going: list[_Going[Of]] = []
+
+    def __enter__(self) -> "Jobs[Of]":
+        self._children.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._children.__exit__(kind, error, trace)
+        if kind is None and self._children.signal:  # it came when no command ran
+            raise stopped(self._children.signal, "the same command goes on where it stood")
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may begin."""
+        return len(self._going) < self.number
+
+    @property
+    def going(self) -> list[tuple[Of, float]]:
+        """What the works are of that go on, each with the seconds since it began."""
+        return [(each.of, time.monotonic() - each.since) for each in self._going]
+
+    def begin(self, of: Of, name: str, work: Work) -> None:
+        """Begins a work.
+
+        Args:
+            of: what it is of.
+            name: the run's, which its lines and errors have.
+            work: its commands.
+        """
+        going = _Going(of, name, work, time.monotonic())
+        self._going.append(going)
+        self._goes_on(going)
+
+    def wait(self) -> tuple[Of, dict[str, Any]]:
+        """Waits for the first that ends, of at least one.
+
+        Returns:
+            What it is of, and its result.
+
+        Raises:
+            RunError: one failed; the others have been asked to stop, and have saved and ended.
+            Stopped: or KeyboardInterrupt: a signal asked one of them or this process to stop.
+        """
+        while True:
+            child, status = self._children.wait()
+            going = next(each for each in self._going if each.child is child)
+            if self._children.signal or status:
+                self._end(going, status)
+            if (result := self._goes_on(going)) is not None:
+                self._going.remove(going)
+                return going.of, result
+
+    def _goes_on(self, going: _Going[Of]) -> dict[str, Any] | None:
+        """Starts the next command of a work; its result if there is none."""
+        try:
+            words = next(going.work)
+        except StopIteration as end:
+            return dict(end.value)
+        prefix = f"{going.name}: " if self.number > 1 else ""
+        going.command = words[0]
+        going.child = self._children.start(words, prefix=prefix)
+        return None
+
+    def _end(self, first: _Going[Of], status: int) -> None:
+        """Ends all, after one has ended that was not to, or a signal came."""
+        self._children.end_all()
+        several = len(self._going) > 1
+        kept = f"the same command goes on with {'these runs' if several else 'this run'}"
+        names = "; ".join(each.name for each in self._going)
+        number = self._children.signal or (status - 128 if status in STOPPED else 0)
+        if number:
+            raise stopped(number, f"{names}: {kept}")
+        raise RunError(
+            f"{first.name}: `polyad {first.command}` ended with status {status}; the same command "
+            f"goes on with this run, and all that are finished are kept"
+        )
