@@ -203,6 +203,37 @@ def test_further_slices_can_start_apart(name):
     assert (layer.expert_factor_1 - torch.diag_embed(diagonal)).abs().max() == 0
 
 
+@pytest.mark.parametrize("name", ["cp", "tucker"])
+def test_experts_can_start_nearer_to_one_another(name):
+    factor = initialized(name, **LARGE, expert_std=0.1).expert_factor_0
+    assert (factor.mean().item(), factor.std().item()) == pytest.approx((1, 0.1), abs=0.01)
+
+
+def test_slices_can_start_nearer_to_one_another():
+    diagonal = initialized("tr", **LARGE, expert_std=0.1).expert_factor_0.diagonal(dim1=1, dim2=2)
+    assert (diagonal.mean().item(), diagonal.std().item()) == pytest.approx((1, 0.1), abs=0.01)
+    entries_NPQ = initialized("tt", **LARGE, expert_std=0.1).expert_factor_0 * 4**0.5
+    assert (entries_NPQ.mean().item(), entries_NPQ.std().item()) == pytest.approx(
+        (1, 0.1), abs=0.01
+    )
+
+
+@every_factorization
+def test_orthogonal_factors_are_of_the_size_of_uniform_ones(name):
+    uniform, orthogonal = (initialized(name, **LARGE, orthogonal=each) for each in (False, True))
+    for factor, modes in (("input_factor", 1), ("output_factor", -1)):
+        ours = getattr(orthogonal, factor).double()
+        rows = math.prod(ours.shape[:modes])
+        matrix = ours.reshape(rows, -1)
+        matrix = matrix if rows >= matrix.shape[1] else matrix.T
+        gram = matrix.T @ matrix
+        torch.testing.assert_close(
+            gram, gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype), atol=1e-5, rtol=0
+        )
+        size = getattr(uniform, factor).square().mean().sqrt().item()
+        assert ours.square().mean().sqrt().item() == pytest.approx(size, rel=0.02)
+
+
 def test_every_path_of_a_train_carries_signal():
     layer = initialized("tt", **LARGE)
     assert torch.equal(layer.expert_factor_1, torch.eye(4).expand(6, 4, 4))

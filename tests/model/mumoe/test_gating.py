@@ -108,6 +108,16 @@ def test_layer_norm_is_over_the_experts_of_each_level():
     torch.testing.assert_close(second, torch.tensor([[-1.0, 0, 1]]) * 1.5**0.5, atol=1e-5, rtol=0)
 
 
+def test_epsilon_is_added_to_the_variance():
+    # (1, 3): mean 2, variance 1, and 3 more.
+    (level,) = LayerNorm((2,), epsilon=3.0)(torch.tensor([[1.0, 3.0]])).levels
+    torch.testing.assert_close(level, torch.tensor([[-0.5, 0.5]]))
+    norm = BatchNorm((1,), epsilon=3.0).eval()
+    norm.running_mean.fill_(2.0)
+    norm.running_variance.fill_(1.0)
+    torch.testing.assert_close(norm(torch.tensor([[5.0]])).levels[0], torch.tensor([[1.5]]))
+
+
 def batch_norm(size):
     norm = BatchNorm((size,))
     norm.running_mean.zero_()
@@ -154,6 +164,13 @@ def test_a_gate_starts_with_even_coefficients(activation, norm):
     first, second = make_gate(norm, activation)(torch.randn(16, 5)).coefficients
     torch.testing.assert_close(first, torch.full((16, 8), 1 / 8))
     torch.testing.assert_close(second, torch.full((16, 3), 1 / 3))
+
+
+def test_a_gate_can_start_with_weights():
+    with torch.device("meta"):
+        gate = Gate((8, 3), 500, "softmax", "layer", std=0.02)
+    materialize(gate, seed=2)
+    assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch"])
