@@ -135,6 +135,25 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("cp", "cp-1e-3", "cp-4e-3"), 572_322)
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
     ),
+    "mumoe-rates.yaml": (
+        30,
+        {"dense": 2_615_424}
+        | dict.fromkeys(("cp", "cp-orthogonal"), 2_612_688)
+        | dict.fromkeys(("tr", "tr-orthogonal"), 2_627_104),
+    ),
+    "mumoe-start.yaml": (
+        48,
+        {"dense": 2_615_424, "single-wide": 4_387_968}
+        | dict.fromkeys(("single", "single-plain"), 2_617_888)
+        | dict.fromkeys(
+            (
+                *("cp", "orthogonal", "normalized", "orthogonal-normalized", "softmax"),
+                *("fast-gate", "slow-gate", "random-gate", "alike", "apart", "no-decay"),
+                "fast-factors",
+            ),
+            2_612_688,
+        ),
+    ),
     "mumoe.yaml": (
         15,
         {"dense": 2_615_424}
@@ -217,8 +236,11 @@ def test_a_shipped_study_is_valid(
     captured = capfd.readouterr()
     assert (status, captured.err) == (0, "")
     plan = json.loads(captured.out)
-    assert len(plan["runs"]) == runs
-    assert {name: v["parameters"] for name, v in plan["variants"].items()} == parameters
+    assert plan["num_runs"] == runs
+    for points in plan["groups"].values():  # of a grid of rates
+        assert len({plan["variants"][point]["parameters"] for point in points}) == 1
+    first = {name: plan["variants"][points[0]] for name, points in plan["groups"].items()}
+    assert {name: variant["parameters"] for name, variant in first.items()} == parameters
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=STUDY_NAMES)
