@@ -117,6 +117,14 @@ EXPECTED_TASKS = (
 )
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
+    "balance.yaml": (
+        36,
+        {
+            f"{graph}-{balance}": 6_187_456
+            for graph in ("plain", "dot", "cosine", "attention")
+            for balance in ("loss", "bias", "neither")
+        },
+    ),
     "cifar10-mixture.yaml": (
         21,
         dict.fromkeys(("vanilla", "importance", "similarity"), 100_215)
@@ -129,11 +137,27 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("attentive", "attentive-similarity"), 10_376)
         | dict.fromkeys(("distilled", "distilled-similarity"), 8_493),
     ),
+    "graphs-swept.yaml": (
+        45,
+        dict.fromkeys(
+            (
+                *("plain", "dot", "cosine-narrow", "cosine-middle", "cosine-wide"),
+                *("attention-1", "attention-4", "attention-16", "attention-64"),
+            ),
+            6_187_456,
+        ),
+    ),
     "mixer.yaml": (
         27,
         dict.fromkeys(("dense", "dense-1e-3", "dense-4e-3"), 569_994)
         | dict.fromkeys(("cp", "cp-1e-3", "cp-4e-3"), 572_322)
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
+    ),
+    "mumoe-long.yaml": (
+        15,
+        {"dense": 2_615_424}
+        | dict.fromkeys(("cp", "cp-orthogonal"), 2_612_688)
+        | dict.fromkeys(("tr", "tr-orthogonal"), 2_627_104),
     ),
     "mumoe-rates.yaml": (
         30,
