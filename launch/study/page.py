@@ -11,10 +11,11 @@ from typing import Any
 
 from launch.output import check_result_file
 from launch.study.answer import UNCORRECTED, answers, closing_answers
+from launch.study.cells import Row
 from launch.study.drawing import STYLE
 from launch.study.figure import figure
 from launch.study.notes import notes, tasks_note
-from launch.study.tables import Row, over_tasks_rows, tables_of
+from launch.study.tables import over_tasks_rows, tables_of
 from train.experts.report.class_page import CLASS_CSS, figure_of_table, table
 from train.experts.report.page import POLICY
 from train.experts.report.style import CSS

@@ -1,16 +1,13 @@
 """A study's comparison as tables, for a terminal or a page."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.output import align
-from launch.study.answer import a_doubling, amount, answers
+from launch.study.answer import answers
+from launch.study.cells import Row, difference_cells, mark, pm
 from launch.study.notes import notes, tasks_note
-
-Row = tuple[str, ...]
-MOST_STEPS = 8
-"""Of training, in a table."""
+from launch.study.training_rows import closing_rows, curve_rows, honest_rows, leak_rows
 
 
 def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
@@ -51,8 +48,8 @@ def tables_of(result: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
         "Routing": _routing_rows(variants, score),
         f"Routing, less that of {beside}": _routing_difference_rows(variants, score),
         f"Measures and {result['scores'][0]['title']}": _relation_rows(result),
-        "What later tokens are worth": _leak_rows(variants),
-        "Differences without what leaks": _honest_rows(variants),
+        "What later tokens are worth": leak_rows(variants),
+        "Differences without what leaks": honest_rows(variants),
     }
     return [(heading, rows) for heading, rows in found.items() if len(rows) > 1]
 
@@ -94,10 +91,10 @@ def over_tasks_rows(result: Mapping[str, Any]) -> list[Row]:
     ]
     for variant in next(iter(tasks.values()))["variants"]:
         of_tasks = [found["variants"].get(variant) for found in tasks.values()]
-        cells = [_pm(found[name], digits) if found else "" for found in of_tasks]
+        cells = [pm(found[name], digits) if found else "" for found in of_tasks]
         over = result["variants"].get(variant)
-        mean = _pm(over["mean"], digits) if over else ""
-        beside = _difference_cells(over["difference"] if over else None, digits)
+        mean = pm(over["mean"], digits) if over else ""
+        beside = difference_cells(over["difference"] if over else None, digits)
         rows.append((variant, *cells, mean, *beside))
     return rows
 
@@ -123,9 +120,9 @@ def _score_rows(result: Mapping[str, Any]) -> list[Row]:
     titles = (score["title"] for score in scores[:2])
     rows: list[Row] = [("variant", *titles, "difference", "95% interval", "pairs")]
     for name, variant in variants.items():
-        cells = [_pm(variant[first["name"]], first["digits"])]
-        cells += [_pm(variant[score["name"]], 2) for score in others]
-        rows.append((name, *cells, *_difference_cells(variant["difference"], first["digits"])))
+        cells = [pm(variant[first["name"]], first["digits"])]
+        cells += [pm(variant[score["name"]], 2) for score in others]
+        rows.append((name, *cells, *difference_cells(variant["difference"], first["digits"])))
     return rows
 
 
@@ -138,25 +135,10 @@ def _attacked_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, An
         known = variant["measures"]
         if all(each in known for each in names):
             digits = (scores[0]["digits"], 2)
-            cells = [_pm(known[n], d) for n, d in zip(names, digits, strict=False)]
+            cells = [pm(known[n], d) for n, d in zip(names, digits, strict=False)]
             beside = variant["differences"].get(names[0])
-            rows.append((name, *cells, *_difference_cells(beside, digits[0])))
+            rows.append((name, *cells, *difference_cells(beside, digits[0])))
     return rows
-
-
-def _difference_cells(difference: Mapping[str, Any] | None, digits: int = 4) -> Row:
-    """The mean, its interval, and how many pairs."""
-    if difference is None:
-        return "", "", ""
-    interval = "none of one pair"
-    if difference["pairs"] > 1:
-        interval = f"{difference['low']:+.{digits}f} to {difference['high']:+.{digits}f}"
-        interval += _mark(difference)
-    return _pm(difference, digits, sign="+"), interval, f"{difference['pairs']}"
-
-
-def _mark(difference: Mapping[str, Any]) -> str:
-    return " *" if difference["excludes_zero"] else ""
 
 
 def _cost_rows(variants: Mapping[str, Any], unit: str) -> list[Row]:
@@ -174,67 +156,13 @@ def _cost_rows(variants: Mapping[str, Any], unit: str) -> list[Row]:
     return rows
 
 
-def curve_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Validation over training: the baseline's score, and the others' differences to it."""
-    baseline, unit = result["baseline"], result["unit"]
-    curves = {name: v["curve"] for name, v in result["variants"].items() if v["curve"]}
-    if curves.keys() <= {baseline}:
-        return []
-    steps = {each["step"]: each[f"{unit}s"] for curve in curves.values() for each in curve}
-    shown = _evenly(sorted(steps), MOST_STEPS)
-    rows: list[Row] = [(f"after {unit}s", *(amount(steps[step]) for step in shown))]
-    for name, curve in curves.items():
-        at = {each["step"]: each for each in curve}
-        cells = [_curve_cell(at[step]) if step in at else "" for step in shown]
-        rows.append((name if name == baseline else f"{name} - {baseline}", *cells))
-    return rows
-
-
-def _evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Some of the steps, the first and the last among them."""
-    if len(steps) <= most:
-        return [*steps]
-    last = len(steps) - 1
-    return [steps[round(i * last / (most - 1))] for i in range(most)]
-
-
-def _curve_cell(at: Mapping[str, Any]) -> str:
-    difference = at["difference"]
-    if difference is None:
-        return f"{at['score']['mean']:.4f}"
-    return f"{difference['mean']:+.4f}" + _mark(difference)
-
-
-def closing_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Lines through differences over the logarithm of what was seen."""
-    units = f"{result['unit']}s"
-    rows: list[Row] = [
-        ("closing", "line at the end", "95% interval", "a doubling", "95% interval",
-         "zero after", "95% interval", "seeds"),
-    ]  # fmt: skip
-    for name, variant in result["variants"].items():
-        if (found := variant["closing"]) is not None:
-            zero = found["crossing"]
-            at = [amount(zero[key]) for key in ("units", "low", "high")] if zero else []
-            where = (at[0], f"{at[1]} to {at[2]} {units}") if at else ("", "none is supported")
-            end, doubling = found["at_end"], a_doubling(found)
-            cells = (*_mean_cells(end), *_mean_cells(doubling), *where, f"{end['pairs']}")
-            rows.append((name, *cells))
-    return rows
-
-
-def _mean_cells(found: Mapping[str, Any]) -> Row:
-    interval = f"{found['low']:+.4f} to {found['high']:+.4f}{_mark(found)}"
-    return f"{found['mean']:+.4f}", interval
-
-
 def _routing_rows(variants: Mapping[str, Any], score: str) -> list[Row]:
     names = _routing_names(variants, score)
     rows: list[Row] = [("routing", *names)]
     for variant_name, variant in variants.items():
         known = variant["measures"]
         if any(name in known for name in names):
-            cells = [_pm(known[name], 3) if name in known else "" for name in names]
+            cells = [pm(known[name], 3) if name in known else "" for name in names]
             rows.append((variant_name, *cells))
     return rows
 
@@ -248,7 +176,7 @@ def _routing_difference_rows(variants: Mapping[str, Any], score: str) -> list[Ro
         beside = variant["differences"]
         if any(name in beside for name in names):
             cells = [
-                _pm(beside[name], 3, sign="+") + _mark(beside[name]) if name in beside else ""
+                pm(beside[name], 3, sign="+") + mark(beside[name]) if name in beside else ""
                 for name in names
             ]
             rows.append((variant_name, *cells))
@@ -274,48 +202,10 @@ def _relation_rows(result: Mapping[str, Any]) -> list[Row]:
     known = result["relations"].items()
     for name, found in sorted(known, key=lambda item: -abs(item[1]["mean"])):
         several = found["pairs"] > 1
-        interval = f"{found['low']:+.2f} to {found['high']:+.2f}{_mark(found)}"
+        interval = f"{found['low']:+.2f} to {found['high']:+.2f}{mark(found)}"
         cells = (f"{found['mean']:+.2f}", interval if several else "none of one seed")
         rows.append((name, *cells, f"{found['pairs']}"))
     return rows
-
-
-def _leak_rows(variants: Mapping[str, Any]) -> list[Row]:
-    """What later tokens are worth, at each checkpoint."""
-    rows: list[Row] = [
-        ("leak", "step", "as reported", "with the mask", "difference", "from the prefix",
-         "difference", "95% interval"),
-    ]  # fmt: skip
-    for name, variant in variants.items():
-        for step, leak in variant["leak"].items():
-            masked, prefix = leak["masked_leak"], leak["prefix_leak"]
-            rows.append(
-                (
-                    *(name, f"{int(step):,}", _pm(leak["reported"], 4)),
-                    *(_pm(leak["masked"], 4), _pm(masked, 4, sign="+") + _mark(masked)),
-                    _pm(leak["prefix"], 4),
-                    *_difference_cells(prefix)[:2],
-                )
-            )
-    return rows
-
-
-def _honest_rows(variants: Mapping[str, Any]) -> list[Row]:
-    """What is left of the difference to the baseline without what leaks, at the end."""
-    rows: list[Row] = [("without the leak", "as reported", "with the mask", "from the prefix")]
-    for name, variant in variants.items():
-        last = list(variant["leak"].values())[-1:]
-        for leak in last:
-            honest = [leak[f"{way}_beside_baseline"] for way in ("masked", "prefix")]
-            if variant["difference"] is not None and all(honest):
-                cells = [variant["difference"], *honest]
-                rows.append((name, *(_pm(c, 4, sign="+") + _mark(c) for c in cells)))
-    return rows
-
-
-def _pm(values: Mapping[str, Any], digits: int, sign: str = "") -> str:
-    mean, deviation = f"{values['mean']:{sign}.{digits}f}", values["deviation"]
-    return mean if math.isnan(deviation) else f"{mean} ± {deviation:.{digits}f}"
 
 
 def _markdown(rows: list[Row]) -> str:

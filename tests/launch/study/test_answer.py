@@ -8,7 +8,8 @@ import pytest
 
 from launch.study.answer import amount, answers, closing_answers
 from launch.study.results import over_tasks, summarize
-from launch.study.tables import MOST_STEPS, result_table
+from launch.study.tables import result_table
+from launch.study.training_rows import MOST_STEPS
 from tests.launch.study.test_curves import lines
 from tests.launch.study.test_results import RUNS, SUMMARY, plan, result
 
