@@ -126,7 +126,7 @@ EXPECTED_STUDIES = {
         },
     ),
     "cifar10-mixture.yaml": (
-        21,
+        70,
         dict.fromkeys(("vanilla", "importance", "similarity"), 100_215)
         | dict.fromkeys(("attentive", "attentive-similarity"), 102_098)
         | dict.fromkeys(("distilled", "distilled-similarity"), 100_215),
