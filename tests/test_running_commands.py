@@ -111,7 +111,10 @@ def cheaper(command: Written) -> list[str]:
     if name == "launch" and options.via in DRY:
         return words if options.dry_run else [*words, "--dry-run"]
     if name in ("train", "launch"):
-        if load_config(ROOT / options.config).data.kind == "images":
+        config = load_config(ROOT / options.config)
+        if config.model.kind == "mixture":  # small as it is
+            return words
+        if config.data.kind == "images":
             return [*words, *TINY_IMAGES]
         experts = TINY_EXPERTS if "smoe" in options.config.name else ()
         return [*words, *TINY, *experts]
