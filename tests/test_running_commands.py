@@ -36,6 +36,9 @@ NOT_RUN = {
     "lm_eval ": "needs lm-eval, an extra, and a task from the network",
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
     "polyad bench step --device cuda": "needs a GPU",
+    "polyad train configs/finetune/gpt2-small-sst2.yaml": "needs SST-2, from the network",
+    "polyad evaluate runs/gpt2-small-sst2": "is of such a run",
+    "polyad report runs/gpt2-small-sst2": "is of such a run",
 }
 """How commands begin that are parsed only, and why."""
 DRY = {
