@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from train.study.paired import paired_difference
+from train.study.paired import interval
 
 LEAST = 5
 """Variants that make a correlation of ranks: of four, even perfect order comes by chance."""
@@ -67,7 +67,7 @@ def _relation(measured: BySeed, name: str, score: str) -> dict[str, Any] | None:
                 values[seed] = correlation
     if not values:
         return None
-    mean = paired_difference(list(values.values()), [0.0] * len(values))
+    mean = interval(list(values.values()))
     inside = {"low": max(mean.low, -1.0), "high": min(mean.high, 1.0)}
     return (
         mean._asdict()

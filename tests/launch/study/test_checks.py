@@ -302,3 +302,30 @@ def test_a_dry_run_before_the_text_is_prepared_takes_the_wanted_vocabulary(
     path = write_study(data=wanted | {"tokenizer": "words"})
     assert "how large the vocabulary is" in refused(path, capfd, "--dry-run")
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--figure", "page.png"), "--figure: page.png: a file that ends in .svg is needed"),
+        (("--figure", "none/page.svg"), "there is no folder none"),
+        (("--figure", "page.svg", "--dry-run"), "--figure: page.svg is not allowed with --dry-run"),
+        (("--page", "page.svg"), "--page: page.svg: a file that ends in .html is needed"),
+        (("--page", "none/page.html"), "--page: none/page.html: there is no folder none"),
+        (("--page", "folder.html"), "--page: folder.html: it is a folder"),
+        (("--page", "page.html", "--dry-run"), "--page: page.html is not allowed with --dry-run"),
+    ],
+)
+def test_where_a_figure_or_a_page_cannot_be_is_found_before_anything_starts(
+    options: tuple[str, ...],
+    words: str,
+    write_study: WriteStudy,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_study()
+    (tmp_path / "folder.html").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(path, capfd, *options)
+    assert not (path.parent / "study").exists()

@@ -3,16 +3,13 @@
 import itertools
 import math
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.study.figure import figure
 from launch.study.results import summarize
-from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_answer import fitted
-from tests.launch.study.test_checks import refused
 from tests.launch.study.test_results import RUNS, SUMMARY, plan, result
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -143,25 +140,3 @@ def test_a_spike_at_the_start_is_cut_and_does_not_flatten_the_rest() -> None:
 def test_names_are_escaped() -> None:
     found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "study": "a<b>&.yaml"}
     assert (read(figure(found)).get("aria-label") or "").startswith("a<b>&.yaml: dense, cp")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--figure", "page.png"), "--figure: page.png: a file that ends in .svg is needed"),
-        (("--figure", "none/page.svg"), "there is no folder none"),
-        (("--figure", "page.svg", "--dry-run"), "--figure: page.svg is not allowed with --dry-run"),
-    ],
-)
-def test_where_it_cannot_be_is_found_before_anything_starts(
-    options: tuple[str, ...],
-    words: str,
-    write_study: WriteStudy,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = write_study()
-    monkeypatch.chdir(tmp_path)
-    assert words in refused(path, capfd, *options)
-    assert not (path.parent / "study").exists()

@@ -21,7 +21,6 @@ from launch.study.results import over_tasks
 from launch.study.run import compare_finished
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 from tests.launch.study.test_answer import compared, fitted
-from tests.launch.study.test_checks import refused
 from tests.launch.study.test_results import SUMMARY, result
 from train.study.reading import load_studies, load_study
 from train.study.study import Run
@@ -183,30 +182,6 @@ def test_every_measure_of_a_study_is_on_its_page() -> None:
     for heading in ("Scores", "On attacked data", "Routing", "What later tokens are worth"):
         assert heading in read.sections["Tables"], heading
     assert "at a rate of 0.1 (seed 0)" in tables
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--page", "page.svg"), "--page: page.svg: a file that ends in .html is needed"),
-        (("--page", "none/page.html"), "--page: none/page.html: there is no folder none"),
-        (("--page", "folder.html"), "--page: folder.html: it is a folder"),
-        (("--page", "page.html", "--dry-run"), "--page: page.html is not allowed with --dry-run"),
-    ],
-)
-def test_where_a_page_cannot_be_is_found_before_anything_starts(
-    options: tuple[str, ...],
-    words: str,
-    write_study: WriteStudy,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = write_study()
-    (tmp_path / "folder.html").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert words in refused(path, capfd, *options)
-    assert not (path.parent / "study").exists()
 
 
 def finish(run_of_study: Run, loss: float) -> None:
