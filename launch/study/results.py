@@ -191,7 +191,7 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
     for name, value in run.get("attack", {}).items():
         if name in run and not name.endswith("_scored"):
             found[f"attacked_{name}"] = value
-    found |= run.get("specialization", {})
+    found |= run.get("specialization", {}) | run.get("knockout", {})
     if fluctuation := run.get("fluctuation"):
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
     return found

@@ -21,6 +21,8 @@ from train.tasks.registry import task_class
 
 MEASURED_KINDS = ("images", "sequences", "text", "masked_text")
 """Kinds of data of which `specialization` can be measured."""
+KNOCKOUT_KINDS = ("text", "masked_text")
+"""Kinds of data of which `knockout` can be measured."""
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
 data."""
@@ -109,6 +111,11 @@ def _load(
         raise ConfigError(
             f"{file}: specialization: true is not allowed with data.kind: {kind}; "
             f"{', '.join(MEASURED_KINDS)} have it"
+        )
+    if config.knockout is not None and kind not in KNOCKOUT_KINDS:
+        raise ConfigError(
+            f"{file}: knockout: is not allowed with data.kind: {kind}; "
+            f"{', '.join(KNOCKOUT_KINDS)} have it, and images specialization: true"
         )
     return study
 
