@@ -95,7 +95,8 @@ def from_one_class(d_SK: Tensor) -> Tensor:
         [S]; 0 of such an expert, near 1 of one that hardly anything needs.
     """
     onehot_SK = torch.zeros_like(d_SK).scatter_(1, d_SK.argmax(-1, keepdim=True), 1.0)
-    return (d_SK - onehot_SK).norm(dim=-1)
+    distance_S: Tensor = (d_SK - onehot_SK).norm(dim=-1)
+    return distance_S
 
 
 class LeaveOneOut:
