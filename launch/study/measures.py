@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.records import last_fluctuation, read_records, validations
+from launch.records import head_changes, last_fluctuation, read_records, validations
 from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
 from train.study.study import Run, Study, Variant
@@ -185,8 +185,8 @@ def read_measures(run: Run) -> dict[str, Any]:
     Returns:
         `attack`: the first two scores; `leak`: by step what `polyad evaluate --leak` says and the
         loss; `specialization` and `knockout`: as `_specialization` and `_knockout` say;
-        `fluctuation`: as `last_fluctuation`; `validations`: as `validations` says. Each only where
-        it is known.
+        `fluctuation`: as `last_fluctuation`; `head_changes` and `validations`: as the functions
+        say. Each only where it is known.
     """
     found: dict[str, Any] = {}
     task = run.study.task
@@ -210,6 +210,8 @@ def read_measures(run: Run) -> dict[str, Any]:
         records = read_records(run.folder)
         fluctuation = last_fluctuation(records)
         found |= {"fluctuation": fluctuation} if fluctuation else {}
+        if (changes := head_changes(records)) is not None:
+            found["head_changes"] = changes
         found["validations"] = validations(records, task.validation_score, f"{task.unit.name}s")
     return found
 

@@ -184,8 +184,8 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
 
     Returns:
         That score; those of attacked data, as `attacked_loss`; what routers did, by name;
-        polysemanticity; `changed_first` and `changed_set`, the fluctuation. What is not known is
-        left out.
+        polysemanticity; `changed_first` and `changed_set`, the fluctuation; `head_changes`, how
+        often the head of an attention graph changed. What is not known is left out.
     """
     found = {score: run[score], **run["routing"]}
     for name, value in run.get("attack", {}).items():
@@ -194,6 +194,8 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
     found |= run.get("specialization", {}) | run.get("knockout", {})
     if fluctuation := run.get("fluctuation"):
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
+    if "head_changes" in run:
+        found["head_changes"] = run["head_changes"]
     return found
 
 

@@ -117,6 +117,16 @@ EXPECTED_TASKS = (
 )
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
+    "attention.yaml": (
+        24,
+        dict.fromkeys(
+            (
+                *("plain", "attention", "fixed-head", "no-factor", "late"),
+                *("wide", "wide-no-factor", "wide-late"),
+            ),
+            6_187_456,
+        ),
+    ),
     "balance.yaml": (
         36,
         {

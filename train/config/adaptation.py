@@ -19,6 +19,8 @@ from train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """In the names of what a graph of tokens has."""
+STARTED = f"{GRAPH}started"
+"""How the name ends of the buffer that says whether a graph is on."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
@@ -46,9 +48,12 @@ def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tupl
         model: of the run.
 
     Returns:
-        What the task says, and the statistics of graphs of tokens that come with this run.
+        What the task says, the statistics of graphs of tokens that come with this run, and whether
+        its graphs are on, which goes by the steps of this run.
     """
-    return (*task.begins_anew(weights), *graph_statistics(weights, model)[0])
+    new, _ = graph_statistics(weights, model)
+    begins = {name for name, _ in persistent_buffers(build_model(model)) if name.endswith(STARTED)}
+    return (*task.begins_anew(weights), *sorted({*new, *begins}))
 
 
 def graph_statistics(
