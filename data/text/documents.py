@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.errors import DataError, nearest, user_path
-from data.text.corpus import standard_library, standard_library_files
+from data.text.corpus import PACKAGE, module_files, package, standard_library
 from data.text.cuts import can_be_cut, part_of_file, share
 from data.text.manifest import SplitName
 from data.text.readers import READERS, TEXT_READERS, Reader, read_module, read_text
@@ -222,9 +222,9 @@ def open_source(
     """Opens the source of a name or path, without reading its text.
 
     Args:
-        spec: `python-stdlib`; a `.txt`, `.jsonl`, `.jsonl.gz` or `.parquet` file; a folder,
-            searched for such files (hidden ones left out) and read in the order of their paths; or
-            a Hugging Face data set, see `data.hub.find_dataset`.
+        spec: `python-stdlib`, or `python:` and a package; a `.txt`, `.jsonl`, `.jsonl.gz` or
+            `.parquet` file; a folder, searched for such files (hidden ones left out) and read in
+            the order of their paths; or a Hugging Face data set, see `data.hub.find_dataset`.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
         split: Which split of a data set that has several; train where it does not have this one.
@@ -250,11 +250,11 @@ def open_source(
 def _open_files(
     spec: str, text_key: str, documents: DocumentKind, file_format: FileFormat | None
 ) -> FileSource:
-    if spec == PYTHON_STDLIB:
-        root = standard_library()
-        files = standard_library_files(root)
+    if spec == PYTHON_STDLIB or spec.startswith(PACKAGE):
+        root = standard_library() if spec == PYTHON_STDLIB else _package(spec)
+        files = module_files(root)
         if not files:
-            raise DataError(f"{PYTHON_STDLIB}: this Python has no sources in {root}")
+            raise DataError(f"{spec}: this Python has no sources in {root}")
         found = tuple(_source_file(path, root, read_module) for path in files)
         return FileSource(spec, found, text_key, skip_unreadable=True)
     path = user_path(spec)
@@ -273,6 +273,16 @@ def _open_files(
     if source.total_bytes == 0:
         raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
     return source
+
+
+def _package(spec: str) -> Path:
+    name = spec.removeprefix(PACKAGE)
+    if (root := package(name)) is None:
+        raise DataError(
+            f"{spec}: {name!r} is no package that this Python has; of one that is installed it is "
+            f"the name that is imported, as in {PACKAGE}torch"
+        )
+    return root
 
 
 def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
@@ -322,7 +332,7 @@ def _missing(spec: str, path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     from data.text.hub import SHORT_NAMES
 
-    known = (PYTHON_STDLIB, *SHORT_NAMES)
+    known = (PYTHON_STDLIB, f"{PACKAGE}PACKAGE", *SHORT_NAMES)
     return (
         f"{spec}: no such source; it is {', '.join(known)}, hub:OWNER/NAME[:CONFIG], a "
         f"{_endings()} file or a folder of those{nearest(path.name, [*siblings, *known])}"

@@ -28,7 +28,7 @@ def prepare_arguments(parser: Parser) -> None:
     )
     add(
         "--source",
-        help="python-stdlib, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
+        help="python-stdlib, python:PACKAGE, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
         "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
         ".parquet file or folder",
     )

@@ -1,14 +1,18 @@
 import argparse
 import inspect
 
+import pytest
+import yaml
+
+from data.errors import DataError
 from data.text import corpus
-from data.text.corpus import standard_library, standard_library_files
+from data.text.corpus import module_files, standard_library
 from data.text.documents import PYTHON_STDLIB, Skipped, open_source
 
 
 def test_standard_library_is_sorted_and_without_tests():
     root = standard_library()
-    names = [path.relative_to(root).parts for path in standard_library_files(root)]
+    names = [path.relative_to(root).parts for path in module_files(root)]
     assert ("argparse.py",) in names
     assert ("json", "decoder.py") in names
     assert names == sorted(names)
@@ -31,3 +35,15 @@ def test_undecodable_module_is_skipped_and_counted(tmp_path, monkeypatch):
     documents = list(open_source(PYTHON_STDLIB).documents(skipped))
     assert [document.name for document in documents] == ["a.py#0"]
     assert skipped.unreadable == 1
+
+
+def test_modules_of_a_package_are_read_without_importing_it():
+    texts = {document.name: document.text for document in open_source("python:yaml").documents()}
+    assert texts["loader.py#0"] == inspect.getsource(yaml.loader)
+    assert sorted(texts) == list(texts)
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "yaml.loader", "argparse", "", "../yaml"])
+def test_what_is_no_package_is_refused(name):
+    with pytest.raises(DataError, match=f"^python:{name}: '{name}' is no package that this Python"):
+        open_source(f"python:{name}")
