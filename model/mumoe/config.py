@@ -84,6 +84,9 @@ class MuMoEConfig(FactorizedExperts):
     gate_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Standard deviation of the gate's initial weights. 0 is the paper's: every expert has the same
     coefficient at first. The norm makes the least number here a decided gate."""
+    expert_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which a token does without an expert in training: its coefficient is 0 in
+    both layers, and the others are divided by 1 - expert_dropout. In each level of a hierarchy."""
     expert_std: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Standard deviation around one, or the identity, of the expert factors of the first level; 1
     is the paper's. With less, experts begin more alike."""
@@ -194,14 +197,15 @@ class MuMoEConfig(FactorizedExperts):
         return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
-        """Numbers that a token saves for the backward pass: scores, coefficients and their roots,
-        inner units before the activation, and the factors' intermediate results.
+        """Numbers that a token saves for the backward pass: scores, coefficients, their roots and
+        which are dropped, inner units before the activation, and the factors' intermediate results.
 
         Args:
             width: D.
         """
         layers = sum(self.factorized.saved_numbers(sizes) for sizes in self.layer_sizes(width))
-        return 3 * sum(self.num_experts) + self.inner_size(width) + layers
+        gate = (4 if self.expert_dropout else 3) * sum(self.num_experts)
+        return gate + self.inner_size(width) + layers
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts multiply-adds of one token: every weight once, and products of a token's own

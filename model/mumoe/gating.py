@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import dropout, layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer, normal
 from model.kernels.entmax import above_threshold
@@ -202,6 +202,7 @@ class Gate(nn.Module):
         norm: A name of `NORMS`.
         epsilon: Added to the variance of the scores in the norm.
         std: Standard deviation of the initial weights; zero in the authors' code.
+        dropout: Probability with which the layers do without a coefficient in training.
     """
 
     def __init__(
@@ -213,11 +214,13 @@ class Gate(nn.Module):
         *,
         epsilon: float = EPSILON,
         std: float = 0.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
         self.norm = NORMS[norm](num_experts, epsilon)
         self.activation, self.std = ACTIVATIONS[activation], std
+        self.dropout = dropout
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal, or zero."""
@@ -247,7 +250,7 @@ class Gate(nn.Module):
         return linear(u_MD, self.weight)
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
-        """The coefficients in the precision of the layers.
+        """The coefficients that both layers get: in their precision, in training some dropped.
 
         Args:
             output: What the gate decided.
@@ -256,4 +259,9 @@ class Gate(nn.Module):
         Returns:
             Of each level, [M, N].
         """
-        return [a_MN.to(dtype) for a_MN in output.coefficients]
+        levels = output.coefficients
+        if self.training and self.dropout:
+            # Of the default generator: every tensor-parallel process draws the same, and
+            # recomputation draws it again.
+            levels = [dropout(a_MN, self.dropout) for a_MN in levels]
+        return [a_MN.to(dtype) for a_MN in levels]

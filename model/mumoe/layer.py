@@ -41,6 +41,7 @@ class MuMoE(FeedForward, SampleStatistics):
             config.gate_norm,
             epsilon=config.gate_norm_epsilon,
             std=config.gate_std,
+            dropout=config.expert_dropout,
         )
         up, down = config.layer_sizes(width)
         # What GPT-2 scales the weights by whose outputs are added to the residual stream.

@@ -47,6 +47,8 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ("gate_input=input", "gate_input: 'input' is not allowed: input should be 'residual' or"),
         ("gate_norm=group", "gate_norm: 'group' is not allowed: input should be 'layer' or"),
         ("gate_norm=batch", "gate_norm: batch is not allowed in a language model: means over the"),
+        ("expert_dropout=1", "expert_dropout: 1 is not allowed: input should be less than 1"),
+        ("expert_dropout=-0.1", "expert_dropout: -0.1 is not allowed: input should be greater"),
         ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
         ("top_k=2", "top_k: is not a key of model.feed_forward.kind: mumoe, but of another kind"),
         (

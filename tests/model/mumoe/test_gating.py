@@ -173,6 +173,41 @@ def test_a_gate_can_start_with_weights():
     assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
+def dropping(gate_dropout, activation="entmax15"):
+    with torch.device("meta"):
+        gate = Gate((8, 3), 5, activation, "layer", std=1.0, dropout=gate_dropout)
+    materialize(gate, seed=2)
+    return gate
+
+
+def test_coefficients_of_the_layers_are_dropped_and_the_others_grow():
+    gate, u_MD = dropping(0.25), torch.randn(16, 5)
+    output = gate(u_MD)
+    assert all(a_MN.sum(-1).allclose(torch.ones(16)) for a_MN in output.coefficients)
+    draws = [gate.mixing_weights(output, torch.float32) for _ in range(4000)]
+    for level, a_MN in enumerate(output.coefficients):
+        drawn = torch.stack([draw[level] for draw in draws])
+        kept = drawn != 0
+        # Each is 0, or divided by 3 / 4: nothing else.
+        torch.testing.assert_close(drawn, kept * (a_MN / 0.75).expand_as(drawn))
+        used = a_MN > 0
+        # Of 4000 x M x N draws a quarter is dropped, and of each coefficient about a quarter: five
+        # standard deviations of the mean of 4000, sqrt(0.25 x 0.75 / 4000) = 0.0068.
+        share_MN = kept.double().mean(0)
+        assert share_MN[used].mean().item() == pytest.approx(0.75, abs=0.005)
+        assert (share_MN[used] - 0.75).abs().max() < 0.035
+        assert ((drawn.mean(0) - a_MN).abs() <= 0.035 / 0.75 * a_MN + 1e-7).all()
+
+
+def test_coefficients_of_a_level_are_dropped_apart_from_one_another():
+    gate = dropping(0.5, "softmax")
+    output = gate(torch.randn(4000, 5))
+    first, second = gate.mixing_weights(output, torch.float32)
+    kept_MS = torch.cat([first, second], dim=-1).ne(0).double()
+    # Covariances of independent draws: 1 / 4 with itself, 0 with any other.
+    torch.testing.assert_close(kept_MS.T.cov(), 0.25 * torch.eye(11).double(), atol=0.03, rtol=0)
+
+
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_the_first_gradients_of_a_gate_are_316_times_those_without_a_norm(norm):
     # All scores are 0, so the norm divides by sqrt(0 + epsilon). The gradient of even coefficients
