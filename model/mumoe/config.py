@@ -1,9 +1,9 @@
 """The keys of a multilinear mixture of experts, and what follows from them."""
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
@@ -72,6 +72,9 @@ class MuMoEConfig(FactorizedExperts):
     decays as one."""
     gate: Literal["entmax15", "softmax"] = "entmax15"
     """From normalized scores to coefficients: `entmax15` gives most experts exactly 0."""
+    softmax_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the run's steps, from the first, in which the gate is softmax and every expert gets
+    gradients; 0: never. For an entmax15 gate."""
     gate_input: Literal["residual", "normalized"] = "residual"
     """What the gate reads: the residual stream before the block's LayerNorm, or what the experts
     get, after it."""
@@ -100,6 +103,15 @@ class MuMoEConfig(FactorizedExperts):
     scale_residual_init: bool = False
     """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
     projections onto the residual stream do. The paper's start does not, and trains better."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.softmax_share and self.gate == "softmax":
+            raise SectionError(
+                f"@softmax_share: {self.softmax_share:g} is not allowed with @gate: softmax, which "
+                f"is softmax in every step; 0 is, or entmax15"
+            )
+        return self
 
     def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
         """Completed: with the rank as a number.

@@ -70,6 +70,49 @@ def softmax(scores_MN: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"entmax15": entmax15, "softmax": softmax}
 
 
+class SoftmaxFirst(nn.Module):
+    """Softmax in a run's first steps, another activation in those after them.
+
+    Its state is in a buffer: `forward` reads it, `update` is called after each optimizer step.
+
+    Args:
+        later: A name of `ACTIVATIONS`, of the steps after the first ones.
+        share: Of the run's steps, that are the first ones.
+    """
+
+    is_softmax: Tensor
+
+    def __init__(self, later: str, share: float) -> None:
+        super().__init__()
+        self.later, self.share = ACTIVATIONS[later], share
+        # The buffer as a plain value: reading a buffer in `forward` would wait for the device.
+        self.uses_softmax = True
+        self.register_buffer("is_softmax", torch.empty((), dtype=torch.int64))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """A run begins with softmax."""
+        return {"is_softmax": ONES}
+
+    def buffers_changed(self) -> None:
+        """Reads the buffer, after a checkpoint was loaded into it."""
+        self.uses_softmax = bool(self.is_softmax)
+
+    @torch.no_grad()
+    def update(self, progress: float) -> None:
+        """Prepares the next optimizer step; after the last one all stays as it was trained.
+
+        Args:
+            progress: Share of the run's steps that are done.
+        """
+        if progress < 1:
+            self.is_softmax.fill_(progress + 1e-9 < self.share)
+            self.buffers_changed()
+
+    def forward(self, scores_MN: Tensor) -> Tensor:
+        """Coefficients that sum to 1; see `ACTIVATIONS`."""
+        return softmax(scores_MN) if self.uses_softmax else self.later(scores_MN)
+
+
 class Normalized(NamedTuple):
     """Scores of every token, normalized."""
 
@@ -203,6 +246,7 @@ class Gate(nn.Module):
         epsilon: Added to the variance of the scores in the norm.
         std: Standard deviation of the initial weights; zero in the authors' code.
         dropout: Probability with which the layers do without a coefficient in training.
+        softmax_share: Of the run's steps, from the first, in which softmax is the activation.
     """
 
     def __init__(
@@ -215,12 +259,15 @@ class Gate(nn.Module):
         epsilon: float = EPSILON,
         std: float = 0.0,
         dropout: float = 0.0,
+        softmax_share: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
         self.norm = NORMS[norm](num_experts, epsilon)
-        self.activation, self.std = ACTIVATIONS[activation], std
-        self.dropout = dropout
+        self.activation = ACTIVATIONS[activation]
+        if softmax_share:
+            self.activation = SoftmaxFirst(activation, softmax_share)
+        self.std, self.dropout = std, dropout
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal, or zero."""
@@ -265,3 +312,15 @@ class Gate(nn.Module):
             # recomputation draws it again.
             levels = [dropout(a_MN, self.dropout) for a_MN in levels]
         return [a_MN.to(dtype) for a_MN in levels]
+
+    def update(self, mean_S: Tensor | None, square_S: Tensor | None, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            mean_S: What the norm returned, averaged over the step.
+            square_S: Returned by the norm, too, and averaged.
+            progress: Share of the run's steps that are done.
+        """
+        self.norm.update(mean_S, square_S)
+        if isinstance(self.activation, SoftmaxFirst):
+            self.activation.update(progress)

@@ -19,6 +19,8 @@ from train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """In the names of what a graph of tokens has."""
+ACTIVATION = ".gate.activation."
+"""In the names of what says which activation the step of a run has."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
@@ -46,28 +48,32 @@ def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tupl
         model: of the run.
 
     Returns:
-        What the task says, and the statistics of graphs of tokens that come with this run.
+        What the task says, and the state of a run that its weights do not have, or have as it was
+        in the steps of another.
     """
-    return (*task.begins_anew(weights), *graph_statistics(weights, model)[0])
+    return (*task.begins_anew(weights), *state_of_runs(weights, model)[0])
 
 
-def graph_statistics(
+def state_of_runs(
     weights: Weights, model: ModelSettings
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Running statistics of graphs of tokens: those that only the run has, and only the weights.
+    """State that does not come from the weights of another run: running statistics of graphs of
+    tokens that one of both does not have, and which activation a gate has.
 
     Args:
         weights: that a run starts from.
         model: of the run.
 
     Returns:
-        Beginnings of names.
+        Beginnings of names: of what starts from the seed, and of what the run has no place for.
     """
     theirs, ours = (
-        {name for name, _ in persistent_buffers(build_model(config)) if GRAPH in name}
+        {name for name, _ in persistent_buffers(build_model(config))}
         for config in (weights.model_config(), model)
     )
-    return tuple(sorted(ours - theirs)), tuple(sorted(theirs - ours))
+    anew = {name for name in ours if ACTIVATION in name or (GRAPH in name and name not in theirs)}
+    left = {name for name in theirs - ours if ACTIVATION in name or GRAPH in name}
+    return tuple(sorted(anew)), tuple(sorted(left))
 
 
 def source_of(
