@@ -50,6 +50,7 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ("expert_dropout=1", "expert_dropout: 1 is not allowed: input should be less than 1"),
         ("expert_dropout=-0.1", "expert_dropout: -0.1 is not allowed: input should be greater"),
         ("softmax_share=1.1", "softmax_share: 1.1 is not allowed: input should be less than or"),
+        ("factor_scale=0", "factor_scale: 0 is not allowed: input should be greater than 0"),
         ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
         ("top_k=2", "top_k: is not a key of model.feed_forward.kind: mumoe, but of another kind"),
         (

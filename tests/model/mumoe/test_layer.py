@@ -229,6 +229,14 @@ def test_only_the_second_layers_output_factor_is_scaled_as_a_residual_projection
             torch.testing.assert_close(weight, ratio * weights[parameter_name])
 
 
+def test_factors_of_both_layers_are_scaled():
+    plain, scaled = (dict(make_block(factor_scale=each).named_parameters()) for each in (1.0, 2.0))
+    for factor, values in plain.items():
+        if factor != "gate.weight":
+            scale = 2.0 if factor.endswith("put_factor") else 1.0
+            torch.testing.assert_close(scaled[factor], scale * values)
+
+
 @pytest.mark.parametrize("name", FACTORIZATIONS)
 def test_every_factor_decays_with_the_bias_row_in_it(small_config, name):
     section = {"kind": "mumoe", "factorization": name, "num_experts": [8, 2]}
