@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,25 @@ def last_fluctuation(records: Records) -> dict[str, float] | None:
         return None
     last = {name: float(read[-1][f"fluctuation/{name}"]) for name in ("top1", "set")}
     return last | {"steps": read[-1]["step"] - read[-2]["step"]}
+
+
+def head_changes(records: Records) -> float | None:
+    """How often the attention head that a graph of tokens is made of changed in a run.
+
+    Args:
+        records: of a run.
+
+    Returns:
+        Changes from one record that names the head to the next, the mean over layers; None where no
+        record names one.
+    """
+    heads: dict[str, list[int]] = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith("routing/") and key.endswith("/attention_head"):
+                heads.setdefault(key, []).append(value)
+    changes = [sum(a != b for a, b in pairwise(numbers)) for numbers in heads.values()]
+    return statistics.fmean(changes) if changes else None
 
 
 def validations(records: Records, score: str, units: str) -> list[dict[str, Any]]:

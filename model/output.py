@@ -41,9 +41,13 @@ class RoutingStats(NamedTuple):
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
     effective_neighbours: Tensor | None = None
-    """Mean of exp(entropy) of a token's weights in a graph; None without one."""
+    """Mean of exp(entropy) of a token's weights in a graph; None without one, or while it is
+    off."""
     head_entropy_A: Tensor | None = None
     """Mean entropy of each head's attention, in nats; None unless a graph asks for it."""
+    attention_head: Tensor | None = None
+    """The number of the head that a graph of attention is made of; None as
+    `effective_neighbours`."""
     effective_experts: Tensor | None = None
     """Of a muMoE: mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
     dominated: Tensor | None = None

@@ -274,7 +274,8 @@ class TensorParallelAttentionGraph(AttentionGraph):
     """The attention graph with its heads spread over tensor-parallel processes.
 
     The process that has the chosen head computes the mixture, and the others receive it. The choice
-    is in a buffer on the device, and is never read: all processes run the same operations.
+    is in a buffer on the device, and is never read: all processes run the same operations. A fixed
+    head is in one, too.
 
     Args:
         graph: the whole one.
@@ -287,10 +288,10 @@ class TensorParallelAttentionGraph(AttentionGraph):
         self._heads_here = self.num_heads // world.tensor_parallel_size
         self._first_head = self._heads_here * world.tensor_parallel_rank
 
-    def attention_head(self) -> Tensor:
+    def attention_head(self) -> Tensor | None:
         """The chosen head; if another process has it, any head of this process."""
-        head = super().attention_head() - self._first_head
-        return head.clamp(0, self._heads_here - 1)
+        head = super().attention_head()
+        return None if head is None else (head - self._first_head).clamp(0, self._heads_here - 1)
 
     def forward(
         self,
@@ -301,22 +302,34 @@ class TensorParallelAttentionGraph(AttentionGraph):
         real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
-        assert attention is not None
         assert cache is None  # generation runs in one process
         library = tensor_parallel_library()
+        reduce = library.reduce_from_tensor_model_parallel_region
+        if not self.is_on:
+            own_A = self._own_entropies(attention, real)
+            return Mixed(scores_BTE, None, reduce(own_A) if self.chooses else None)
+        assert attention is not None
         copy = library.copy_to_tensor_model_parallel_region
-        head = self.head_entropy.argmin(keepdim=True) - self._first_head
+        head = self.chosen_head() - self._first_head
         is_here = (head >= 0) & (head < self._heads_here)
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
         mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), real=real)
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
-        mixed_BTE = library.reduce_from_tensor_model_parallel_region(mixed_BTE)
+        mixed_BTE = reduce(mixed_BTE)
         assert neighbours is not None
-        measured = torch.zeros(1 + self.num_heads, dtype=neighbours.dtype, device=u_BTD.device)
-        measured[:1] = torch.where(is_here, neighbours, 0.0)
-        here = slice(1 + self._first_head, 1 + self._first_head + self._heads_here)
-        measured[here] = head_entropies(attention, self.context.causal, real)
-        measured = library.reduce_from_tensor_model_parallel_region(measured)
-        return Mixed(mixed_BTE, measured[0], measured[1:])
+        own = torch.where(is_here, neighbours, 0.0)
+        measured = reduce(torch.cat([own, self._own_entropies(attention, real).to(own.dtype)]))
+        entropy_A = measured[1:] if self.chooses else None
+        return Mixed(mixed_BTE, measured[0], entropy_A, self.chosen_head().squeeze(0))
+
+    def _own_entropies(self, attention: AttentionTrace | None, real: RealTokens | None) -> Tensor:
+        """[A], 0 for the heads of other processes; empty if no head is chosen by them."""
+        if not self.chooses:
+            return self.fixed_head.new_empty(0)
+        assert attention is not None
+        own_A = head_entropies(attention, self.context.causal, real)
+        entropy_A = own_A.new_zeros(self.num_heads)
+        entropy_A[self._first_head : self._first_head + self._heads_here] = own_A
+        return entropy_A

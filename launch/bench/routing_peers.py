@@ -83,7 +83,8 @@ class MaterializedGraph(Graph):
         q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)
         heads, size = attention.qkv_BT3AH.shape[3:]
         prior_BTT = self._masked(q_BTH @ k_BTH.mT / size**0.5).log_softmax(-1)
-        m_BTD = heads * v_BTH @ weight_DM[:, :size].T
+        factor = heads if self.config.head_mean else 1
+        m_BTD = factor * v_BTH @ weight_DM[:, :size].T
         squares_BTT = o_BTD.square().sum(-1)[:, :, None] + m_BTD.square().sum(-1)[:, None, :]
         distance_BTT = squares_BTT - 2 * o_BTD @ m_BTD.mT
         return (prior_BTT - distance_BTT / (2 * self.config.sigma**2)).softmax(-1)

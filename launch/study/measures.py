@@ -6,6 +6,7 @@ runs/VARIANT/seed-N.leak-STEP.json   the loss of a checkpoint whose tokens see l
                                      without that, if the study has `leak`
 runs/VARIANT/seed-N.specialization.json   how experts divide the work, if the study has
                                      `specialization`
+runs/VARIANT/seed-N.knockout.json    what each expert is for, if the study has `knockout`
 
 A measure that is added later is made of the checkpoints that are there: nothing is trained again.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.records import last_fluctuation, read_records, validations
+from launch.records import head_changes, last_fluctuation, read_records, validations
 from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
 from train.study.study import Run, Study, Variant
@@ -26,7 +27,11 @@ from train.study.study import Run, Study, Variant
 KEYS = ("loss", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives, those that are read here."""
 LEFT_OUT = ("layers", "split", "step")
-"""Of what `polyad evaluate --specialization` gives."""
+"""Of what `polyad evaluate --specialization` and `--knockout` give."""
+OF_LAYERS = ("specialization", "knockout")
+"""Kinds of measures that say something of each layer."""
+SIDES = ("read", "predicted")
+"""Tokens by whose classes harm is looked at: those that are read, where they are known."""
 USED = 0.01
 """The least share of all that an expert in use has."""
 
@@ -72,7 +77,7 @@ class Measure:
         """
         if not self.file.exists():
             return None
-        tree = _read(self.file, LEFT_OUT if self.kind == "specialization" else KEYS)
+        tree = _read(self.file, LEFT_OUT if self.kind in OF_LAYERS else KEYS)
         return tree if settings_of(tree) == self.settings else None
 
     def keep(self, written: Path) -> dict[str, Any]:
@@ -81,8 +86,10 @@ class Measure:
         Raises:
             RunError: a loss is not finite.
         """
-        if self.kind == "specialization":
+        if self.kind in OF_LAYERS:
             tree = _read(written, LEFT_OUT)
+            if self.kind == "knockout":
+                tree = _without_tables(tree, self.settings)
         else:
             tree = _read(written, KEYS)
             leak = tree["leak"] or {}
@@ -96,6 +103,8 @@ class Measure:
 
 def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
     """How a result was made, as far as a study can ask for it one way or another."""
+    if "knockout" in tree:
+        return {"split": tree["split"], "knockout": tree["knockout"]}
     if "layers" in tree:
         return {"split": tree["split"], "specialization": True}
     attack, leak = tree["attack"], tree["leak"]
@@ -136,6 +145,16 @@ def measures_of(run: Run) -> Iterator[Measure]:
             options=(*best, "--specialization"),
             settings={"split": config.split, "specialization": True},
         )
+    if (knockout := config.knockout) is not None and run.variant.has_experts:
+        tokens, layers = f"{knockout.tokens}", ",".join(map(str, knockout.layers))
+        chosen = ("--layers", layers) if layers else ()
+        yield Measure(
+            run=run,
+            name="knockout",
+            path=run.folder,
+            options=(*best, "--knockout", "--probe-tokens", tokens, *chosen),
+            settings={"split": config.split, "knockout": knockout.model_dump()},
+        )
 
 
 def _settings(run: Run, **given: Any) -> dict[str, Any]:
@@ -165,8 +184,9 @@ def read_measures(run: Run) -> dict[str, Any]:
 
     Returns:
         `attack`: the first two scores; `leak`: by step what `polyad evaluate --leak` says and the
-        loss; `specialization`: as `_specialization` says; `fluctuation`: as `last_fluctuation`;
-        `validations`: as `validations` says. Each only where it is known.
+        loss; `specialization` and `knockout`: as `_specialization` and `_knockout` say;
+        `fluctuation`: as `last_fluctuation`; `head_changes` and `validations`: as the functions
+        say. Each only where it is known.
     """
     found: dict[str, Any] = {}
     task = run.study.task
@@ -181,6 +201,8 @@ def read_measures(run: Run) -> dict[str, Any]:
             found["attack"] |= {k: v for k, v in tree["attack"].items() if k in counted}
         elif measure.kind == "specialization":
             found["specialization"] = _specialization(tree["layers"])
+        elif measure.kind == "knockout":
+            found["knockout"] = _knockout(tree["layers"])
         else:
             leaks = found.setdefault("leak", {})
             leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
@@ -188,6 +210,8 @@ def read_measures(run: Run) -> dict[str, Any]:
         records = read_records(run.folder)
         fluctuation = last_fluctuation(records)
         found |= {"fluctuation": fluctuation} if fluctuation else {}
+        if (changes := head_changes(records)) is not None:
+            found["head_changes"] = changes
         found["validations"] = validations(records, task.validation_score, f"{task.unit.name}s")
     return found
 
@@ -223,6 +247,39 @@ def _specialization(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]
             for name in ("cosine", "cka") if "similarity" in level else ():
                 if (alike := level["similarity"][name]["value"]) is not None:
                     found.setdefault(f"expert_{name}", []).append(alike)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def _without_tables(tree: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a study reads of a knock-out: the rest has a number for each expert and class."""
+    layers = {
+        name: {key: layer[key] for key in ("experts", "focus")}
+        for name, layer in tree["layers"].items()
+    }
+    return {**tree, "layers": layers, "knockout": settings["knockout"]}
+
+
+def _knockout(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """What experts are for, as means over layers.
+
+    Args:
+        layers: what `polyad evaluate --knockout` says of each.
+
+    Returns:
+        For two ways to sort tokens, by characters and by frequency: the share of experts without
+        which a class is worse beyond noise, and over those how many classes they are for, and
+        their polysemanticity.
+    """
+    found: dict[str, list[float]] = {}
+    for layer in layers.values():
+        side = next(s for s in SIDES if any(by.startswith(s) for by in layer["focus"]))
+        for by in ("characters", "frequency"):
+            focus = layer["focus"][f"{side} {by}"]
+            share = focus["experts_that_matter"] / len(layer["experts"])
+            found.setdefault(f"experts_that_matter_{by}", []).append(share)
+            for name in ("effective_classes", "polysemanticity"):
+                if focus[name] is not None:
+                    found.setdefault(f"{name}_{by}", []).append(focus[name])
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 

@@ -45,6 +45,12 @@ def notes(result: Mapping[str, Any]) -> str:
             "polysemanticity: 0 where each expert matters to one class alone, mean over experts "
             "that matter to any; experts_that_matter: their share"
         )
+    if any("effective_classes_characters" in variant["measures"] for variant in variants):
+        found.append(
+            "experts_that_matter: share without which a class of tokens is worse beyond noise; "
+            "effective_classes of these: 1 where each is for one class, the number of classes "
+            "where it is for all alike, experts weighing as much as the harm they do"
+        )
     if any("entropy_bits" in variant["measures"] for variant in variants):
         found.append(
             "entropy_bits H_s, of a token's probabilities; usage_entropy_bits H_u, of their mean; "

@@ -184,16 +184,18 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
 
     Returns:
         That score; those of attacked data, as `attacked_loss`; what routers did, by name;
-        polysemanticity; `changed_first` and `changed_set`, the fluctuation. What is not known is
-        left out.
+        polysemanticity; `changed_first` and `changed_set`, the fluctuation; `head_changes`, how
+        often the head of an attention graph changed. What is not known is left out.
     """
     found = {score: run[score], **run["routing"]}
     for name, value in run.get("attack", {}).items():
         if name in run and not name.endswith("_scored"):
             found[f"attacked_{name}"] = value
-    found |= run.get("specialization", {})
+    found |= run.get("specialization", {}) | run.get("knockout", {})
     if fluctuation := run.get("fluctuation"):
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
+    if "head_changes" in run:
+        found["head_changes"] = run["head_changes"]
     return found
 
 

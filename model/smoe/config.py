@@ -14,6 +14,7 @@ Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 ScoreName = Literal["linear", "cosine", "random", "attentive"]
 GraphName = Literal["none", "similarity", "attention"]
+LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
 
 
 class SparseMoEConfig(Config):
@@ -66,12 +67,22 @@ class SparseMoEConfig(Config):
     """Temperature of the similarity graph: its exponent is similarity / tau."""
     sigma: Positive = 1.0
     """Standard deviation of a token's output around a head's, in the attention graph."""
+    attention_head: Literal["lowest_entropy"] | Annotated[int, Field(ge=0)] = LOWEST_ENTROPY
+    """The head of the attention graph: the one whose attention has the `lowest_entropy`, by a
+    running mean, or always the one of a number, from 0."""
+    head_mean: bool = True
+    """Whether in the attention graph a token's output is compared with the head's values times
+    num_heads, as the paper does, which writes attention as the mean over heads. false: with the
+    values alone, which are the head's own part of the sum over heads."""
     lower_entropy_only: bool = False
     """Whether a token takes part in another's mixture only if its own scores have no more entropy
     (J_i of the paper's Proposition 1)."""
     causal_graph: bool = True
     """Whether in a language model a token's mixture leaves out later tokens. false: as the paper
     writes it, which sees what the model is to predict: to measure what that is worth."""
+    graph_from: Probability = 0.0
+    """Share of `train.steps` before which the graph is off, and each token has its own scores; 0:
+    it is on from the first step. A graph that is on stays on when train.steps grows."""
     balancing_rate: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """How far the balancing bias of each expert moves in a step towards even load (loss-free
     balancing, Wang et al. 2024); 0 has no bias."""
@@ -104,6 +115,14 @@ class SparseMoEConfig(Config):
     def _is_placement(cls, value: object) -> object:
         return check_placement(value)
 
+    @field_validator("attention_head", mode="before")
+    @classmethod
+    def _is_head(cls, value: object) -> object:
+        # Before pydantic does: its error on a union lists every member's.
+        if value != LOWEST_ENTROPY and (type(value) is not int or value < 0):
+            raise ValueError(f"{LOWEST_ENTROPY}, or the number of a head from 0")
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         check_once("placement", self.placement)
@@ -127,6 +146,15 @@ class SparseMoEConfig(Config):
             raise SectionError("@lower_entropy_only: true needs a graph, there is none")
         if not self.causal_graph and self.graph == "none":
             raise SectionError("@causal_graph: false needs a graph, there is none")
+        if self.graph_from and self.graph == "none":
+            raise SectionError(f"@graph_from: {self.graph_from:g} needs a graph, there is none")
+        if self.graph != "attention":
+            for name, default in (("attention_head", LOWEST_ENTROPY), ("head_mean", True)):
+                if (value := getattr(self, name)) != default:
+                    shown = "false" if value is False else value
+                    raise SectionError(
+                        f"@{name}: {shown} needs @graph: attention, which is {self.graph}"
+                    )
         if self.capacity_factor is None:
             for name, unused in (
                 ("evaluation_capacity_factor", None),
@@ -177,14 +205,19 @@ class SparseMoEConfig(Config):
             causal: whether it is a language model.
 
         Raises:
-            SectionError: a block that is not there is to route, the graph needs attention that is
-                not there, or a language model would leak.
+            SectionError: a block that is not there is to route, the graph needs attention or a head
+                that is not there, or a language model would leak.
         """
         check_blocks("placement", self.placement, num_layers)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
                 "@graph: attention is not allowed in a model without attention; none and "
                 "similarity are"
+            )
+        if self.fixed_head is not None and num_heads is not None and self.fixed_head >= num_heads:
+            raise SectionError(
+                f"@attention_head: {self.fixed_head} is not allowed: the model has heads 0 to "
+                f"{num_heads - 1}"
             )
         if causal and self.capacity_factor is not None and not self.allow_leak:
             raise SectionError(
@@ -198,6 +231,11 @@ class SparseMoEConfig(Config):
                 "predict and is not allowed in a language model: true does not, and "
                 "@allow_leak: true allows it"
             )
+
+    @property
+    def fixed_head(self) -> int | None:
+        """The number of the attention graph's head; None: it is chosen by entropies."""
+        return self.attention_head if isinstance(self.attention_head, int) else None
 
     def capacity(self, training: bool) -> float | None:
         """The capacity factor that holds.
@@ -259,7 +297,8 @@ class SparseMoEConfig(Config):
         return score + self.top_k * 2 * width * self.inner_size(width)
 
     def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """FLOPs of the graph, forward and backward; counted over the full length, as attention.
+        """FLOPs of the graph, forward and backward; counted over the full length, as attention, and
+        for steps in which it is on.
 
         Args:
             width: D.

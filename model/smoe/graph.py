@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 from model.attention import AttentionTrace
 from model.cache import LayerCache
 from model.entropy import entropy
-from model.initialization import ZEROS, Initializer
+from model.initialization import ZEROS, Initializer, constant
 from model.interface import FeedForwardContext, refuse_autocast
 from model.kernels.mixture import matrix, mixture
 from model.padding import RealTokens
@@ -54,28 +54,43 @@ class Mixed(NamedTuple):
     """p, each row summing to 1: the scores that top-K selects by."""
     effective_neighbours: Tensor | None
     """The mean of exp(entropy of S_i) over measured rows: 1 if each token sees only itself; None
-    without a graph, and in generation."""
+    without a graph, while it is off, and in generation."""
     head_entropy_A: Tensor | None
     """The mean entropy of each head's attention over measured rows, in nats; None unless the graph
     chooses a head by it."""
+    attention_head: Tensor | None = None
+    """The number of the head that made S; None without one."""
 
 
 class Graph(nn.Module, ABC):
     """The interface of a graph.
+
+    Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
 
     Args:
         config: Of the layer.
         context: Settings of the model.
     """
 
+    started: Tensor
+
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.causal = context.causal and config.causal_graph
+        # The buffer as a bool: reading a buffer in `forward` would wait for the device.
+        self.is_on = not config.graph_from
+        if config.graph_from:
+            self.register_buffer("started", torch.empty((), dtype=torch.int64))
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each buffer starts; see `model/initialization.py`."""
-        return {}
+        return {"started": ZEROS}
+
+    def buffers_changed(self) -> None:
+        """Reads from the buffer whether the graph is on, after a checkpoint was loaded into it."""
+        if self.config.graph_from:
+            self.is_on = bool(self.started)
 
     def attention_head(self) -> Tensor | None:
         """See `FeedForward.attention_head`."""
@@ -146,12 +161,16 @@ class Graph(nn.Module, ABC):
         return mixed_BTE, measured.mean(entropy_BM.exp())
 
     @torch.no_grad()
-    def update(self, head_entropy_A: Tensor | None) -> None:
+    def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.
 
         Args:
             head_entropy_A: As `Mixed` has it, averaged over the whole step.
+            progress: Share of the run's steps that are done.
         """
+        if not self.is_on and progress >= self.config.graph_from - 1e-9:
+            self.started.fill_(1)
+            self.is_on = True
 
 
 class MeasuredRows(NamedTuple):
@@ -255,6 +274,8 @@ class SimilarityGraph(Graph):
         real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
+        if not self.is_on:
+            return Mixed(scores_BTE, None, None)
         u_BTD = u_BTD.to(router_dtype(u_BTD.dtype))
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
@@ -272,34 +293,52 @@ class AttentionGraph(Graph):
 
         q_i . k_j / sqrt(H) + (A W_O,h o_i / sigma^2) . v_j + 1 . (-|m_j|^2 / (2 sigma^2))
 
+    The factor A is there because the paper writes attention as the mean over heads; without it
+    (`head_mean: false`) m_j is what the head adds to the sum that attention is.
+
     The head is the one whose attention has the least entropy, by a running mean: a batch's own
-    entropies would depend on the tokens to be predicted.
+    entropies would depend on the tokens to be predicted. Or it is a fixed one.
     """
 
     head_entropy: Tensor
+    fixed_head: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context)
         assert context.num_heads is not None
         self.num_heads = context.num_heads
-        # Started at zero, all heads' means are too small by the same factor: their order is right.
-        self.register_buffer("head_entropy", torch.empty(context.num_heads))
+        self.factor = context.num_heads if config.head_mean else 1
+        self.chooses = config.fixed_head is None
+        if self.chooses:
+            # Started at zero, all heads' means are too small by the same factor: their order is
+            # right.
+            self.register_buffer("head_entropy", torch.empty(context.num_heads))
+        else:
+            # To be on the device; the configuration says which it is, and no checkpoint does.
+            head = torch.empty(1, dtype=torch.int64)
+            self.register_buffer("fixed_head", head, persistent=False)
 
     def initializers(self) -> dict[str, Initializer]:
         """Zero for all heads: the first head is chosen until there are statistics."""
-        return {"head_entropy": ZEROS}
+        fixed = constant(self.config.fixed_head or 0)
+        return {"head_entropy": ZEROS, "fixed_head": fixed} | super().initializers()
 
     @torch.no_grad()
-    def update(self, head_entropy_A: Tensor | None) -> None:
+    def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
         """See `Graph.update`."""
+        super().update(head_entropy_A, progress)
         if head_entropy_A is not None:
             self.head_entropy.lerp_(
                 head_entropy_A.to(self.head_entropy.dtype), 1 - ENTROPY_MOMENTUM
             )
 
-    def attention_head(self) -> Tensor:
-        """See `FeedForward.attention_head`."""
-        return self.head_entropy.argmin(keepdim=True)
+    def chosen_head(self) -> Tensor:
+        """[1], the number of the head that makes S, of all heads of the model."""
+        return self.head_entropy.argmin(keepdim=True) if self.chooses else self.fixed_head
+
+    def attention_head(self) -> Tensor | None:
+        """See `FeedForward.attention_head`; entropies are measured while the graph is off, too."""
+        return self.chosen_head() if self.is_on or self.chooses else None
 
     def features(self, attention: AttentionTrace) -> Features:
         """What makes S.
@@ -311,19 +350,21 @@ class AttentionGraph(Graph):
             Features, F = 2 H + 1.
         """
         refuse_autocast(attention.of_head_BT3H, "a graph of attention")
-        heads, variance = self.num_heads, self.config.sigma**2
+        factor, variance = self.factor, self.config.sigma**2
         dtype = router_dtype(attention.of_head_BT3H.dtype)
         q_BTH, k_BTH, v_BTH = attention.of_head_BT3H.to(dtype).unbind(2)
         width, size = len(attention.output_weight_DM), q_BTH.shape[-1]
         weight_DAH = attention.output_weight_DM.view(width, -1, size)
-        weight_DH = weight_DAH.index_select(1, self.attention_head()).squeeze(1).to(dtype)
+        head = self.attention_head()
+        assert head is not None
+        weight_DH = weight_DAH.index_select(1, head).squeeze(1).to(dtype)
         along_BTH = attention.output_BTD.to(dtype) @ weight_DH
         if attention.output_bias_D is not None:  # o does not include it
             along_BTH = along_BTH - attention.output_bias_D.to(dtype) @ weight_DH
         # |W v|^2 = v (W^T W) v, without a product as wide as the model for each token.
         square_BT1 = ((v_BTH @ (weight_DH.T @ weight_DH)) * v_BTH).sum(-1, keepdim=True)
-        query = (q_BTH / size**0.5, along_BTH * (heads / variance), torch.ones_like(square_BT1))
-        key = (k_BTH, v_BTH, square_BT1 * (-(heads**2) / (2 * variance)))
+        query = (q_BTH / size**0.5, along_BTH * (factor / variance), torch.ones_like(square_BT1))
+        key = (k_BTH, v_BTH, square_BT1 * (-(factor**2) / (2 * variance)))
         return Features(torch.cat(query, -1), torch.cat(key, -1))
 
     def forward(
@@ -335,12 +376,15 @@ class AttentionGraph(Graph):
         real: RealTokens | None = None,
     ) -> Mixed:
         """See `Graph.forward`."""
+        entropy_A = None
+        if self.chooses and cache is None:
+            assert attention is not None
+            entropy_A = head_entropies(attention, self.context.causal, real)
+        if not self.is_on:
+            return Mixed(scores_BTE, None, entropy_A)
         assert attention is not None
         mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache, real)
-        entropy_A = None
-        if cache is None:
-            entropy_A = head_entropies(attention, self.context.causal, real)
-        return Mixed(mixed_BTE, neighbours, entropy_A)
+        return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
 
 
 GRAPHS: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Graph]] = {

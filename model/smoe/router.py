@@ -121,6 +121,7 @@ class Router(SampleStatistics):
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
+            attention_head=mixed.attention_head,
             expert_input_ED=expert_input_ED,
             tokens=None if real is None else counted(real, mixed_NE.dtype),
         )
@@ -144,5 +145,5 @@ class Router(SampleStatistics):
             progress: Share of the run's steps that are done.
         """
         self.selection.update(stats.load_E, progress)
-        self.graph.update(stats.head_entropy_A)
+        self.graph.update(stats.head_entropy_A, progress)
         self.score.update(stats)

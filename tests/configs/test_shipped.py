@@ -117,6 +117,16 @@ EXPECTED_TASKS = (
 )
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
+    "attention.yaml": (
+        24,
+        dict.fromkeys(
+            (
+                *("plain", "attention", "fixed-head", "no-factor", "late"),
+                *("wide", "wide-no-factor", "wide-late"),
+            ),
+            6_187_456,
+        ),
+    ),
     "balance.yaml": (
         36,
         {
@@ -136,6 +146,20 @@ EXPECTED_STUDIES = {
         dict.fromkeys(("vanilla", "importance", "similarity"), 8_493)
         | dict.fromkeys(("attentive", "attentive-similarity"), 10_376)
         | dict.fromkeys(("distilled", "distilled-similarity"), 8_493),
+    ),
+    "expert-counts.yaml": (
+        27,
+        {
+            "dense": 2_615_424,
+            "mumoe-16": 2_616_624,
+            "mumoe-64": 2_612_688,
+            "mumoe-256": 2_611_880,
+            "mumoe-1024": 2_615_368,
+            "smoe-flops-4": 3_803_536,
+            "smoe-flops-16": 10_918_336,
+            "smoe-memory-4": 2_620_816,
+            "smoe-memory-16": 2_639_296,
+        },
     ),
     "graphs-swept.yaml": (
         45,

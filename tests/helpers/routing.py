@@ -109,7 +109,9 @@ def posterior_matrix(trace, head, config, causal):
     """S of the attention-aware graph, by its definition: prior times likelihood, normalized."""
     heads, size = trace.q_BATH.shape[1], trace.q_BATH.shape[-1]
     weight_DH = trace.output_weight_DM[:, head * size : (head + 1) * size]
-    m_BTD = heads * trace.v_BATH[:, head] @ weight_DH.T
+    m_BTD = trace.v_BATH[:, head] @ weight_DH.T
+    if config.head_mean:
+        m_BTD = heads * m_BTD
     o_BTD = trace.output_BTD
     if trace.output_bias_D is not None:
         o_BTD = o_BTD - trace.output_bias_D

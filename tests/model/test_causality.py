@@ -65,6 +65,9 @@ OPTIONS = (
     | {
         "lower entropy, similarity": {"graph": "similarity", "lower_entropy_only": True},
         "lower entropy, attention": {"graph": "attention", "lower_entropy_only": True},
+        "a fixed head": {"graph": "attention", "attention_head": 2},
+        "a head's own values": {"graph": "attention", "head_mean": False, "sigma": 2.0},
+        "attention, off": {"graph": "attention", "graph_from": 0.5},
         "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.5},
         "balancing": {"balancing_rate": 0.1},
         "balancing, similarity": {"graph": "similarity", "balancing_rate": 0.1},

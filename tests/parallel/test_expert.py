@@ -122,6 +122,10 @@ def test_every_pair_of_settings_is_in_the_normal_suite():
         {"graph": "similarity", "lower_entropy_only": True, "tau": 0.5},
         {"graph": "similarity", "similarity": "dot", "tau": 6.0},
         {"graph": "attention", "sigma": 0.3, "score": "cosine", "score_width": 3},
+        {"graph": "attention", "attention_head": 3, "sigma": 3.0},  # of the second process
+        {"graph": "attention", "attention_head": 0, "head_mean": False, "graph_from": 0.5},
+        {"graph": "attention", "graph_from": 0.5},
+        {"graph": "similarity", "graph_from": 0.5},
         {"capacity_factor": 1.0, "allow_leak": True},
         {"capacity_factor": 1.0, "allow_leak": True, "capacity_order": "priority"},
         {"router_bias": False},
@@ -146,6 +150,13 @@ def test_every_option_gives_equal_results(workers, references, section):
     assert close(result["norms"], expected["norms"])
     pairs = zip(result["routing"], expected["routing"], strict=True)
     assert all(same_routing(*pair) for pair in pairs)
+    if section.get("graph") == "attention":
+        key, first = "routing/blocks.1.feed_forward/attention_head", section.get("graph_from", 0)
+        named = [key in record for record in result["routing"]]
+        assert named == [step >= first * 4 for step in range(4)]
+        if "attention_head" in section:
+            heads = {record[key] for record in result["routing"] if key in record}
+            assert heads == {section["attention_head"]}
     if "capacity_factor" in section:
         assert any(record["routing/dropped"] > 0 for record in result["routing"])
 

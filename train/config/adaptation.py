@@ -19,8 +19,9 @@ from train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """In the names of what a graph of tokens has."""
-ACTIVATION = ".gate.activation."
-"""In the names of what says which activation the step of a run has."""
+OF_STEPS = (f"{GRAPH}started", ".gate.activation.is_softmax")
+"""How the names end of buffers that go by the steps of a run: whether a graph is on, and which
+activation a gate has."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
@@ -48,32 +49,31 @@ def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tupl
         model: of the run.
 
     Returns:
-        What the task says, and the state of a run that its weights do not have, or have as it was
-        in the steps of another.
+        What the task says, the statistics of graphs of tokens that come with this run, and what
+        goes by the steps of this run.
     """
-    return (*task.begins_anew(weights), *state_of_runs(weights, model)[0])
+    new, _ = graph_statistics(weights, model)
+    begins = {name for name, _ in persistent_buffers(build_model(model)) if name.endswith(OF_STEPS)}
+    return (*task.begins_anew(weights), *sorted({*new, *begins}))
 
 
-def state_of_runs(
+def graph_statistics(
     weights: Weights, model: ModelSettings
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """State that does not come from the weights of another run: running statistics of graphs of
-    tokens that one of both does not have, and which activation a gate has.
+    """Running statistics of graphs of tokens: those that only the run has, and only the weights.
 
     Args:
         weights: that a run starts from.
         model: of the run.
 
     Returns:
-        Beginnings of names: of what starts from the seed, and of what the run has no place for.
+        Beginnings of names.
     """
     theirs, ours = (
-        {name for name, _ in persistent_buffers(build_model(config))}
+        {name for name, _ in persistent_buffers(build_model(config)) if GRAPH in name}
         for config in (weights.model_config(), model)
     )
-    anew = {name for name in ours if ACTIVATION in name or (GRAPH in name and name not in theirs)}
-    left = {name for name in theirs - ours if ACTIVATION in name or GRAPH in name}
-    return tuple(sorted(anew)), tuple(sorted(left))
+    return tuple(sorted(ours - theirs)), tuple(sorted(theirs - ours))
 
 
 def source_of(

@@ -16,7 +16,7 @@ from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
 from parallel.weights import Weights, check_fits, open_weights
-from train.config.adaptation import begins_anew, model_of, state_of_runs
+from train.config.adaptation import begins_anew, graph_statistics, model_of
 from train.config.distillation import check_teacher
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
@@ -227,7 +227,7 @@ def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
     anew = begins_anew(task, weights, config.model)
-    check_fits(weights, config.model, (*anew, *state_of_runs(weights, config.model)[1]))
+    check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
     if anew and (lost := [name for name in of_base(model_of(config)) if name.startswith(anew)]):
         raise ConfigError(
             f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add {anew[0]}*"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.entropy import entropy
 from model.smoe.layer import SparseMoE
 from train.console import json_number
 from train.experts.class_changes import Change, ChangeSums, ClassChanges
@@ -24,6 +25,7 @@ from train.experts.gate_entropy import Summed
 from train.experts.leaving_out import leaving_out
 from train.experts.predicted_text import Passages, losses, through
 from train.experts.probing import Decision, RoutedLayer
+from train.experts.specialization import from_one_class
 
 SIDES = ("predicted", "read")
 """A position is sorted by the token that is predicted there, or by the one that is read."""
@@ -49,6 +51,20 @@ class Harmed(NamedTuple):
         """JSON values."""
         rest = {"by": self.by, "class": self.name, "title": self.title, "tokens": self.tokens}
         return rest | self.change._asdict()
+
+
+class Focus(NamedTuple):
+    """For how few classes of tokens the experts of a layer are."""
+
+    experts_that_matter: int
+    """Those without which the loss of a class rises beyond noise."""
+    effective_classes: float | None
+    """exp(entropy) of how an expert's harm is spread over classes, the mean over experts that
+    matter, each weighing as much as the harm that it does; 1: each is for one class; the number of
+    classes: each is for all of them alike. None: no expert matters."""
+    polysemanticity: float | None
+    """`from_one_class` of the change of each class's loss as a share of it, the mean over experts
+    that matter. Where harm is small it is near 1, whatever is harmed."""
 
 
 class ExpertWithout(NamedTuple):
@@ -115,17 +131,61 @@ class LayerWithout:
         some = [one for one in found if one.tokens >= FEWEST_TOKENS and one.change.low > 0]
         return sorted(some, key=lambda one: -one.change.value)
 
+    def focus(self, by: str) -> Focus:
+        """For how few classes the experts are.
+
+        Args:
+            by: A way to sort tokens. Classes of fewer than `FEWEST_TOKENS` are left out.
+        """
+        table = self.by_class[by]
+        enough_C = table.tokens_C >= FEWEST_TOKENS
+        change_3EC = torch.from_numpy(table.change_3EC[..., enough_C])
+        loss_C, tokens_C = (
+            torch.from_numpy(each[enough_C]) for each in (table.loss_C, table.tokens_C)
+        )
+        return focus(change_3EC[0], change_3EC[1] > 0, loss_C, tokens_C)
+
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
         experts = self.experts()
+        sorted_by = [by for by in self.by_class if by.partition(" ")[0] in SIDES]
         return {
             "experts": list(experts),
             "experts_of_layer": self.layer.num_experts,
             "tokens_computed_again": self.windows_again * self.length,
             "share_of_all_pairs": self.share_of_pairs,
             "harmed": [each.to_json()["harmed"] for each in experts.values()],
+            "focus": {by: self.focus(by)._asdict() for by in sorted_by},
             "by": {name: each.to_json() for name, each in self.by_class.items()},
         }
+
+
+def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor) -> Focus:
+    """For how few classes experts are, by what is lost without each.
+
+    The harm of a class is the rise of its loss as a share of that loss, 0 where it falls, so that
+    hard classes weigh no more than easy ones.
+
+    Args:
+        change_EC: Of the loss.
+        beyond_EC: Whether it is a rise beyond noise.
+        loss_C: Of the model as it is.
+        tokens_C: How many there are.
+    """
+    matters_E = beyond_EC.any(-1)
+    count = int(matters_E.sum())
+    if not count:
+        return Focus(0, None, None)
+    risen_EC = change_EC[matters_E].clamp_min(0)
+    harm_EC = risen_EC / loss_C
+    signed_EC = change_EC[matters_E] / loss_C
+    effective_E = entropy(harm_EC / harm_EC.sum(-1, keepdim=True)).exp()
+    weight_E = (risen_EC * tokens_C).sum(-1)
+    return Focus(
+        experts_that_matter=count,
+        effective_classes=float((effective_E * weight_E).sum() / weight_E.sum()),
+        polysemanticity=float(from_one_class(signed_EC).mean()),
+    )
 
 
 class KnockOut:

@@ -78,13 +78,25 @@ def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
         The measure; a class that the model has never right counts as unchanged.
     """
     d_SK = torch.where(right_K > 0, lost_SK / right_K.clamp_min(1), 0).double()
-    highest_S = d_SK.argmax(-1)
-    onehot_SK = torch.zeros_like(d_SK).scatter_(1, highest_S.unsqueeze(-1), 1.0)
-    p_S = (d_SK - onehot_SK).norm(dim=-1)
     matters_S = (d_SK != 0).any(-1)
     return Polysemanticity(
-        expert_S=p_S.where(matters_S, torch.nan), class_S=highest_S.where(matters_S, -1)
+        expert_S=from_one_class(d_SK).where(matters_S, torch.nan),
+        class_S=d_SK.argmax(-1).where(matters_S, -1),
     )
+
+
+def from_one_class(d_SK: Tensor) -> Tensor:
+    """The distance to an expert that one class alone needs, and wholly: |d - onehot(argmax d)|.
+
+    Args:
+        d_SK: What each class loses without each expert, as a share of what it has.
+
+    Returns:
+        [S]; 0 of such an expert, near 1 of one that hardly anything needs.
+    """
+    onehot_SK = torch.zeros_like(d_SK).scatter_(1, d_SK.argmax(-1, keepdim=True), 1.0)
+    distance_S: Tensor = (d_SK - onehot_SK).norm(dim=-1)
+    return distance_S
 
 
 class LeaveOneOut:

@@ -81,8 +81,8 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         of the scores, in nats, of several levels the sum; `load`: the share of the assignments of
         each expert; `busiest` and `idlest` of sparse experts: their numbers; `rank_load` over
         several processes: the share of the assignments that each computes; `rank_load_max`: the
-        largest over the mean; the other fields of `RoutingStats` that the layer has, by their
-        names.
+        largest over the mean; `attention_head`: the number of the head that a graph is made of;
+        the other fields of `RoutingStats` that the layer has, by their names.
     """
     load_E = stats.load_E
     usage_E = load_E if stats.usage_E is None else stats.usage_E
@@ -103,6 +103,8 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
             continue
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
+    if stats.attention_head is not None:  # the same in all micro-batches, but for rounding
+        values["attention_head"] = round(stats.attention_head.item())
     return values
 
 

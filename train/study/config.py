@@ -61,6 +61,15 @@ class StudyLeak(Config):
         return steps
 
 
+class StudyKnockout(Config):
+    """What is lost without each expert of a language model, as `evaluate --knockout` says."""
+
+    tokens: Annotated[int, Field(ge=1)] = 16_384
+    """About how many tokens are read."""
+    layers: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Blocks whose experts are left out; []: the first, the middle and the last that routes."""
+
+
 class StudyConfig(Config):
     """What is compared, on what, how often."""
 
@@ -89,6 +98,9 @@ class StudyConfig(Config):
     """Whether it is measured how the experts of finished runs divide the work, as `evaluate
     --specialization` does: entropies, information on classes, how alike experts are, and of images
     what is lost without each."""
+    knockout: StudyKnockout | None = None
+    """How it is measured what the experts of finished runs are for; text and masked text alone.
+    null: it is not."""
     common: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys that every run has other than the base."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)

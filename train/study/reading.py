@@ -21,6 +21,8 @@ from train.tasks.registry import task_class
 
 MEASURED_KINDS = ("images", "sequences", "text", "masked_text")
 """Kinds of data of which `specialization` can be measured."""
+KNOCKOUT_KINDS = ("text", "masked_text")
+"""Kinds of data of which `knockout` can be measured."""
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
 data."""
@@ -110,6 +112,7 @@ def _load(
             f"{file}: specialization: true is not allowed with data.kind: {kind}; "
             f"{', '.join(MEASURED_KINDS)} have it"
         )
+    _check_knockout(study, file)
     return study
 
 
@@ -212,6 +215,33 @@ def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> 
                     f"{file}: variants.{name}: {key}: {found.get(key)} is not {baseline}'s "
                     f"{wanted.get(key)}: runs of one seed would not see the same batches; set it "
                     f"under common"
+                )
+
+
+def _check_knockout(study: Study, file: Path) -> None:
+    """Checks that there are experts to be left out."""
+    knockout, kind = study.config.knockout, study.baseline.config.data.kind
+    if knockout is None:
+        return
+    if kind not in KNOCKOUT_KINDS:
+        raise ConfigError(
+            f"{file}: knockout: is not allowed with data.kind: {kind}; "
+            f"{', '.join(KNOCKOUT_KINDS)} have it, and images specialization: true"
+        )
+    measured = {name: each for name, each in study.variants.items() if each.has_experts}
+    if not measured:
+        raise ConfigError(f"{file}: knockout: no variant has experts")
+    for name, variant in measured.items():
+        blocks = [
+            block
+            for block, each in enumerate(variant.config.model.block_feed_forwards())
+            if each.kind != "dense"
+        ]
+        for layer in knockout.layers:
+            if layer not in blocks:
+                raise ConfigError(
+                    f"{file}: knockout.layers: {layer} is not allowed: blocks with experts in "
+                    f"{name} are {', '.join(map(str, blocks)) or 'none'}"
                 )
 
 

@@ -173,6 +173,17 @@ def variants(**own: Any) -> dict[str, Any]:
             },
             [f"from_runs.b: {INIT}: is not allowed, b sets {INIT} itself"],
         ),
+        # What experts are for.
+        ({"knockout": {"tokens": 0}}, ["knockout.tokens: 0 is not allowed", "1"]),
+        ({"knockout": {"layers": [-1]}}, ["knockout.layers.0: -1 is not allowed"]),
+        (
+            {"knockout": {"layers": [2]}},
+            ["knockout.layers: 2 is not allowed: blocks with experts in cp are 0, 1"],
+        ),
+        (
+            {"knockout": {}, "variants": {"dense": None}},
+            ["knockout: no variant has experts"],
+        ),
         # These would be runs, but not pairs of runs.
         ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),
         (

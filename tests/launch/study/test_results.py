@@ -126,6 +126,7 @@ MEASURED = [
             step=8,
             attack={"loss": 5.0 + seed + seed / 10, "perplexity": 8.0 + seed},
             routing={"entropy": 0.4 + seed / 10, "effective_neighbours": 7.0},
+            head_changes=2.0 + seed,
             fluctuation={"top1": 0.2, "set": 0.4, "steps": 4},
             leak={
                 "4": leak(4.0 + seed, 4.0 + seed, 4.0 + seed),
@@ -152,6 +153,8 @@ def test_every_measure_is_compared_in_pairs() -> None:
     assert beside["changed_set"]["mean"] == pytest.approx(0.1)
     assert "effective_neighbours" not in beside  # plain has none
     assert leaky["measures"]["effective_neighbours"]["mean"] == 7.0
+    assert leaky["measures"]["head_changes"]["mean"] == 4.0
+    assert "head_changes" not in plain["measures"]
     assert leaky["measures"]["attacked_perplexity"]["mean"] == 10.0
 
 

@@ -135,3 +135,33 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "data.tokenizer: is not allowed with data.kind: images" in err
+
+
+def test_a_study_says_what_each_expert_of_text_is_for(
+    tmp_path: Path, data: Path, capfd: Capture
+) -> None:
+    path = write(tmp_path, data, knockout={"tokens": 640, "layers": [1]})
+    process = start(path, "--json", "-")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "== measure 1 of 1: knockout of cp, seed 1" in err
+    variants = json.loads(out)["variants"]
+    assert "effective_classes_characters" not in variants["dense"]["measures"]
+    measures = variants["cp"]["measures"]
+    folder = tmp_path / "study" / "runs" / "cp" / "seed-1"
+    options = ["--knockout", "--probe-tokens", "640", "--layers", "1", "--json", "-"]
+    assert run(["evaluate", str(folder), *options]) == 0
+    (layer,) = json.loads(capfd.readouterr().out)["layers"].values()
+    for by in ("characters", "frequency"):
+        focus = layer["focus"][f"read {by}"]
+        share = focus.pop("experts_that_matter") / len(layer["experts"])
+        assert measures[f"experts_that_matter_{by}"]["mean"] == pytest.approx(share)
+        for name, value in focus.items():
+            known = measures.get(f"{name}_{by}")
+            assert (known and known["mean"]) == (value and pytest.approx(value))
+    kept = json.loads(folder.with_suffix(".knockout.json").read_text())
+    assert sorted(kept["layers"]["blocks.1.feed_forward"]) == ["experts", "focus"]
+    # Asked for otherwise it is taken anew.
+    path = write(tmp_path, data, knockout={"tokens": 320, "layers": [1]})
+    assert run(["study", str(path), "--dry-run"]) == 0
+    assert "1 measures of them: 0 taken, 1 to take" in capfd.readouterr().out

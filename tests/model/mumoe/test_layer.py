@@ -95,6 +95,7 @@ def test_a_block_is_the_papers_formula_with_whole_tensors(name, num_experts, gat
         "dropped",
         "effective_neighbours",
         "head_entropy_A",
+        "attention_head",
         "tokens",
     }
     others |= {"importance_loss", "load_loss", "score_mean_S", "score_square_S"}

@@ -48,6 +48,25 @@ def parse(*overrides):
         (["balancing_rate=-1"], "balancing_rate: -1 is not allowed: input should be greater than"),
         (["lower_entropy_only=true"], "lower_entropy_only: true needs a graph, there is none"),
         (["causal_graph=false"], "causal_graph: false needs a graph, there is none"),
+        (["graph_from=0.5"], "graph_from: 0.5 needs a graph, there is none"),
+        (["graph_from=1", "graph=similarity"], "graph_from: 1 is not allowed: input should be les"),
+        (["attention_head=0"], "attention_head: 0 needs model.feed_forward.graph: attention, whi"),
+        (
+            ["attention_head=4", "graph=attention"],
+            "attention_head: 4 is not allowed: the model has heads 0 to 3",
+        ),
+        *(
+            (
+                [f"attention_head={head}", "graph=attention"],
+                f"attention_head: {shown} is not allowed: lowest_entropy, or the number of a head "
+                "from 0",
+            )
+            for head, shown in (("-1", "-1"), ("1.0", "1.0"), ("true", "True"), ("low", "'low'"))
+        ),
+        (
+            ["head_mean=false", "graph=similarity"],
+            "head_mean: false needs model.feed_forward.graph: attention, which is similarity",
+        ),
         (
             ["causal_graph=false", "graph=attention"],
             "causal_graph: false lets tokens choose experts by those that they are to predict",
@@ -127,13 +146,17 @@ def test_defaults_drop_leak_and_mix_nothing():
     assert config == SparseMoEConfig()
     assert (config.capacity_factor, config.allow_leak, config.graph) == (None, False, "none")
     assert config.causal_graph
+    assert (config.attention_head, config.head_mean) == ("lowest_entropy", True)
+    assert config.graph_from == 0.0
     assert (config.router_bias, config.router_noise, config.expert_dropout) == (True, 0.0, 0.0)
     assert (config.capacity_order, config.evaluation_capacity_factor) == ("arrival", None)
     assert (config.balancing_rate, config.final_top_k, config.placement) == (0.0, None, 1)
 
 
 def test_a_resolved_config_reads_back_as_itself():
-    config = parse("graph=attention", "placement=[0, 3]", "sigma=2.0", "final_top_k=16")
+    keys = ("attention_head=3", "head_mean=false", "graph_from=0.5")
+    config = parse("graph=attention", "placement=[0, 3]", "sigma=2.0", "final_top_k=16", *keys)
+    assert config.model.feed_forward.attention_head == 3
     assert parse_config(config.to_yaml(), origin="again") == config
     assert isinstance(config, RunConfig)
 

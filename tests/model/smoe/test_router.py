@@ -32,6 +32,7 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
     assert stats.name == ""
     assert (stats.effective_neighbours is None) == (graph == "none")
     assert (stats.head_entropy_A is None) == (graph != "attention")
+    assert (stats.attention_head is None) == (graph != "attention")
 
 
 @every_score
@@ -59,7 +60,8 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
     assert selected.weights_NK.dtype == expected
     for name, value in stats._asdict().items():
         if name not in ("name", "levels"):
-            assert value is None or value.dtype == expected, name
+            wanted = torch.int64 if name == "attention_head" else expected
+            assert value is None or value.dtype == wanted, name
 
 
 @every_graph

@@ -65,6 +65,28 @@ def one(workers, trained):
     return found
 
 
+def test_focus_is_made_of_the_tables_without_rare_classes(one):
+    for layer in one[0]["layers"].values():
+        assert sorted(layer["focus"]) == [
+            *(f"predicted {by}" for by in ("characters", "frequency")),
+            *(f"read {by}" for by in ("characters", "frequency")),
+        ]
+        for by, found in layer["focus"].items():
+            table = layer["by"][by]
+            columns = [c for c, tokens in enumerate(table["tokens"]) if tokens >= 50]
+            assert 1 < len(columns) < len(table["classes"]) or by.endswith("frequency")
+            change, low = table["change"]["value"], table["change"]["low"]
+            beyond = [row for row, ends in enumerate(low) if any(ends[c] > 0 for c in columns)]
+            assert found["experts_that_matter"] == len(beyond)
+            assert 1 <= found["effective_classes"] <= len(columns)
+            distances = []
+            for row in beyond:
+                d = [change[row][c] / table["loss"][c] for c in columns]
+                d[d.index(max(d))] -= 1
+                distances.append(math.hypot(*d))
+            assert found["polysemanticity"] == pytest.approx(sum(distances) / len(beyond))
+
+
 def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
     result = one[0]
     model, tokenizer, windows = token_by_token(trained("smoe"), prepared_path)

@@ -13,7 +13,7 @@ from model.emoe.layer import EmergentMoE
 from model.gpt2 import GPT2Config
 from train.errors import ConfigError
 from train.experts.class_changes import ChangeSums
-from train.experts.knockout import KnockOut
+from train.experts.knockout import Focus, KnockOut, focus
 from train.experts.predicted_text import Passages, embedded, losses, through
 from train.experts.probing import deciding, routed_layers
 
@@ -241,3 +241,16 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     assert found["parity"].own_change(1, 1).value != found["parity"].own_change(1, 1).value  # NaN
     assert found["parity"].to_json()["own_change"]["value"][1] == [0, None]
     assert found["all"].loss_C == [3.0]
+
+
+def test_focus_is_that_of_a_table_worked_out_by_hand():
+    # Losses of 2 and 4 nats: expert 0 harms the first class alone, by its whole loss; expert 1
+    # both by a tenth of theirs; expert 2 nothing beyond noise; expert 3 helps the second one too.
+    change_EC = torch.tensor([[2.0, 0.0], [0.2, 0.4], [0.1, 0.1], [0.4, -0.4]])
+    beyond_EC = torch.tensor([[True, False], [True, True], [False, False], [True, False]])
+    found = focus(change_EC, beyond_EC, torch.tensor([2.0, 4.0]), torch.tensor([10.0, 30.0]))
+    # Harm in nats: 20, 2 + 12, 4; classes: 1, 2, 1.
+    distance = (0.0 + (0.9**2 + 0.1**2) ** 0.5 + (0.8**2 + 0.1**2) ** 0.5) / 3
+    assert found == Focus(3, pytest.approx((20 + 2 * 14 + 4) / 38), pytest.approx(distance))
+    nothing = focus(change_EC, torch.zeros_like(beyond_EC), torch.ones(2), torch.ones(2))
+    assert nothing == Focus(0, None, None)

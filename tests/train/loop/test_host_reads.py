@@ -17,6 +17,7 @@ MODELS = {
     "sparse": moe_model(balancing_rate=0.01),
     "similarity": moe_model(graph="similarity"),
     "attention": moe_model(graph="attention", balancing_rate=0.01),
+    "fixed head, later": moe_model(graph="attention", attention_head=2, graph_from=0.005),
     "cp": mumoe_model(),
     "ring": mumoe_model(factorization="tr", expert_rank=2),
     "vit": read_model_config(IMAGES | {

@@ -95,6 +95,18 @@ def test_the_console_names_the_busiest_expert_and_how_uneven_processes_are():
     assert console_summary(routing_record(routing))[:2] == ["load 2.40x (block 12, expert 3)"]
 
 
+def test_the_head_of_a_graph_is_a_number_of_each_layer_and_has_no_mean():
+    load, entropy = torch.tensor([0.5, 0.5]), torch.tensor(1.0)
+    routing = tuple(
+        RoutingStats(f"blocks.{block}", load, entropy, attention_head=torch.tensor(head))
+        for block, head in ((0, 3), (1, 6.9999995), (2, 0.0))  # averaged over micro-batches
+    )
+    record = routing_record((*routing, RoutingStats("blocks.3", load, entropy)))
+    heads = {k: v for k, v in record.items() if k.endswith("attention_head")}
+    assert heads == {f"routing/blocks.{n}/attention_head": head for n, head in enumerate((3, 7, 0))}
+    assert all(type(head) is int for head in heads.values())
+
+
 def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():
     load, usage, entropy = torch.tensor([1.0, 0.0]), torch.tensor([0.75, 0.25]), torch.tensor(0.1)
     stats = RoutingStats("", load, entropy, usage_E=usage)
