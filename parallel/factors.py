@@ -288,6 +288,7 @@ class _CutGate(Gate):
     def __init__(self, whole: Gate, world: comm.World) -> None:
         nn.Module.__init__(self)
         self.norm, self.activation, self.std = whole.norm, whole.activation, whole.std
+        self.dropout = whole.dropout
         self.group = _Group()
         rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
         _replace(self, "weight", split_columns(tuple(whole.weight.shape), 1, rank, parts))

@@ -41,6 +41,8 @@ class Sizes:
     """Whether every expert has a bias."""
     orthogonal: bool = False
     """Whether input and output factors begin with orthogonal rows or columns."""
+    factor_scale: float = 1.0
+    """Times the initial values of input and output factors."""
     expert_std: float = 1.0
     """Standard deviation of the initial expert factors of the first level."""
     level_std: float = 0.0
@@ -141,9 +143,17 @@ class Factorized(nn.Module, ABC):
 
     def initializers(self) -> dict[str, Initializer]:
         """Uniform input and output factors, as torch's linear layers, or orthogonal ones of that
-        size; experts by factorization.
+        size, both times `factor_scale`; experts by factorization.
 
         Source: Oldfield et al. 2024, appendix F.2. The bias row starts as the rest of its factor.
+
+        What they are factors of starts with mean 0 and the variance
+
+            factor_scale^4 (1 + expert_std^2) (1 + level_std^2)^(E - 1) / (9 I)
+
+        over its experts and their entries, whatever the rank: each of `output_fan` paths has
+        1 / (3 I) by its input factor and 1 / (3 output_fan) by its output factor. Tucker's core is
+        one more factor and makes it a third. `output_scale` multiplies the standard deviation.
         """
         sizes = self.sizes
         experts = {
@@ -158,7 +168,7 @@ class Factorized(nn.Module, ABC):
 
     def _start(self, fan: int, modes: int = 1, scale: float = 1.0) -> Initializer:
         """Of a factor that is a matrix from its first modes to the others."""
-        bound = scale / math.sqrt(fan)
+        bound = scale * self.sizes.factor_scale / math.sqrt(fan)
         if self.sizes.orthogonal:
             return orthogonal(bound / math.sqrt(3), modes)  # entries as large as uniform ones
         return uniform(bound)

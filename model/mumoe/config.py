@@ -1,9 +1,9 @@
 """The keys of a multilinear mixture of experts, and what follows from them."""
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from model.config import Config, SectionError
 from model.dense import DenseFeedForwardConfig
@@ -72,6 +72,9 @@ class MuMoEConfig(FactorizedExperts):
     decays as one."""
     gate: Literal["entmax15", "softmax"] = "entmax15"
     """From normalized scores to coefficients: `entmax15` gives most experts exactly 0."""
+    softmax_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the run's steps, from the first, in which the gate is softmax and every expert gets
+    gradients; 0: never. For an entmax15 gate."""
     gate_input: Literal["residual", "normalized"] = "residual"
     """What the gate reads: the residual stream before the block's LayerNorm, or what the experts
     get, after it."""
@@ -84,12 +87,20 @@ class MuMoEConfig(FactorizedExperts):
     gate_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Standard deviation of the gate's initial weights. 0 is the paper's: every expert has the same
     coefficient at first. The norm makes the least number here a decided gate."""
+    expert_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which a token does without an expert in training: its coefficient is 0 in
+    both layers, and the others are divided by 1 - expert_dropout. In each level of a hierarchy."""
     expert_std: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Standard deviation around one, or the identity, of the expert factors of the first level; 1
     is the paper's. With less, experts begin more alike."""
     factor_start: Literal["uniform", "orthogonal"] = "uniform"
     """How input and output factors begin: with independent entries, as the paper's, or with
     orthogonal rows or columns of the same size, so that no direction is weaker than another."""
+    factor_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What the initial input and output factors of both layers are multiplied by, whichever
+    factor_start they have. Of a layer with I inputs, the weights of all experts (CP, one level)
+    have the standard deviation factor_scale^2 sqrt((1 + expert_std^2) / I) / 3, whatever the rank:
+    GPT-2's 0.02 at 1.08 for I = 768 and at 1.53 for I = 3072."""
     level_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Standard deviation around one, or the identity, of the expert factors of levels after the
     first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
@@ -97,6 +108,15 @@ class MuMoEConfig(FactorizedExperts):
     scale_residual_init: bool = False
     """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
     projections onto the residual stream do. The paper's start does not, and trains better."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.softmax_share and self.gate == "softmax":
+            raise SectionError(
+                f"@softmax_share: {self.softmax_share:g} is not allowed with @gate: softmax, which "
+                f"is softmax in every step; 0 is, or entmax15"
+            )
+        return self
 
     def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
         """Completed: with the rank as a number.
@@ -194,14 +214,15 @@ class MuMoEConfig(FactorizedExperts):
         return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
-        """Numbers that a token saves for the backward pass: scores, coefficients and their roots,
-        inner units before the activation, and the factors' intermediate results.
+        """Numbers that a token saves for the backward pass: scores, coefficients, their roots and
+        which are dropped, inner units before the activation, and the factors' intermediate results.
 
         Args:
             width: D.
         """
         layers = sum(self.factorized.saved_numbers(sizes) for sizes in self.layer_sizes(width))
-        return 3 * sum(self.num_experts) + self.inner_size(width) + layers
+        gate = (4 if self.expert_dropout else 3) * sum(self.num_experts)
+        return gate + self.inner_size(width) + layers
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts multiply-adds of one token: every weight once, and products of a token's own
@@ -231,6 +252,7 @@ class MuMoEConfig(FactorizedExperts):
             bias=self.bias,
             expert_std=self.expert_std,
             orthogonal=self.factor_start == "orthogonal",
+            factor_scale=self.factor_scale,
             level_std=self.level_std,
         )
 

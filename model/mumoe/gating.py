@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import dropout, layer_norm, linear
 
 from model.initialization import ONES, ZEROS, Initializer, normal
 from model.kernels.entmax import above_threshold
@@ -68,6 +68,49 @@ def softmax(scores_MN: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"entmax15": entmax15, "softmax": softmax}
+
+
+class SoftmaxFirst(nn.Module):
+    """Softmax in a run's first steps, another activation in those after them.
+
+    Its state is in a buffer: `forward` reads it, `update` is called after each optimizer step.
+
+    Args:
+        later: A name of `ACTIVATIONS`, of the steps after the first ones.
+        share: Of the run's steps, that are the first ones.
+    """
+
+    is_softmax: Tensor
+
+    def __init__(self, later: str, share: float) -> None:
+        super().__init__()
+        self.later, self.share = ACTIVATIONS[later], share
+        # The buffer as a plain value: reading a buffer in `forward` would wait for the device.
+        self.uses_softmax = True
+        self.register_buffer("is_softmax", torch.empty((), dtype=torch.int64))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """A run begins with softmax."""
+        return {"is_softmax": ONES}
+
+    def buffers_changed(self) -> None:
+        """Reads the buffer, after a checkpoint was loaded into it."""
+        self.uses_softmax = bool(self.is_softmax)
+
+    @torch.no_grad()
+    def update(self, progress: float) -> None:
+        """Prepares the next optimizer step; after the last one all stays as it was trained.
+
+        Args:
+            progress: Share of the run's steps that are done.
+        """
+        if progress < 1:
+            self.is_softmax.fill_(progress + 1e-9 < self.share)
+            self.buffers_changed()
+
+    def forward(self, scores_MN: Tensor) -> Tensor:
+        """Coefficients that sum to 1; see `ACTIVATIONS`."""
+        return softmax(scores_MN) if self.uses_softmax else self.later(scores_MN)
 
 
 class Normalized(NamedTuple):
@@ -202,6 +245,8 @@ class Gate(nn.Module):
         norm: A name of `NORMS`.
         epsilon: Added to the variance of the scores in the norm.
         std: Standard deviation of the initial weights; zero in the authors' code.
+        dropout: Probability with which the layers do without a coefficient in training.
+        softmax_share: Of the run's steps, from the first, in which softmax is the activation.
     """
 
     def __init__(
@@ -213,11 +258,16 @@ class Gate(nn.Module):
         *,
         epsilon: float = EPSILON,
         std: float = 0.0,
+        dropout: float = 0.0,
+        softmax_share: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sum(num_experts), width))
         self.norm = NORMS[norm](num_experts, epsilon)
-        self.activation, self.std = ACTIVATIONS[activation], std
+        self.activation = ACTIVATIONS[activation]
+        if softmax_share:
+            self.activation = SoftmaxFirst(activation, softmax_share)
+        self.std, self.dropout = std, dropout
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal, or zero."""
@@ -247,7 +297,7 @@ class Gate(nn.Module):
         return linear(u_MD, self.weight)
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
-        """The coefficients in the precision of the layers.
+        """The coefficients that both layers get: in their precision, in training some dropped.
 
         Args:
             output: What the gate decided.
@@ -256,4 +306,21 @@ class Gate(nn.Module):
         Returns:
             Of each level, [M, N].
         """
-        return [a_MN.to(dtype) for a_MN in output.coefficients]
+        levels = output.coefficients
+        if self.training and self.dropout:
+            # Of the default generator: every tensor-parallel process draws the same, and
+            # recomputation draws it again.
+            levels = [dropout(a_MN, self.dropout) for a_MN in levels]
+        return [a_MN.to(dtype) for a_MN in levels]
+
+    def update(self, mean_S: Tensor | None, square_S: Tensor | None, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            mean_S: What the norm returned, averaged over the step.
+            square_S: Returned by the norm, too, and averaged.
+            progress: Share of the run's steps that are done.
+        """
+        self.norm.update(mean_S, square_S)
+        if isinstance(self.activation, SoftmaxFirst):
+            self.activation.update(progress)

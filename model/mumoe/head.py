@@ -147,4 +147,4 @@ class MuMoEHead(SampleStatistics):
             stats: Of the head, averaged over the step.
             progress: Share of the run's steps that are done.
         """
-        self.gate.norm.update(stats.score_mean_S, stats.score_square_S)
+        self.gate.update(stats.score_mean_S, stats.score_square_S, progress)

@@ -41,6 +41,8 @@ class MuMoE(FeedForward, SampleStatistics):
             config.gate_norm,
             epsilon=config.gate_norm_epsilon,
             std=config.gate_std,
+            dropout=config.expert_dropout,
+            softmax_share=config.softmax_share,
         )
         up, down = config.layer_sizes(width)
         # What GPT-2 scales the weights by whose outputs are added to the residual stream.
@@ -84,4 +86,4 @@ class MuMoE(FeedForward, SampleStatistics):
             stats: Of this layer, averaged over the step.
             progress: Share of the run's steps that are done.
         """
-        self.gate.norm.update(stats.score_mean_S, stats.score_square_S)
+        self.gate.update(stats.score_mean_S, stats.score_square_S, progress)

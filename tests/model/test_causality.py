@@ -86,6 +86,8 @@ FACTORIZED = {
     for gate in ACTIVATIONS
     for gate_input in ("residual", "normalized")
     for levels in ([8], [4, 2, 2])
+} | {
+    "softmax first": {"kind": "mumoe", "num_experts": [8], "softmax_share": 0.5},
 }  # fmt: skip
 GROUPS = {
     f"groups, {', '.join(map(str, options.values()))}": {"kind": "emoe"} | options

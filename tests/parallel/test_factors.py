@@ -38,6 +38,10 @@ MODELS = {
     "tucker": mumoe_model(factorization="tucker", rank=8, num_experts=[4, 3]),
     "softmax": mumoe_model(rank=8, gate="softmax"),
 }
+DROPPING = {
+    "cp": mumoe_model(rank=8, expert_dropout=0.3),
+    "tr": mumoe_model(factorization="tr", num_experts=[4, 3], expert_dropout=0.3),
+}
 LAYOUTS = [  # (processes, tensor-parallel ones, stage); the slow ones are more of the same
     *[(2, 2, stage) for stage in (0, 1, 2, 3)],
     *[pytest.param(4, 2, s, marks=[pytest.mark.slow] if s % 2 else []) for s in (0, 1, 2, 3)],
@@ -94,6 +98,19 @@ def test_bf16_stays_near_fp32(workers, whole_runs, model):
     expected, _ = whole_runs(case)
     result = workers(2).run(train, case.but(stage=1, tensor=2, precision="bf16"))[0]
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_tensor_parallel_processes_drop_the_experts_of_one_process(workers, whole_runs, name):
+    case = SGD.but(model=DROPPING[name])
+    expected, _ = whole_runs(case)
+    assert expected["losses"] != whole_runs(SGD.but(model={"cp": CP, "tr": TR}[name]))[0]["losses"]
+    recomputing = DROPPING[name].model_copy(update={"recompute": "block"})
+    for model in (DROPPING[name], recomputing):
+        results = workers(2).run(train, case.but(model=model, tensor=2, stage=1))
+        assert results[0]["losses"] == results[1]["losses"]
+        for key in ("losses", "norms"):
+            assert results[0][key] == pytest.approx(expected[key], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """In the names of what a graph of tokens has."""
-STARTED = f"{GRAPH}started"
-"""How the name ends of the buffer that says whether a graph is on."""
+OF_STEPS = (f"{GRAPH}started", ".gate.activation.is_softmax")
+"""How the names end of buffers that go by the steps of a run: whether a graph is on, and which
+activation a gate has."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
@@ -48,11 +49,11 @@ def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tupl
         model: of the run.
 
     Returns:
-        What the task says, the statistics of graphs of tokens that come with this run, and whether
-        its graphs are on, which goes by the steps of this run.
+        What the task says, the statistics of graphs of tokens that come with this run, and what
+        goes by the steps of this run.
     """
     new, _ = graph_statistics(weights, model)
-    begins = {name for name, _ in persistent_buffers(build_model(model)) if name.endswith(STARTED)}
+    begins = {name for name, _ in persistent_buffers(build_model(model)) if name.endswith(OF_STEPS)}
     return (*task.begins_anew(weights), *sorted({*new, *begins}))
 
 

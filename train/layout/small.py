@@ -89,7 +89,7 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
     if section["kind"] == "dense":
         section["hidden_size"] = inner
     elif section["kind"] == "mumoe":
-        section["hidden_size"] = inner
+        section |= {"hidden_size": inner, "expert_dropout": 0.0}
         _shrink_factors(section, cut)
     elif section["kind"] == "smoe":
         top = min(section["top_k"], 4)

@@ -47,6 +47,10 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ("gate_input=input", "gate_input: 'input' is not allowed: input should be 'residual' or"),
         ("gate_norm=group", "gate_norm: 'group' is not allowed: input should be 'layer' or"),
         ("gate_norm=batch", "gate_norm: batch is not allowed in a language model: means over the"),
+        ("expert_dropout=1", "expert_dropout: 1 is not allowed: input should be less than 1"),
+        ("expert_dropout=-0.1", "expert_dropout: -0.1 is not allowed: input should be greater"),
+        ("softmax_share=1.1", "softmax_share: 1.1 is not allowed: input should be less than or"),
+        ("factor_scale=0", "factor_scale: 0 is not allowed: input should be greater than 0"),
         ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
         ("top_k=2", "top_k: is not a key of model.feed_forward.kind: mumoe, but of another kind"),
         (
@@ -62,6 +66,14 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, ex
         parse(override)
     assert str(caught.value).startswith(f"run.yaml: {KEY}{expected}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_gate_that_is_softmax_has_no_share_of_it():
+    with pytest.raises(ConfigError) as caught:
+        parse("gate=softmax", "softmax_share=0.25")
+    line = f"run.yaml: {KEY}softmax_share: 0.25 is not allowed with {KEY}gate: softmax, which is "
+    assert str(caught.value) == line + "softmax in every step; 0 is, or entmax15"
+    assert parse("gate=softmax", "softmax_share=0").model.feed_forward.softmax_share == 0
 
 
 def test_many_experts_are_possible_at_a_rank_that_is_given():

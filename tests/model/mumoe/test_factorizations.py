@@ -234,6 +234,63 @@ def test_orthogonal_factors_are_of_the_size_of_uniform_ones(name):
         assert ours.square().mean().sqrt().item() == pytest.approx(size, rel=0.02)
 
 
+@every_factorization
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_a_scale_multiplies_input_and_output_factors_and_no_others(name, orthogonal):
+    plain, scaled = (
+        dict(
+            initialized(name, **LARGE, orthogonal=orthogonal, factor_scale=each).named_parameters()
+        )
+        for each in (1.0, 0.3)
+    )
+    for factor, values in plain.items():
+        scale = 0.3 if factor in ("input_factor", "output_factor") else 1.0
+        torch.testing.assert_close(scaled[factor], scale * values)
+
+
+@every_factorization
+@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rank": 24},
+        {"factor_scale": 1.5},
+        {"factor_scale": 0.5, "expert_std": 2.0},
+        {"num_experts": (64, 32), "level_std": 0.5},
+    ],
+    ids=str,
+)
+def test_the_whole_tensor_starts_with_the_variance_that_is_said(name, orthogonal, changes):
+    sizes = LARGE | {"num_experts": (512,), "bias": False, "orthogonal": orthogonal} | changes
+    layer = initialized(name, **sizes)
+    scale, expert, level = (
+        changes.get(key, default)
+        for key, default in (("factor_scale", 1), ("expert_std", 1), ("level_std", 0))
+    )
+    # R paths with E[U2^2] = scale^2 / (3 x 96), E[U3^2] = scale^2 / (3 R), E[U1^2] = 1 + std^2.
+    expected = scale**4 * (1 + expert**2) * (1 + level**2) / (9 * 96)
+    if name == "tucker":
+        expected /= 3
+    weight = full_tensor(name, layer)
+    assert weight.square().mean().item() == pytest.approx(expected, rel=0.12)
+    assert weight.mean().item() == pytest.approx(0, abs=0.1 * expected**0.5)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "scale"), [(768, 3072, 1.08), (3072, 768, 1.53)])
+@pytest.mark.parametrize("orthogonal", [False, True])
+def test_cp_starts_with_the_size_of_gpt2s_weights_at_the_scale_that_is_said(
+    inputs, outputs, scale, orthogonal
+):
+    sizes = {"num_experts": (64,), "inputs": inputs, "outputs": outputs, "rank": 599}
+    layer = initialized("cp", **sizes, factor_scale=scale, orthogonal=orthogonal)
+    mean_squares = [  # of some experts: each is U2 diag(U1_n) U3
+        ((layer.input_factor[:-1] * u_R) @ layer.output_factor).square().mean()
+        for u_R in layer.expert_factor_0[:16]
+    ]
+    assert torch.stack(mean_squares).mean().sqrt().item() == pytest.approx(0.02, rel=0.03)
+
+
 def test_every_path_of_a_train_carries_signal():
     layer = initialized("tt", **LARGE)
     assert torch.equal(layer.expert_factor_1, torch.eye(4).expand(6, 4, 4))

@@ -4,13 +4,14 @@ import entmax
 import pytest
 import torch
 
-from model.build import materialize
+from model.build import materialize, place
 from model.mumoe.gating import (
     ACTIVATIONS,
     EPSILON,
     BatchNorm,
     Gate,
     LayerNorm,
+    SoftmaxFirst,
     entmax15,
 )
 
@@ -171,6 +172,80 @@ def test_a_gate_can_start_with_weights():
         gate = Gate((8, 3), 500, "softmax", "layer", std=0.02)
     materialize(gate, seed=2)
     assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "softmax_steps"),
+    # A step begun in the share is a step of softmax: 2.5 of 10 are three. 0.15 x 20 is less than 3
+    # in floating point, 0.28 x 25 more than 7.
+    [(0.25, 8, 2), (0.25, 10, 3), (0.15, 20, 3), (0.28, 25, 7), (0.01, 10, 1), (1.0, 5, 5)],
+)
+def test_softmax_stands_in_for_its_share_of_the_steps(share, steps, softmax_steps):
+    with torch.device("meta"):
+        gate = Gate((8,), 5, "entmax15", "layer", std=1.0, softmax_share=share)
+    materialize(gate, seed=2)
+    assert dict(gate.named_buffers()).keys() == {"activation.is_softmax"}
+    u_MD = torch.randn(64, 5)
+    (x_MN,) = gate.norm(u_MD @ gate.weight.T).levels
+    used = []
+    for step in range(steps):
+        (a_MN,) = gate(u_MD).coefficients
+        name = "softmax" if a_MN.all() else "entmax15"
+        torch.testing.assert_close(a_MN, ACTIVATIONS[name](x_MN))
+        used.append(name)
+        gate.update(None, None, (step + 1) / steps)
+    assert used == ["softmax"] * softmax_steps + ["entmax15"] * (steps - softmax_steps)
+    # The model that was trained is the one that is kept.
+    assert (
+        bool(gate.activation.is_softmax) == gate.activation.uses_softmax == (used[-1] == "softmax")
+    )
+
+
+def test_without_a_share_a_gate_has_no_state():
+    assert list(make_gate().buffers()) == []
+
+
+def test_the_activation_is_read_from_the_buffer_when_it_was_loaded():
+    module = SoftmaxFirst("entmax15", 0.5)
+    x_MN = torch.tensor([[1.0, 0.0]])
+    for value, first in ((1.0, 0.73105858), (0.0, 0.83071891), (1.0, 0.73105858)):
+        place(module, [("is_softmax", torch.tensor(value))])
+        assert module(x_MN)[0, 0].item() == pytest.approx(first, abs=1e-6)  # e / (1 + e), or above
+
+
+def dropping(gate_dropout, activation="entmax15"):
+    with torch.device("meta"):
+        gate = Gate((8, 3), 5, activation, "layer", std=1.0, dropout=gate_dropout)
+    materialize(gate, seed=2)
+    return gate
+
+
+def test_coefficients_of_the_layers_are_dropped_and_the_others_grow():
+    gate, u_MD = dropping(0.25), torch.randn(16, 5)
+    output = gate(u_MD)
+    assert all(a_MN.sum(-1).allclose(torch.ones(16)) for a_MN in output.coefficients)
+    draws = [gate.mixing_weights(output, torch.float32) for _ in range(4000)]
+    for level, a_MN in enumerate(output.coefficients):
+        drawn = torch.stack([draw[level] for draw in draws])
+        kept = drawn != 0
+        # Each is 0, or divided by 3 / 4: nothing else.
+        torch.testing.assert_close(drawn, kept * (a_MN / 0.75).expand_as(drawn))
+        used = a_MN > 0
+        # Of 4000 x M x N draws a quarter is dropped, and of each coefficient about a quarter: five
+        # standard deviations of the mean of 4000, sqrt(0.25 x 0.75 / 4000) = 0.0068.
+        share_MN = kept.double().mean(0)
+        assert share_MN[used].mean().item() == pytest.approx(0.75, abs=0.005)
+        assert (share_MN[used] - 0.75).abs().max() < 0.035
+        assert ((drawn.mean(0) - a_MN).abs() <= 0.035 / 0.75 * a_MN + 1e-7).all()
+
+
+def test_coefficients_of_a_level_are_dropped_apart_from_one_another():
+    gate = dropping(0.5, "softmax")
+    output = gate(torch.randn(4000, 5))
+    first, second = gate.mixing_weights(output, torch.float32)
+    kept_MS = torch.cat([first, second], dim=-1).ne(0).double()
+    # Covariances of independent draws: 1 / 4 with itself, 0 with any other.
+    torch.testing.assert_close(kept_MS.T.cov(), 0.25 * torch.eye(11).double(), atol=0.03, rtol=0)
 
 
 @pytest.mark.parametrize("norm", ["layer", "batch"])

@@ -151,6 +151,35 @@ def test_evaluation_drops_nothing_and_training_drops_outputs():
     assert not block.eval()(z_BTD, z_BTD)[0].eq(0).any()
 
 
+@every_factorization
+def test_both_layers_do_without_the_same_experts(name):
+    block = make_block(factorization=name, num_experts=[5, 3], expert_dropout=0.4)
+    z_BTD = torch.randn(2, 9, 8, dtype=torch.float64)
+    torch.manual_seed(3)
+    y_BTD, stats = block(z_BTD, z_BTD)
+    undropped = block.gate(z_BTD.flatten(0, 1)).coefficients
+    torch.manual_seed(3)
+    # As torch draws it, one level after the other.
+    dropped = [a_MN * torch.empty_like(a_MN).bernoulli_(0.6) / 0.6 for a_MN in undropped]
+    for a_MN, d_MN in zip(undropped, dropped, strict=True):
+        assert a_MN.count_nonzero() > d_MN.count_nonzero() > 0
+    inner = gelu(contract(full_tensor(name, block.up), z_BTD.flatten(0, 1), dropped, True))
+    expected = contract(full_tensor(name, block.down), inner, dropped, True)
+    torch.testing.assert_close(y_BTD.flatten(0, 1), expected, atol=1e-12, rtol=1e-12)
+    # Of the gate, not of what was dropped.
+    torch.testing.assert_close(stats.load_E, torch.cat([a_MN.mean(0) for a_MN in undropped]))
+
+
+def test_evaluation_does_without_no_expert():
+    plain, dropping = make_block(), make_block(expert_dropout=0.9)
+    with torch.no_grad():
+        dropping.gate.weight.copy_(plain.gate.weight)
+    z_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
+    expected_BTD = plain(z_BTD, z_BTD)[0]
+    assert not torch.equal(dropping(z_BTD, z_BTD)[0], expected_BTD)
+    assert torch.equal(dropping.eval()(z_BTD, z_BTD)[0], expected_BTD)
+
+
 def test_batch_norm_is_the_leak_that_it_is_refused_for():
     block = make_block(gate_norm="batch")
     z_BTD = torch.randn(1, 16, 8, dtype=torch.float64)
@@ -199,6 +228,14 @@ def test_only_the_second_layers_output_factor_is_scaled_as_a_residual_projection
         if parameter_name != "gate.weight":
             ratio = scale if parameter_name == "down.output_factor" else 1.0
             torch.testing.assert_close(weight, ratio * weights[parameter_name])
+
+
+def test_factors_of_both_layers_are_scaled():
+    plain, scaled = (dict(make_block(factor_scale=each).named_parameters()) for each in (1.0, 2.0))
+    for factor, values in plain.items():
+        if factor != "gate.weight":
+            scale = 2.0 if factor.endswith("put_factor") else 1.0
+            torch.testing.assert_close(scaled[factor], scale * values)
 
 
 @pytest.mark.parametrize("name", FACTORIZATIONS)
@@ -322,10 +359,11 @@ def saved_numbers(block, tokens, width):
 
 @every_factorization
 @pytest.mark.parametrize("num_experts", [[32], [16, 8, 2]])
-def test_what_is_said_to_be_saved_is_about_what_is(name, num_experts):
+@pytest.mark.parametrize("expert_dropout", [0.0, 0.1])
+def test_what_is_said_to_be_saved_is_about_what_is(name, num_experts, expert_dropout):
     block = make_block(
         torch.float32, width=64, factorization=name, num_experts=num_experts, rank=40,
-        hidden_size=256,
+        hidden_size=256, expert_dropout=expert_dropout,
     )  # fmt: skip
     said = 128 * block.config.saved_numbers_per_token(64)
     assert saved_numbers(block, 128, 64) == pytest.approx(said, rel=0.05)

@@ -88,3 +88,21 @@ def test_a_graph_that_begins_later_goes_by_the_steps_of_its_own_run(workers, con
     # A finished run has its graph on, and goes on with it when it is made longer.
     assert records("a", late, "train.steps=6")[0][4:] == [True, True]
     assert records("c", f"{section}}}", f"checkpoint.init_from={tmp_path / 'a'}")[0] == [True] * 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
+def test_a_gate_that_begins_with_softmax_does_so_whatever_run_the_weights_are_of(
+    workers, config, tmp_path, before, after
+):
+    def first(share, folder, *overrides):
+        section = f"{{kind: mumoe, num_experts: [4], softmax_share: {share}}}"
+        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}", *overrides]
+        ((steps, said),) = workers(1).run(run_and_listen, config, *options)
+        assert steps == 2
+        return said.splitlines()[0]
+
+    first(before, "a")
+    said = first(after, "b", f"checkpoint.init_from={tmp_path / 'a'}")
+    new = [f"blocks.{block}.feed_forward.gate.activation.is_softmax*" for block in range(2)]
+    expected = f"; new from the seed: {', '.join(new)}" if after else ""
+    assert said.partition("step-00000002")[2] == expected
