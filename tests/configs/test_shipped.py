@@ -178,9 +178,8 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
     ),
     "mumoe-choices.yaml": (
-        36,
-        {"dense": 2_615_424, "rank-76": 2_104_288, "rank-306": 3_990_288, "tr": 2_627_104}
-        | {"experts-16": 2_616_624, "experts-256": 2_611_880, "experts-1024": 2_615_368}
+        24,
+        {"dense": 2_615_424, "half-rank": 2_046_888, "twice-rank": 3_744_288}
         | dict.fromkeys(
             ("cp", "dropout", "softmax-first", "small-factors", "large-factors"), 2_612_688
         ),
