@@ -62,9 +62,11 @@ class Experts(nn.Module):
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        first = self.context.initializer_std
+        second = self.context.residual_std if self.config.scale_residual_init else first
         entries = {
-            "up": normal(self.context.initializer_std).each_expert(),
-            "down": normal(self.context.residual_std).each_expert(),
+            "up": normal(first).each_expert(),
+            "down": normal(second).each_expert(),
         }
         return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
 

@@ -223,6 +223,14 @@ EXPECTED_STUDIES = {
             for experts, parameters in ((8, 205_088), (32, 207_392), (128, 216_608), (512, 253_472))
         },
     ),
+    "smoe-start.yaml": (
+        21,
+        {"dense": 2_615_424}
+        | dict.fromkeys(
+            ("sparse", "large-start", "no-loss", "bias", "slower", "large-start-slower"),
+            3_803_536,
+        ),
+    ),
     "vmoe.yaml": (
         27,
         {

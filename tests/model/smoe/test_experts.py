@@ -174,13 +174,16 @@ def test_initial_values_of_an_expert_depend_on_seed_name_and_expert_alone(small_
         assert not torch.equal(other, value[0])
 
 
-def test_initial_statistics_are_those_of_the_dense_feed_forward(small_config):
-    config = small_config(feed_forward={"kind": "smoe", "num_experts": 16})
+@pytest.mark.parametrize("scaled", [True, False])
+def test_initial_statistics_are_those_of_the_dense_feed_forward(small_config, scaled):
+    section = {"kind": "smoe", "num_experts": 16, "scale_residual_init": scaled}
+    config = small_config(feed_forward=section)
+    branches = 6 if scaled else 1  # 2 L
     for name, value in initial_values(build_model(config), seed=0):
         if name.endswith("bias"):
             assert not value.any(), name
         elif "feed_forward.experts" in name or "router" in name:
-            std = 0.02 / 6**0.5 if name.endswith("down") else 0.02  # 2 L = 6 branches
+            std = 0.02 / branches**0.5 if name.endswith("down") else 0.02
             error = std / value.numel() ** 0.5
             assert abs(value.mean()) < 5 * error, name
             assert abs(value.std() - std) < 5 * error, name
