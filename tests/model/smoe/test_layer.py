@@ -1,41 +1,26 @@
-"""The layer: against two loops written out, in other precisions, recomputed, compiled and cached.
+"""The layer: against two loops written out, in other precisions, recomputed and cached.
 
 Shapes: B batch, T tokens in a sequence, N tokens, D width, E experts, K experts of a token.
 """
 
 import pytest
 import torch
-from torch import _dynamo
-from torch.nn.functional import cross_entropy, dropout, gelu
+from torch.nn.functional import dropout, gelu
 
-from model.build import build_model, compile_model, num_parameters
+from model.build import build_model, num_parameters
 from model.cache import KeyValueCache
 from model.gpt2 import GPT2Config
 from model.smoe.dispatch import make_plan
 from model.smoe.layer import SparseMoE
 from model.smoe.scores import SCORES
-from tests.helpers.routing import make, make_config, make_context, make_trace, scatter
-
-GRAPH_OPTIONS = {
-    "none": {},
-    "similarity": {"graph": "similarity"},
-    "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.2},
-    "attention": {"graph": "attention"},
-    "similarity, lower entropy": {"graph": "similarity", "lower_entropy_only": True},
-    "attention, lower entropy": {"graph": "attention", "lower_entropy_only": True},
-    "one head's own values": {"graph": "attention", "attention_head": 2, "head_mean": False},
-    "attention, later": {"graph": "attention", "graph_from": 0.5},
-}
-V_MOE = {
-    "router_noise": 1.0,
-    "router_bias": False,
-    "expert_dropout": 0.2,
-    "capacity_factor": 1.05,
-    "capacity_order": "priority",
-    "allow_leak": True,
-}
-every_graph = pytest.mark.parametrize("options", GRAPH_OPTIONS.values(), ids=GRAPH_OPTIONS)
-
+from tests.helpers.routed_models import (
+    V_MOE,
+    assert_same_step,
+    every_graph,
+    routed,
+    step,
+)
+from tests.helpers.routing import make, make_config, make_context, make_trace
 
 ACTIVATIONS = {
     "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
@@ -171,38 +156,6 @@ def test_evaluation_has_a_capacity_of_its_own():
     torch.testing.assert_close(y_BTD, whole_BTD)
 
 
-def step(model, ids):
-    """Logits, statistics and all gradients of one step, with the router's losses."""
-    torch.manual_seed(11)  # dropout
-    output = model(ids)
-    loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    for stats in output.routing:
-        loss = loss + 0.01 * stats.balance_loss + 0.001 * stats.z_loss
-        loss = loss + 0.01 * stats.importance_loss
-        if stats.load_loss is not None:
-            loss = loss + 0.01 * stats.load_loss
-    loss.backward()
-    numbers = {"logits": output.logits.detach()}
-    for stats in output.routing:
-        values = {k: v for k, v in stats._asdict().items() if isinstance(v, torch.Tensor)}
-        numbers |= {f"{stats.name}.{key}": value.detach() for key, value in values.items()}
-    return numbers | {name: p.grad for name, p in model.named_parameters()}
-
-
-def assert_same_step(ours, theirs, tolerance):
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(
-            value, theirs[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-def routed(small_model, options, dtype=torch.float32, **overrides):
-    """A model of which every block routes, with scattered weights."""
-    feed_forward = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 24} | options
-    return scatter(small_model(dtype=dtype, feed_forward=feed_forward, **overrides), 0.1)
-
-
 @every_graph
 def test_recomputation_changes_no_gradient(small_model, random_ids, options):
     ids = random_ids(2, 16)
@@ -223,103 +176,6 @@ def test_noise_losses_and_dropout_of_experts_are_finite_in_bf16(small_model, ran
     ids = random_ids(2, 16)
     for name, value in step(routed(small_model, V_MOE, dtype=torch.bfloat16), ids).items():
         assert value.isfinite().all(), name
-
-
-def test_noise_and_dropout_of_experts_are_traced_whole(small_model, random_ids):
-    options = {"router_noise": 1.0, "expert_dropout": 0.2}
-    model, ids = routed(small_model, options), random_ids(2, 16)
-    _dynamo.reset()
-    _dynamo.utils.counters.clear()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    for value in step(model, ids).values():
-        assert value.isfinite().all()
-    assert not _dynamo.utils.counters["graph_break"]
-
-
-def assert_compiles(small_model, random_ids, options, recompute="none", backend="inductor"):
-    ids = random_ids(2, 16)
-    expected = step(routed(small_model, options), ids)
-    model = routed(small_model, options, recompute=recompute)
-    _dynamo.reset()
-    _dynamo.utils.counters.clear()
-    compile_model(model, backend=backend)
-    assert_same_step(step(model, ids), expected, tolerance=2e-5)
-    # What is before the three blocks, one for all of them, and what is after them.
-    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
-    assert not _dynamo.utils.counters["graph_break"]
-
-
-@pytest.mark.parametrize(
-    ("graph", "recompute"),
-    [("similarity", "none"), ("attention", "block"), ("attention, lower entropy", "none")],
-)
-def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
-    # All of torch.compile but the code generator, which takes half a minute for each of these.
-    assert_compiles(small_model, random_ids, GRAPH_OPTIONS[graph], recompute, backend="aot_eager")
-
-
-@pytest.mark.slow
-def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids):
-    assert_compiles(small_model, random_ids, {})
-
-
-def test_bf16_is_traced_whole(small_model, random_ids):
-    ids, options = random_ids(2, 16), {"graph": "attention", "top_k": 6}
-    model = routed(small_model, options, dtype=torch.bfloat16)
-    expected = step(model, ids)["logits"]
-    _dynamo.reset()
-    _dynamo.utils.counters.clear()
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    torch.testing.assert_close(step(model, ids)["logits"], expected, atol=0.02, rtol=0.02)
-    assert not _dynamo.utils.counters["graph_break"]
-
-
-@pytest.mark.slow
-@every_graph
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_any_graph_compiles(small_model, random_ids, options, recompute):
-    assert_compiles(small_model, random_ids, options | {"balancing_rate": 0.1}, recompute)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("score", SCORES)
-def test_any_score_compiles(small_model, random_ids, score):
-    assert_compiles(small_model, random_ids, {"score": score, "final_top_k": 4})
-
-
-@pytest.mark.slow
-def test_a_growing_k_is_followed_by_compiled_blocks(small_model, random_ids):
-    ids, options = random_ids(2, 16), {"top_k": 1, "final_top_k": 3}
-    _dynamo.reset()
-    compiled, plain = (routed(small_model, options) for _ in range(2))
-    compile_model(compiled)
-    for progress in (0.0, 0.4, 0.7):
-        for model in (compiled, plain):
-            for block, stats in zip(model.blocks, model(ids).routing, strict=True):
-                block.feed_forward.update(stats, progress)
-        torch.testing.assert_close(compiled(ids).logits, plain(ids).logits, atol=2e-5, rtol=2e-5)
-    assert compiled.blocks[0].feed_forward.router.selection.top_k == 3
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_blocks_follow_when_a_graph_begins(small_model, random_ids, backend):
-    ids, options = random_ids(2, 16), {"graph": "attention", "graph_from": 0.5, "sigma": 2.0}
-    _dynamo.reset()
-    _dynamo.utils.counters.clear()
-    compiled, plain = (routed(small_model, options) for _ in range(2))
-    compile_model(compiled, backend=backend)
-    seen = []
-    for progress in (0.25, 0.5, 0.75):
-        for model in (compiled, plain):
-            for block, stats in zip(model.blocks, model(ids).routing, strict=True):
-                block.feed_forward.update(stats, progress)
-        output, expected = compiled(ids), plain(ids)
-        torch.testing.assert_close(output.logits, expected.logits, atol=2e-5, rtol=2e-5)
-        seen.append(output.routing[0].effective_neighbours is not None)
-    assert seen == [False, True, True]
-    assert not _dynamo.utils.counters["graph_break"]
 
 
 @every_graph

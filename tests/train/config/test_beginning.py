@@ -17,6 +17,23 @@ def config(tmp_path, prepared_path):
     )  # fmt: skip
 
 
+@pytest.fixture
+def with_weights_of_another(workers, config, tmp_path):
+    """The first line of a run that begins with the weights of one with another feed-forward."""
+
+    def first(section, folder, *overrides):
+        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}", *overrides]
+        ((steps, said),) = workers(1).run(run_and_listen, config, *options)
+        assert steps == 2
+        return said.splitlines()[0]
+
+    def both(before, after):
+        first(before, "a")
+        return first(after, "b", f"checkpoint.init_from={tmp_path / 'a'}")
+
+    return both
+
+
 def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     def lines(*overrides):
         (_, main), (_, other) = workers(2).run(run_and_listen, config, *overrides)
@@ -52,17 +69,10 @@ def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config
 
 @pytest.mark.parametrize(("before", "after"), [("none", "attention"), ("attention", "none")])
 def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
-    workers, config, tmp_path, before, after
+    with_weights_of_another, before, after
 ):
-    def first(graph, folder, *overrides):
-        section = f"{{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: {graph}}}"
-        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}", *overrides]
-        ((steps, said),) = workers(1).run(run_and_listen, config, *options)
-        assert steps == 2
-        return said.splitlines()[0]
-
-    first(before, "a")
-    said = first(after, "b", f"checkpoint.init_from={tmp_path / 'a'}")
+    section = "{{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: {}}}"
+    said = with_weights_of_another(section.format(before), section.format(after))
     new = [f"blocks.{block}.feed_forward.router.graph.head_entropy*" for block in range(2)]
     expected = f"; new from the seed: {', '.join(new)}" if after == "attention" else ""
     assert said.partition("step-00000002")[2] == expected
@@ -92,17 +102,10 @@ def test_a_graph_that_begins_later_goes_by_the_steps_of_its_own_run(workers, con
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
 def test_a_gate_that_begins_with_softmax_does_so_whatever_run_the_weights_are_of(
-    workers, config, tmp_path, before, after
+    with_weights_of_another, before, after
 ):
-    def first(share, folder, *overrides):
-        section = f"{{kind: mumoe, num_experts: [4], softmax_share: {share}}}"
-        options = [f"model.feed_forward={section}", f"run.folder={tmp_path / folder}", *overrides]
-        ((steps, said),) = workers(1).run(run_and_listen, config, *options)
-        assert steps == 2
-        return said.splitlines()[0]
-
-    first(before, "a")
-    said = first(after, "b", f"checkpoint.init_from={tmp_path / 'a'}")
+    section = "{{kind: mumoe, num_experts: [4], softmax_share: {}}}"
+    said = with_weights_of_another(section.format(before), section.format(after))
     new = [f"blocks.{block}.feed_forward.gate.activation.is_softmax*" for block in range(2)]
     expected = f"; new from the seed: {', '.join(new)}" if after else ""
     assert said.partition("step-00000002")[2] == expected

@@ -1,0 +1,59 @@
+"""Whole models of which every block routes, and one step of them to be compared."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.helpers.routing import scatter
+
+GRAPH_OPTIONS = {
+    "none": {},
+    "similarity": {"graph": "similarity"},
+    "cosine similarity": {"graph": "similarity", "similarity": "cosine", "tau": 0.2},
+    "attention": {"graph": "attention"},
+    "similarity, lower entropy": {"graph": "similarity", "lower_entropy_only": True},
+    "attention, lower entropy": {"graph": "attention", "lower_entropy_only": True},
+    "one head's own values": {"graph": "attention", "attention_head": 2, "head_mean": False},
+    "attention, later": {"graph": "attention", "graph_from": 0.5},
+}
+V_MOE = {
+    "router_noise": 1.0,
+    "router_bias": False,
+    "expert_dropout": 0.2,
+    "capacity_factor": 1.05,
+    "capacity_order": "priority",
+    "allow_leak": True,
+}
+every_graph = pytest.mark.parametrize("options", GRAPH_OPTIONS.values(), ids=GRAPH_OPTIONS)
+
+
+def step(model, ids):
+    """Logits, statistics and all gradients of one step, with the router's losses."""
+    torch.manual_seed(11)  # dropout
+    output = model(ids)
+    loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    for stats in output.routing:
+        loss = loss + 0.01 * stats.balance_loss + 0.001 * stats.z_loss
+        loss = loss + 0.01 * stats.importance_loss
+        if stats.load_loss is not None:
+            loss = loss + 0.01 * stats.load_loss
+    loss.backward()
+    numbers = {"logits": output.logits.detach()}
+    for stats in output.routing:
+        values = {k: v for k, v in stats._asdict().items() if isinstance(v, torch.Tensor)}
+        numbers |= {f"{stats.name}.{key}": value.detach() for key, value in values.items()}
+    return numbers | {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same_step(ours, theirs, tolerance):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def routed(small_model, options, dtype=torch.float32, **overrides):
+    """A model of which every block routes, with scattered weights."""
+    feed_forward = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 24} | options
+    return scatter(small_model(dtype=dtype, feed_forward=feed_forward, **overrides), 0.1)

@@ -1,0 +1,112 @@
+"""Layers of sparse experts under torch.compile: the same numbers, and no break in the graph."""
+
+import pytest
+import torch
+from torch import _dynamo
+
+from model.build import compile_model
+from model.smoe.scores import SCORES
+from tests.helpers.routed_models import (
+    GRAPH_OPTIONS,
+    assert_same_step,
+    every_graph,
+    routed,
+    step,
+)
+
+
+def test_noise_and_dropout_of_experts_are_traced_whole(small_model, random_ids):
+    options = {"router_noise": 1.0, "expert_dropout": 0.2}
+    model, ids = routed(small_model, options), random_ids(2, 16)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    for value in step(model, ids).values():
+        assert value.isfinite().all()
+    assert not _dynamo.utils.counters["graph_break"]
+
+
+def assert_compiles(small_model, random_ids, options, recompute="none", backend="inductor"):
+    ids = random_ids(2, 16)
+    expected = step(routed(small_model, options), ids)
+    model = routed(small_model, options, recompute=recompute)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compile_model(model, backend=backend)
+    assert_same_step(step(model, ids), expected, tolerance=2e-5)
+    # What is before the three blocks, one for all of them, and what is after them.
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert not _dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("graph", "recompute"),
+    [("similarity", "none"), ("attention", "block"), ("attention, lower entropy", "none")],
+)
+def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
+    # All of torch.compile but the code generator, which takes half a minute for each of these.
+    assert_compiles(small_model, random_ids, GRAPH_OPTIONS[graph], recompute, backend="aot_eager")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids):
+    assert_compiles(small_model, random_ids, {})
+
+
+def test_bf16_is_traced_whole(small_model, random_ids):
+    ids, options = random_ids(2, 16), {"graph": "attention", "top_k": 6}
+    model = routed(small_model, options, dtype=torch.bfloat16)
+    expected = step(model, ids)["logits"]
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    torch.testing.assert_close(step(model, ids)["logits"], expected, atol=0.02, rtol=0.02)
+    assert not _dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@every_graph
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_any_graph_compiles(small_model, random_ids, options, recompute):
+    assert_compiles(small_model, random_ids, options | {"balancing_rate": 0.1}, recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", SCORES)
+def test_any_score_compiles(small_model, random_ids, score):
+    assert_compiles(small_model, random_ids, {"score": score, "final_top_k": 4})
+
+
+@pytest.mark.slow
+def test_a_growing_k_is_followed_by_compiled_blocks(small_model, random_ids):
+    ids, options = random_ids(2, 16), {"top_k": 1, "final_top_k": 3}
+    _dynamo.reset()
+    compiled, plain = (routed(small_model, options) for _ in range(2))
+    compile_model(compiled)
+    for progress in (0.0, 0.4, 0.7):
+        for model in (compiled, plain):
+            for block, stats in zip(model.blocks, model(ids).routing, strict=True):
+                block.feed_forward.update(stats, progress)
+        torch.testing.assert_close(compiled(ids).logits, plain(ids).logits, atol=2e-5, rtol=2e-5)
+    assert compiled.blocks[0].feed_forward.router.selection.top_k == 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks_follow_when_a_graph_begins(small_model, random_ids, backend):
+    ids, options = random_ids(2, 16), {"graph": "attention", "graph_from": 0.5, "sigma": 2.0}
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compiled, plain = (routed(small_model, options) for _ in range(2))
+    compile_model(compiled, backend=backend)
+    seen = []
+    for progress in (0.25, 0.5, 0.75):
+        for model in (compiled, plain):
+            for block, stats in zip(model.blocks, model(ids).routing, strict=True):
+                block.feed_forward.update(stats, progress)
+        output, expected = compiled(ids), plain(ids)
+        torch.testing.assert_close(output.logits, expected.logits, atol=2e-5, rtol=2e-5)
+        seen.append(output.routing[0].effective_neighbours is not None)
+    assert seen == [False, True, True]
+    assert not _dynamo.utils.counters["graph_break"]
