@@ -22,6 +22,10 @@ from train.errors import ConfigError
 from train.tasks.registry import task_class
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
+GRAPH_OPTIONS = (
+    "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only", "graph_from",
+)  # fmt: skip
+"""Keys of a graph that are shown where they are not their default."""
 
 
 def describe_run(
@@ -173,6 +177,11 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
         "top_k": sparse.top_k,
         "score": feed_forward.score,
         "graph": sparse.graph,
+        "graph_options": {
+            name: value
+            for name in GRAPH_OPTIONS
+            if (value := getattr(sparse, name)) != SparseMoEConfig.model_fields[name].default
+        },
         "causal_graph": sparse.causal_graph,
         "blocks": routed,
     }
@@ -313,6 +322,10 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     if experts is None:
         return []
     graph = "no graph" if experts["graph"] == "none" else f"{experts['graph']} graph"
+    if experts["graph_options"]:
+        graph += (
+            f" ({', '.join(f'{name} {value}' for name, value in experts['graph_options'].items())})"
+        )
     if not experts["causal_graph"]:
         graph += " over later tokens too, which leaks what is to be predicted"
     return [

@@ -129,12 +129,16 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
         alone = json.loads((tmp_path / "a.json").read_text())
         assert known[name]["attacked_top1"]["mean"] == pytest.approx(alone["top1"])
     assert run(["study", str(path)]) == 0  # nothing is left
-    tree["data"] = data | {"tokenizer": "words"}
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    process = start(path)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "data.tokenizer: is not allowed with data.kind: images" in err
+    words = {"data": data | {"tokenizer": "words"}}
+    for wrong, said in (
+        (words, "data.tokenizer: is not allowed with data.kind: images"),
+        ({"knockout": {}}, "knockout: is not allowed with data.kind: images; text, masked_text"),
+    ):
+        path.write_text(yaml.safe_dump(tree | wrong, sort_keys=False))
+        process = start(path)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert said in err
 
 
 def test_a_study_says_what_each_expert_of_text_is_for(

@@ -6,7 +6,12 @@ import pytest
 
 from parallel.dims import Dims
 from train.config.comparison import comparison_rows
-from train.config.describe import describe, memory_per_process, schedule_line
+from train.config.describe import (
+    describe,
+    description_table,
+    memory_per_process,
+    schedule_line,
+)
 from train.config.run import RunConfig
 
 
@@ -172,3 +177,15 @@ def test_one_expert_is_compared_with_the_dense_model_alone() -> None:
     model = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))["model"]
     assert list(model["factorized_experts"]["compared"]) == ["this run", "dense"]
     assert describe(small(), Dims(world_size=1))["model"]["factorized_experts"] is None
+
+
+def test_a_graph_is_named_with_what_was_chosen_of_it() -> None:
+    experts = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 8, "graph": "attention"}
+    chosen = experts | {"sigma": 4.0, "head_mean": False, "graph_from": 0.5}
+    for feed_forward, said in (
+        (experts, "attention graph"),
+        (chosen, "attention graph (sigma 4.0, head_mean False, graph_from 0.5)"),
+        (experts | {"graph": "none"}, "no graph"),
+    ):
+        described = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))
+        assert f"linear score, {said}\n" in description_table(described) + "\n"
