@@ -18,14 +18,9 @@ from model.lora import Adapter, ExpertsLowRank, FactorLowRank, LoRAExperts, LowR
 from parallel import comm
 from parallel.expert import cut_experts
 from parallel.factors import CutLayer
-from parallel.placement import Piece, Placement
-from parallel.tensor import (
-    CutTokens,
-    cut,
-    placement_of,
-    tensor_parallel_group,
-    tensor_parallel_library,
-)
+from parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from parallel.placement import Piece, Placement, cut, placement_of
+from parallel.tensor import CutTokens
 
 
 def cut_adapters(model: nn.Module, world: comm.World, tokens: CutTokens | None) -> None:

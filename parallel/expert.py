@@ -27,12 +27,9 @@ from model.smoe.layer import SparseMoE
 from model.smoe.selection import Selected
 from parallel import comm
 from parallel.exchange import Counts, RowExchange
+from parallel.megatron import tensor_parallel_group, tensor_parallel_library
 from parallel.placement import split_experts
-from parallel.tensor import (
-    own_random_numbers,
-    tensor_parallel_group,
-    tensor_parallel_library,
-)
+from parallel.tensor import own_random_numbers
 from parallel.zero import import_deepspeed
 
 

@@ -29,8 +29,8 @@ from model.mumoe.products import contract
 from model.mumoe.tr import TensorRing, TensorTrain
 from model.mumoe.tucker import Tucker
 from parallel import comm
-from parallel.placement import Placement, padded, split_columns, split_rows_and_rest
-from parallel.tensor import cut, tensor_parallel_group, tensor_parallel_library
+from parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from parallel.placement import Placement, cut, padded, split_columns, split_rows_and_rest
 
 Region = Callable[[Tensor], Tensor]
 

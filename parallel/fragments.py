@@ -16,8 +16,7 @@ from torch import nn
 
 from model.build import buffers_changed
 from parallel.checkpoint.index import MASTER
-from parallel.placement import Placement
-from parallel.tensor import placement_of
+from parallel.placement import Placement, placement_of
 from parallel.zero import Engine
 
 

@@ -17,7 +17,7 @@ from model.gpt2 import GPT2
 from model.lora import of_base
 from model.mumoe.layer import MuMoE
 from model.smoe.layer import SparseMoE
-from parallel import comm, expert, tensor
+from parallel import comm, expert
 from parallel.adapters import cut_adapters
 from parallel.batch_norm import synchronize_norms
 from parallel.checkpoint.index import OF_WEIGHTS
@@ -25,8 +25,11 @@ from parallel.config import ParallelConfig
 from parallel.dims import Dims
 from parallel.factors import pad_ranks, parallelize_factors
 from parallel.fragments import Source, fill
+from parallel.megatron import Mpu
+from parallel.placement import placement_of
 from parallel.sequence import Tokens, cut_sequence, sum_gradients
-from parallel.tensor import Mpu, pad_vocabulary, parallelize_tensors, placement_of
+from parallel.tensor import parallelize_tensors
+from parallel.vocabulary import pad_vocabulary, token_losses
 from parallel.zero import (
     DTYPES,
     CrossEntropy,
@@ -143,7 +146,7 @@ def parallelize(
         for module in model.modules():
             if isinstance(module, MuMoE):
                 parallelize_factors(module, world)
-        mpu, cross_entropy = Mpu(), tensor.token_losses
+        mpu, cross_entropy = Mpu(), token_losses
     else:
         pad_vocabulary(model)
         pad_ranks(model)

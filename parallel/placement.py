@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
@@ -228,3 +228,23 @@ def split_experts(
     return Placement(
         (size, *part.shape[1:]), shape, (Piece(0, size, origin),), inner_parts == 1, expert_parts
     )
+
+
+def placement_of(parameter: nn.Parameter) -> Placement:
+    """Where a parameter's shard lies in the global tensor; the whole, unless it was cut."""
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 empties `shape`
+    placement: Placement = getattr(parameter, "placement", None) or Placement.whole(shape)
+    assert placement.shape == shape
+    return placement
+
+
+def cut(parameter: nn.Parameter, placement: Placement) -> None:
+    """Marks a parameter as this process's part of a global tensor.
+
+    Args:
+        parameter: of the shard's shape.
+        placement: the shard in the global tensor.
+    """
+    parameter.placement = placement  # type: ignore[attr-defined]
+    # DeepSpeed reads this attribute: the norm of such a parameter is summed over the processes.
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from model.layers import Embedding, embed
 from model.mumoe.layer import MuMoE
 from parallel import comm
 from parallel.expert import OwnDropout
-from parallel.tensor import tensor_parallel_group
+from parallel.megatron import tensor_parallel_group
 
 
 class Tokens:

@@ -14,7 +14,7 @@ from model.smoe.layer import SparseMoE
 from model.smoe.scores import LinearScore
 from parallel import comm
 from parallel.expert import connect_without_engine, parallelize_experts
-from parallel.tensor import placement_of
+from parallel.placement import placement_of
 from parallel.zero import import_deepspeed
 
 REFERENCE = "loop"

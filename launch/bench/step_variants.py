@@ -13,7 +13,7 @@ from model.gpt2 import GPT2, GPT2Config
 from model.mumoe.config import MuMoEConfig
 from model.output import RoutingStats
 from model.smoe.config import SparseMoEConfig
-from parallel.tensor import pad_vocabulary
+from parallel.vocabulary import pad_vocabulary
 from parallel.zero import DTYPES
 from train.loop.losses import LossConfig, routing_loss
 from train.loop.optimizer import OptimizerConfig, build_optimizer

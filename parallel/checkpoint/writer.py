@@ -28,7 +28,7 @@ from parallel.checkpoint.parts import parts_of
 from parallel.checkpoint.storage import make_folder, reason_of, remove_tree
 from parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
 from parallel.fragments import MASTER, persistent_buffers
-from parallel.tensor import placement_of
+from parallel.placement import placement_of
 from parallel.zero import Engine
 
 T = TypeVar("T")

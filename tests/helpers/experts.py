@@ -16,7 +16,7 @@ from model.smoe.selection import Selected
 from parallel import comm, expert
 from parallel.fragments import MASTER
 from parallel.parallelize import InitialWeights
-from parallel.tensor import placement_of
+from parallel.placement import placement_of
 from tests.helpers.training import Case, build_engine
 
 

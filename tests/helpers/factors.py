@@ -14,7 +14,8 @@ from parallel.batch_norm import synchronize_norms
 from parallel.factors import parallelize_factors
 from parallel.fragments import MASTER
 from parallel.parallelize import InitialWeights
-from parallel.tensor import parallelize_tensors, placement_of
+from parallel.placement import placement_of
+from parallel.tensor import parallelize_tensors
 from tests.helpers.training import Case, batches_of, build_engine, train
 from train.loop.device import Prefetch
 from train.loop.step import train_step
