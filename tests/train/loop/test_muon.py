@@ -368,8 +368,9 @@ def test_two_processes_end_as_one(workers, tmp_path, model, layout):
 
 
 @pytest.mark.distributed
-def test_bf16_stays_near_fp32(workers):
-    case = MUON.but(model=MODELS["mumoe tr"], learning_rate=1e-3)
+@pytest.mark.parametrize(("model", "experts"), [("mumoe tr", 1), ("smoe", 2)])
+def test_bf16_stays_near_fp32(workers, model, experts):
+    case = MUON.but(model=MODELS[model], expert=experts, learning_rate=1e-3)
     exact, rounded = (
         torch.tensor(workers(2).run(train, case.but(precision=each))[0]["losses"])
         for each in ("fp32", "bf16")
