@@ -30,6 +30,8 @@ class Fragment:
     key: torch.Tensor
     """The fp32 tensor that the optimizer steps, under which it keeps its state."""
     state: dict[str, Any]
+    fields: tuple[str, ...]
+    """Names of its tensors of the weight's shape: `Engine.state_fields`, or fewer."""
     position: int
     """First element of the fragment in `key`."""
     start: int
@@ -80,13 +82,15 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
     locate = {0: _locate_replicated, 1: _locate_flat, 2: _locate_flat, 3: _locate_partitioned}
     find = locate[engine.stage](engine)
     state = engine.deepspeed.basic_optimizer.state
+    fields_by_weight = engine.fields_by_weight()
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
         if (found := find(parameter)) is None or found[3] <= 0:
             continue
         key, position, start, numel = found
-        for field in engine.state_fields:
+        fields = fields_by_weight.get(id(key), engine.state_fields)
+        for field in fields:
             if not isinstance(state[key].get(field), torch.Tensor):
                 state[key][field] = torch.zeros_like(key)
         if "exp_avg" in engine.state_fields:
@@ -96,6 +100,7 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
             placement=placement_of(parameter),
             key=key,
             state=state[key],
+            fields=fields,
             position=position,
             start=start,
             numel=numel,
@@ -146,7 +151,7 @@ def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
     engine.about_to_change()
     held = fragments(engine)
     for name, fragment in held.items():
-        for field in (MASTER, *engine.state_fields):
+        for field in (MASTER, *fragment.fields):
             view = fragment.view(field)
             stop = fragment.start + fragment.numel
             for first, (offset, size) in fragment.placement.boxes(fragment.start, stop):

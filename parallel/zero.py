@@ -28,6 +28,9 @@ CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [..., V], target ids [...]) -> nats [...] in fp32."""
 RATE_FACTOR = "learning_rate_factor"
 """The key of an optimizer's group for what multiplies the learning rate in it."""
+STATE_TENSORS = "state_tensors"
+"""The key of an optimizer's group for the names of the tensors that it keeps of each weight, where
+groups differ in that."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -189,6 +192,15 @@ class Engine:
             self.deepspeed.optimizer.gradient_average = False
             self._hook.replicas = self.world.data_parallel_size
 
+    def fields_by_weight(self) -> dict[int, tuple[str, ...]]:
+        """Of weights that have not all of `state_fields` those that they have, by their `id`."""
+        return {
+            id(parameter): tuple(f for f in self.state_fields if f in (*group[STATE_TENSORS], EMA))
+            for group in self.deepspeed.basic_optimizer.param_groups
+            if STATE_TENSORS in group
+            for parameter in group["params"]
+        }
+
     @property
     def module(self) -> nn.Module:
         """The model that was handed in."""
@@ -339,7 +351,9 @@ def _restore_dtypes(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
 
 
 def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the tensors that an optimizer keeps for every weight."""
+    """Names of the tensors that an optimizer keeps for every weight, or for some."""
+    if all(STATE_TENSORS in group for group in optimizer.param_groups):
+        return tuple(sorted({field for g in optimizer.param_groups for field in g[STATE_TENSORS]}))
     if isinstance(optimizer, torch.optim.AdamW):
         return ("exp_avg", "exp_avg_sq")
     if isinstance(optimizer, torch.optim.SGD):

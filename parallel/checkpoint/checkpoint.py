@@ -6,7 +6,7 @@ it is used.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -227,14 +227,11 @@ class Checkpoint:
             raise damaged(path, f"section `model`: {error}") from None
         self.check_model(model)
 
-    def check_resume(
-        self, state_fields: Collection[str], frozen: Collection[str] = frozenset()
-    ) -> None:
+    def check_resume(self, state_fields: Mapping[str, Collection[str]]) -> None:
         """Checks that a run can go on from it, which needs more than weights.
 
         Args:
-            state_fields: what the run's optimizer keeps of every weight.
-            frozen: names of weights that it does not have.
+            state_fields: what the run's optimizer keeps of each weight that it has, by name.
 
         Raises:
             DamagedCheckpoint: something is not there.
@@ -247,9 +244,9 @@ class Checkpoint:
                     self.folder / "index.json",
                     f"{name} has seen {self.step(name)} steps of {self.training_step:,}",
                 )
-            if name in frozen:
+            if name not in state_fields:
                 continue
-            for field in state_fields:
+            for field in state_fields[name]:
                 if field not in self.tensors[name]:
                     raise damaged(self.folder / "index.json", f"it has no {field} of {name}")
             if EMA not in self.tensors[name] and any(EMA in f for f in self.tensors.values()):

@@ -59,8 +59,7 @@ def parts_of(engine: Engine) -> Iterator[Part]:
 
 def _held(engine: Engine) -> Iterator[Part]:
     for name, fragment in fragments(engine).items():
-        fields = (MASTER, *engine.state_fields)
-        values = {field: fragment.view(field) for field in fields}
+        values = {field: fragment.view(field) for field in (MASTER, *fragment.fields)}
         yield Part(
             name, fragment.placement, fragment.start, fragment.numel, _step(fragment), values
         )

@@ -13,6 +13,7 @@ from parallel.plan.weightless import Operation
 
 PLACES = (
     ("/torch/optim/", "optimizer"),
+    ("/train/loop/muon.py", "optimizer"),
     ("/parallel/gradients.py", "gradients"),
     ("/deepspeed/runtime/", "communication"),
     ("/parallel/exchange.py", "experts"),

@@ -76,6 +76,7 @@ def test_a_state_is_what_the_loop_writes():
 def test_what_an_optimizer_keeps_is_known_without_it():
     for config in (
         OptimizerConfig(), OptimizerConfig(kind="sgd"), OptimizerConfig(kind="sgd", momentum=0.9),
+        OptimizerConfig(kind="muon"),
     ):  # fmt: skip
         parameter = torch.nn.Parameter(torch.ones(2))
         optimizer = build_optimizer(config, [("weight", parameter, 1)])

@@ -201,9 +201,10 @@ def memory_per_process(
 
         weights       s P          / D from stage 3
         gradients     4 P          / D from stage 2    (bf16: accumulated in fp32)
-        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments and a
-                                                        moving average; fp32 at stage 0 steps its
-                                                        weights themselves: m 0)
+        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments, with muon as
+                                                        if all were AdamW's, and a moving average;
+                                                        fp32 at stage 0 steps its weights
+                                                        themselves: m 0)
         buffers       2 s min(bucket_size, P)          (reduction and gathering)
         activations   see `activation_bytes`
         snapshot      4 (1 + n) P  / all processes     (asynchronous checkpoints; always in the

@@ -206,9 +206,10 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
     Of frozen weights nothing is kept, and those that adapters are beside are left out.
     """
     base = of_base(model)
-    kept = [p for name, p in model.named_parameters() if name not in base]
-    trained = sum(p.numel() for p in kept if p.requires_grad)
-    return 4 * (sum(p.numel() for p in kept) + trained * config.tensors_per_weight())
+    kept = [(name, p) for name, p in model.named_parameters() if name not in base]
+    return 4 * sum(
+        p.numel() * (1 + p.requires_grad * config.tensors_per_weight(name)) for name, p in kept
+    )
 
 
 def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -219,8 +220,8 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
     """
     model = model_of(config)
     checkpoint.check_model(model)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    checkpoint.check_resume(state_tensors(config.optimizer), frozen)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    checkpoint.check_resume({name: state_tensors(config.optimizer, name) for name in trained})
 
 
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:

@@ -59,6 +59,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
     check_load_loss(config)
+    check_muon(config)
     check_sample_similarity(config)
     if config.adapt.lora is not None and config.checkpoint.init_from is None:
         raise ConfigError(
@@ -237,6 +238,28 @@ def check_load_loss(config: RunConfig) -> None:
             f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
             f"feed-forward of kind: smoe or emoe with router_noise above 0; without one 0 is "
             f"allowed"
+        )
+
+
+def check_muon(config: RunConfig) -> None:
+    """Checks that each process has the matrices of Muon whole, and that there are some.
+
+    Raises:
+        ConfigError: ZeRO or tensor parallelism cuts them, or narrow adapters alone are trained.
+    """
+    if config.optimizer.kind != "muon":
+        return
+    for key in ("zero_stage", "tensor_parallel_size"):
+        value, only = getattr(config.parallel, key), 0 if key == "zero_stage" else 1
+        if value != only:
+            raise ConfigError(
+                f"parallel.{key}: {value} is not allowed with optimizer.kind: muon, whose update "
+                f"takes whole matrices, and this cuts them; {only} is"
+            )
+    if config.adapt.lora is not None:
+        raise ConfigError(
+            "adapt.lora: is not allowed with optimizer.kind: muon, which is for the matrices that "
+            "adapters freeze; null is, and so are optimizer.kind: adamw and sgd"
         )
 
 

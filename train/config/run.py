@@ -31,7 +31,7 @@ from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
 from train.loop.losses import LossConfig
 from train.loop.metrics import LogConfig
-from train.loop.optimizer import OptimizerConfig, num_state_tensors
+from train.loop.optimizer import OptimizerConfig, state_tensors
 from train.loop.schedule import ScheduleConfig
 from train.tasks.distillation import DistillConfig
 from train.tasks.registry import TASKS
@@ -89,9 +89,13 @@ class RunConfig(Config):
             init_from=self.checkpoint.init_from,
         )
 
-    def tensors_per_weight(self) -> int:
-        """Tensors that training keeps of each weight beside it: moments, and an average."""
-        return num_state_tensors(self.optimizer) + (self.train.ema is not None)
+    def tensors_per_weight(self, name: str | None = None) -> int:
+        """Tensors that training keeps of each weight beside it: moments, and an average.
+
+        Args:
+            name: of the weight; None: of that which has most.
+        """
+        return len(state_tensors(self.optimizer, name)) + (self.train.ema is not None)
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -11,8 +11,10 @@ from torch import nn
 from model.config import Config
 from model.kernels.switch import on_cpu
 from model.patterns import matched, matches
-from parallel.zero import RATE_FACTOR
+from parallel.tensor import placement_of
+from parallel.zero import RATE_FACTOR, STATE_TENSORS
 from train.errors import ConfigError
+from train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, matrix_of
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -38,8 +40,10 @@ class GroupConfig(Config):
 class OptimizerConfig(Config):
     """How weights are updated."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """`adamw` to train; `sgd` to compare layouts, since Adam hides a wrong gradient scale."""
+    kind: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`adamw` to train; `sgd` to compare layouts, since Adam hides a wrong gradient scale; `muon`:
+    orthogonalized updates of the blocks' matrices but routers and gates, with a momentum of 0.95,
+    and AdamW for the rest, both with one learning rate. It needs ZeRO stage 0."""
     learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 6e-4
     """The highest, after warm-up."""
     weight_decay: NonNegative = 0.1
@@ -74,11 +78,12 @@ def build_optimizer(
             gradient are left out.
 
     Returns:
-        An optimizer with a group for each weight decay and factor of the learning rate: what
-        decays first. The key `RATE_FACTOR` of a group has its factor.
+        An optimizer with a group for each weight decay and factor of the learning rate, and with
+        muon for each shape of matrices: what decays first. The key `RATE_FACTOR` of a group has
+        its factor.
     """
     blocks = num_blocks(name for name, _, _ in parameters)
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    found: dict[tuple[float, float, Matrix | None], list[nn.Parameter]] = {}
     for name, parameter, dimensions in parameters:
         if not parameter.requires_grad:
             continue
@@ -90,16 +95,26 @@ def build_optimizer(
         factor = 1.0 if group is None else group.learning_rate
         if config.layer_decay is not None:
             factor *= config.layer_decay ** depth_from_end(name, blocks)
-        found.setdefault((decay, factor), []).append(parameter)
-    groups = [
+        matrix = None
+        if config.kind == "muon":
+            real = placement_of(parameter).global_shape
+            matrix = matrix_of(name, tuple(parameter.shape), real)
+        found.setdefault((decay, factor, matrix), []).append(parameter)
+    ordered = sorted(found.items(), key=lambda each: each[0][:2], reverse=True)
+    groups: list[dict[str, Any]] = [
         {
             "params": some,
             "weight_decay": decay,
             "lr": config.learning_rate * factor,
             RATE_FACTOR: factor,
         }
-        for (decay, factor), some in sorted(found.items(), key=lambda each: each[0], reverse=True)
+        for (decay, factor, _), some in ordered
     ]
+    if config.kind == "muon":
+        for settings, ((_, _, matrix), _) in zip(groups, ordered, strict=True):
+            kept = OF_OTHERS if matrix is None else OF_MATRICES
+            settings |= {"matrix": matrix, STATE_TENSORS: kept}
+        return Muon(groups, config.betas, config.epsilon)
     if config.kind == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
     on_gpu = not on_cpu(parameters[0][1])
@@ -151,10 +166,16 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
         group = group_of(config, name)
         if group is not None and group.freeze:
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
         raise ConfigError(
             "optimizer.groups: freeze: true of all of them leaves nothing to train; at least one "
             "parameter is needed"
+        )
+    if config.kind == "muon" and not any(is_matrix(name) for name in trained):
+        raise ConfigError(
+            "optimizer.kind: muon is not allowed where no matrix of a block is trained; adamw and "
+            "sgd are"
         )
 
 
@@ -185,16 +206,17 @@ def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:
     return dimensions >= 2 and (is_kernel or config.decay == "matrices")
 
 
-def state_tensors(config: OptimizerConfig) -> tuple[str, ...]:
+def state_tensors(config: OptimizerConfig, name: str | None = None) -> tuple[str, ...]:
     """Names of the tensors of a weight's shape that the optimizer keeps beside the master weight.
 
     They are those of `Engine.state_fields`, which takes an engine.
+
+    Args:
+        config: with the kind.
+        name: of the weight; None: of that which has most.
     """
-    if config.kind == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if config.momentum else ()
-
-
-def num_state_tensors(config: OptimizerConfig) -> int:
-    """The number of tensors that `state_tensors` names."""
-    return len(state_tensors(config))
+    if config.kind == "sgd":
+        return ("momentum_buffer",) if config.momentum else ()
+    if config.kind == "muon" and name is not None and is_matrix(name):
+        return OF_MATRICES
+    return OF_OTHERS

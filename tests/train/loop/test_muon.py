@@ -1,0 +1,378 @@
+"""Muon: against singular values, torch's own and loops over matrices; resumed and on processes."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from data.text.prepare import prepare
+from model.bert import BertConfig
+from model.build import build_model, matrix_dimensions
+from model.gpt2 import GPT2Config
+from model.mixer import MixerConfig
+from model.vit import ViTConfig
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.parallelize import pad_ranks
+from parallel.zero import RATE_FACTOR, STATE_TENSORS
+from tests.helpers.runs import run, run_and_listen, write_config
+from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
+from train.config.plan import checkpoint_bytes
+from train.config.rules import refuse_changes, validate
+from train.config.run import load_config, parse_config
+from train.errors import ConfigError
+from train.loop.muon import is_matrix, matrix_of, orthogonalized
+from train.loop.optimizer import (
+    GroupConfig,
+    OptimizerConfig,
+    build_optimizer,
+    freeze,
+    state_tensors,
+)
+
+MUON = Case(optimizer="muon")
+ATTENTION, DENSE = "blocks.0.attention.", "blocks.0.feed_forward."
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_float64(gradient, steps=5):
+    """The definition, of one matrix."""
+    x = gradient.double()
+    x = x / x.norm()
+    for _ in range(steps):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x
+
+
+def of(named, **config):
+    """The optimizer of parameters by name."""
+    dimensions = [(name, p, p.dim()) for name, p in named.items()]
+    return build_optimizer(OptimizerConfig(kind="muon", **config), dimensions)
+
+
+def moved(name, weight, gradients, **config):
+    """A parameter after steps with these gradients."""
+    parameter = nn.Parameter(weight.clone())
+    optimizer = of({name: parameter}, **config)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 24), (16, 40), (40, 16), (1, 5)])
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_singular_values_become_about_1_and_vectors_stay(rows, columns, scale):
+    matrix = gaussian(rows, columns)
+    U, singular, Vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    assert (singular / singular.norm()).min() > 0.002
+    result = orthogonalized(scale * matrix.unsqueeze(0))[0]
+    assert result.dtype == torch.float32
+    inside = U.T @ result.double() @ Vh.T
+    values = inside.diagonal()
+    assert values.min() > 0.68
+    assert values.max() < 1.21
+    assert (inside - values.diag()).abs().max() < 1e-5
+    torch.testing.assert_close(result.double(), in_float64(matrix), rtol=0, atol=1e-5)
+
+
+def test_nothing_becomes_of_zero():
+    assert torch.equal(orthogonalized(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_steps_are_those_of_torch(shape):
+    weight, gradients = gaussian(*shape), [gaussian(*shape, seed=n) for n in range(1, 4)]
+    settings = {"weight_decay": 0.5, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    theirs = nn.Parameter(weight.clone())
+    optimizer = torch.optim.Muon([theirs], lr=0.1, **settings)
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        optimizer.step()
+    name = DENSE + "up.weight"
+    ours = moved(name, weight, gradients, learning_rate=0.1, weight_decay=0.5)
+    assert relative(ours, theirs.detach()) < 0.02  # theirs multiplies in bf16
+    assert relative(ours, weight) > 0.1
+
+
+def test_steps_are_those_of_the_definition():
+    weight, gradients = gaussian(12, 30), [gaussian(12, 30, seed=n) for n in range(1, 4)]
+    expected, momentum = weight.double(), torch.zeros(12, 30, dtype=torch.float64)
+    for gradient in gradients:
+        momentum = 0.95 * momentum + 0.05 * gradient.double()
+        ahead = 0.05 * gradient.double() + 0.95 * momentum
+        update = 0.2 * math.sqrt(30) * in_float64(ahead)
+        expected = expected - 0.1 * (0.5 * expected + update)
+    ours = moved(DENSE + "up.weight", weight, gradients, learning_rate=0.1, weight_decay=0.5)
+    assert relative(ours.double(), expected) < 1e-5
+
+
+def apart(weight, gradients, cut, together):
+    """As `moved`, of dense matrices that are stepped one by one."""
+    some = zip(cut(weight), zip(*map(cut, gradients), strict=True), strict=True)
+    return together([moved(DENSE + "up.weight", *each, learning_rate=1.0) for each in some])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "cut", "together"),
+    [
+        ("attention.qkv.weight", (24, 8), lambda x: x.split(8), torch.cat),
+        ("feed_forward.experts.up", (3, 8, 16), lambda x: x.unbind(), torch.stack),
+        ("feed_forward.experts.values", (3, 4, 16), lambda x: x.unbind(), torch.stack),
+        (
+            "token_feed_forward.up.input_factor", (9, 2, 6),
+            lambda x: [x.flatten(1)], lambda some: some[0].view(9, 2, 6),
+        ),
+        (
+            "feed_forward.down.output_factor", (2, 6, 20),
+            lambda x: [x.flatten(0, 1)], lambda some: some[0].view(2, 6, 20),
+        ),
+        ("feed_forward.up.expert_factor_1", (5, 7), lambda x: [x], lambda some: some[0]),
+    ],
+)  # fmt: skip
+def test_a_parameter_moves_as_its_matrices_would_alone(name, shape, cut, together):
+    weight, gradients = gaussian(*shape), [gaussian(*shape, seed=n) for n in range(1, 3)]
+    whole = moved(f"blocks.0.{name}", weight, gradients, learning_rate=1.0)
+    expected = apart(weight, gradients, cut, together)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
+
+
+def test_queries_keys_and_values_are_not_one_matrix():
+    zero, gradients = torch.zeros(24, 8), [gaussian(24, 8)]
+    qkv = moved(ATTENTION + "qkv.weight", zero, gradients)
+    one = moved(DENSE + "up.weight", zero, gradients)
+    assert relative(qkv, one) > 0.1
+
+
+def test_the_rest_moves_as_under_adamw():
+    names = ["token_embedding.weight", "blocks.0.feed_forward.gate.weight", "head.weight", "bias"]
+    config = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.8, 0.9), "epsilon": 1e-6}
+    results = []
+    for kind in ("adamw", "muon"):
+        named = {name: nn.Parameter(gaussian(5, 6)) for name in names}
+        dimensions = [(name, p, 1 if name == "bias" else 2) for name, p in named.items()]
+        optimizer = build_optimizer(OptimizerConfig(kind=kind, **config), dimensions)
+        for step in range(3):
+            for number, parameter in enumerate(named.values()):
+                parameter.grad = gaussian(5, 6, seed=10 * step + number)
+            optimizer.step()
+        results.append([p.detach() for p in named.values()])
+    assert all(map(torch.equal, *results))
+
+
+def test_an_update_is_about_as_large_as_adamws():
+    for shape in ((64, 64), (32, 128), (128, 32)):
+        step = moved(DENSE + "up.weight", torch.zeros(shape), [gaussian(*shape)], learning_rate=1.0)
+        assert 0.15 < step.square().mean().sqrt() < 0.25
+
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2}
+TEXT = {"sequence_length": 8, "vocab_size": 11}
+IMAGES = {"image_size": 8, "patch_size": 4, "num_classes": 3}
+FEED_FORWARDS = [
+    {"kind": "dense"},
+    *({"kind": "smoe", "num_experts": 4, "graph": graph} for graph in ("none", "attention")),
+    *({"kind": "smoe", "num_experts": 4, "score": score} for score in ("cosine", "attentive")),
+    {"kind": "emoe", "num_experts": 4, "top_k": 2, "score": "linear"},
+    *(
+        {"kind": "mumoe", "num_experts": [4, 2], "rank": 8, "factorization": each}
+        for each in ("cp", "tr", "tt", "tucker")
+    ),
+]
+
+
+@pytest.mark.parametrize("feed_forward", FEED_FORWARDS, ids=lambda section: "-".join(
+    str(section[key]) for key in section if key != "num_experts"
+))  # fmt: skip
+@pytest.mark.parametrize("kind", [GPT2Config, BertConfig, ViTConfig, MixerConfig])
+def test_all_matrices_of_blocks_are_known_but_routers_and_gates(kind, feed_forward):
+    section = dict(SMALL, **(TEXT if kind in (GPT2Config, BertConfig) else IMAGES))
+    if kind is MixerConfig:
+        del section["num_heads"]
+        if feed_forward.get("graph") == "attention":
+            pytest.skip("a Mixer has no attention")
+        section |= {"token_feed_forward": feed_forward, "channel_feed_forward": feed_forward}
+    else:
+        section["feed_forward"] = feed_forward
+    model = build_model(kind.model_validate(section))
+    dimensions = matrix_dimensions(model)
+    of_blocks = {name for name in dimensions if name.startswith("blocks.") and dimensions[name] > 1}
+    routing = {name for name in of_blocks if ".router." in name or ".gate." in name}
+    assert {name for name in dimensions if is_matrix(name)} == of_blocks - routing
+    assert of_blocks - routing
+
+
+def test_padded_ranks_change_no_scale():
+    model = build_model(mumoe_model(rank=7, factorization="tr", expert_rank=3))
+    pad_ranks(model)
+    name = DENSE + "up.output_factor"
+    assert matrix_of(name, (3, 8, 24), (3, 7, 24)) == (24, 24, 0.2 * math.sqrt(24))
+    assert matrix_of(name, (3, 16, 24), (3, 9, 24)) == (48, 24, 0.2 * math.sqrt(27))
+    named = [(name, p, p.dim()) for name, p in model.named_parameters()]
+    optimizer = build_optimizer(OptimizerConfig(kind="muon"), named)
+    factor = model.get_parameter(name)
+    (group,) = [g for g in optimizer.param_groups if any(p is factor for p in g["params"])]
+    assert tuple(group["matrix"]) == (24, 24, 0.2 * math.sqrt(24))
+
+
+def test_groups_have_rates_and_decays_of_their_own():
+    names = [ATTENTION + "projection.weight", DENSE + "up.weight", "token_embedding.weight"]
+    groups = (
+        GroupConfig(match="blocks.*.attention.*", learning_rate=0.1),
+        GroupConfig(match="token_embedding.weight", weight_decay=0.3),
+    )
+    named = {name: nn.Parameter(torch.zeros(4, 4)) for name in names}
+    optimizer = of(named, groups=groups, learning_rate=2.0, weight_decay=0.2)
+    found = {
+        name: (group["lr"], group[RATE_FACTOR], group["weight_decay"], group[STATE_TENSORS])
+        for name, parameter in named.items()
+        for group in optimizer.param_groups
+        if any(parameter is p for p in group["params"])
+    }
+    assert found == {
+        names[0]: (0.2, 0.1, 0.2, ("exp_avg",)),
+        names[1]: (2.0, 1.0, 0.2, ("exp_avg",)),
+        names[2]: (2.0, 1.0, 0.3, ("exp_avg", "exp_avg_sq")),
+    }
+
+
+def test_a_run_without_a_matrix_to_train_is_refused():
+    blocks = GroupConfig(match="blocks.*", freeze=True)
+    model = build_model(GPT2Config(**SMALL, **TEXT))
+    with pytest.raises(ConfigError, match=r"^optimizer\.kind: muon is not allowed where"):
+        freeze(model, OptimizerConfig(kind="muon", groups=(blocks,)))
+
+
+CONFIG = """
+run: {folder: runs/x}
+model: {kind: gpt2, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 16}
+data: {path: data/x}
+train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
+optimizer: {kind: muon}
+parallel: {zero_stage: 0}
+"""
+
+
+def parse(*overrides):
+    return parse_config(CONFIG, overrides, origin="run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "parallel.zero_stage=1",
+            "parallel.zero_stage: 1 is not allowed with optimizer.kind: muon",
+        ),
+        (
+            "parallel.zero_stage=3",
+            "parallel.zero_stage: 3 is not allowed with optimizer.kind: muon",
+        ),
+        (
+            "parallel.tensor_parallel_size=2",
+            "parallel.tensor_parallel_size: 2 is not allowed with optimizer.kind: muon",
+        ),
+        ("adapt.lora={rank: 2}", "adapt.lora: is not allowed with optimizer.kind: muon"),
+    ],
+)
+def test_what_cuts_or_freezes_matrices_is_refused(override, expected):
+    validate(parse(), 2)
+    with pytest.raises(ConfigError, match="^" + re.escape(expected)) as caught:
+        validate(parse(override, "checkpoint.init_from=runs/y"), 2)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_a_run_of_another_optimizer_is_not_gone_on_with(tmp_path):
+    expected = "holds another run: optimizer.kind: 'adamw' there, 'muon' here"
+    with pytest.raises(ConfigError, match=expected):
+        refuse_changes(parse("optimizer.kind=adamw"), parse(), tmp_path)
+
+
+MODELS = {
+    "dense": MUON.model,
+    "mumoe cp": mumoe_model(),
+    "mumoe tr": mumoe_model(factorization="tr", expert_rank=3),
+    "smoe": moe_model(),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "mumoe cp")]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["mumoe tr", "smoe", *SLOW])
+def test_a_resumed_run_ends_with_the_same_bits(workers, tmp_path, model):
+    case = MUON.but(model=MODELS[model], average=0.9, last_step=12)
+    once, first, second = (str(tmp_path / each) for each in ("once", "first", "second"))
+    whole = workers(1).run(train, case.but(save_to=once))[0]
+    begun = workers(1).run(train, case.but(save_to=first, last_step=6))[0]
+    resume = f"{first}/step-00000006"
+    rest = workers(1).run(train, case.but(save_to=second, resume=resume, first_step=6))[0]
+    assert begun["losses"] + rest["losses"] == whole["losses"]
+    ours, expected = tensors(f"{second}/step-00000012"), tensors(f"{once}/step-00000012")
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[key], expected[key]) for key in expected)
+    config = OptimizerConfig(kind="muon")
+    for name in {name for name, field in ours if field == "master"}:
+        kept = {field for other, field in ours if other == name}
+        assert kept == {"master", "ema", *state_tensors(config, name)}
+
+
+@pytest.mark.distributed
+def test_a_run_goes_on_with_what_its_checkpoint_has(workers, texts, tmp_path):
+    prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.2, report=print)
+    experts = {"kind": "mumoe", "num_experts": [5], "rank": 7}
+    config = write_config(
+        tmp_path / "config.yaml", tmp_path / "data", model__feed_forward=experts,
+        optimizer__kind="muon", parallel__zero_stage=0, evaluation__max_windows=2,
+    )  # fmt: skip
+    assert workers(1).run(run, config, "train.steps=3") == [3]
+    step, said = workers(1).run(run_and_listen, config)[0]
+    assert (step, "step-00000003" in said) == (6, True)
+    saved = tmp_path / "run" / "checkpoints" / "step-00000006"
+    parsed = load_config(config, ["model.vocab_size=300"])
+    size = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+    assert size == pytest.approx(checkpoint_bytes(parsed, build_model(parsed.model)), rel=0.1)
+    kept = Checkpoint(saved).tensors
+    assert set(kept[ATTENTION + "qkv.weight"]) == {"master", "exp_avg"}
+    assert set(kept[ATTENTION + "qkv.bias"]) == {"master", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("mumoe tr", {}), ("smoe", {"expert": 2}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("dense", "mumoe cp", "smoe")),
+    ],
+)  # fmt: skip
+def test_two_processes_end_as_one(workers, tmp_path, model, layout):
+    case = MUON.but(model=MODELS[model], learning_rate=1e-3, clip=0.5)
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = workers(1).run(train, case.but(save_to=str(one)))[0]
+    results = workers(2).run(train, case.but(save_to=str(two), **layout))
+    assert results[0]["losses"] == results[1]["losses"]
+    for key in ("losses", "norms"):
+        ours, theirs = torch.tensor(results[0][key]), torch.tensor(expected[key])
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    ours, theirs = tensors(two / "step-00000004"), tensors(one / "step-00000004")
+    assert ours.keys() == theirs.keys()
+    # The true gradient of a key's bias is 0, and AdamW makes a step of what rounding leaves of it.
+    weights = [k for k in theirs if k[1] == "master" and not k[0].endswith("qkv.bias")]
+    assert max(relative(ours[key], theirs[key]) for key in weights) < 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("model", "experts"), [("mumoe tr", 1), ("smoe", 2)])
+def test_bf16_stays_near_fp32(workers, model, experts):
+    case = MUON.but(model=MODELS[model], expert=experts, learning_rate=1e-3)
+    exact, rounded = (
+        torch.tensor(workers(2).run(train, case.but(precision=each))[0]["losses"])
+        for each in ("fp32", "bf16")
+    )
+    torch.testing.assert_close(rounded, exact, rtol=2e-3, atol=0)

@@ -1,0 +1,188 @@
+"""Muon: a step of a matrix is its momentum with all singular values made about 1.
+
+    m <- 0.95 m + 0.05 g        W <- W - lr (decay W + 0.2 sqrt(max(A, B)) NS(0.05 g + 0.95 m))
+
+NS divides by the Frobenius norm and takes five Newton-Schulz steps from X to a X + b (X X^T) X +
+c (X X^T)^2 X. They leave singular vectors as they are, and bring singular values of more than 0.002
+to between 0.68 and 1.21. The factor gives an update entries of 0.2 in the root mean square, about
+those of AdamW's, so that its learning rate and decay carry over. What is no matrix of a block gets
+AdamW in the same step.
+
+Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the factor and the decay:
+Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.
+
+Shapes: A x B a matrix, N matrices side by side.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from parallel.zero import STATE_TENSORS
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b and c."""
+STEPS = 5
+MOMENTUM = 0.95
+EPSILON = 1e-7
+"""Least norm that a matrix is divided by."""
+ADAMW_RMS = 0.2
+"""Root mean square of the entries of AdamW's updates, as Liu et al. measured it."""
+
+OF_MATRICES = ("exp_avg",)
+"""Names of the tensors that are kept beside a matrix, of its shape."""
+OF_OTHERS = ("exp_avg", "exp_avg_sq")
+"""Names of those that AdamW keeps."""
+_MATRICES = re.compile(
+    r"(?:^|\.)blocks\.\d+\..*?"
+    r"(attention\.(?:qkv|projection)\.weight"  # attention
+    r"|feed_forward\.(?:up|down)\.weight"  # dense
+    r"|feed_forward\.experts\.(?:up|down|keys|values)"  # stacks of experts
+    r"|feed_forward\.(?:up|down)\.(?:input_factor|output_factor|core|expert_factor_\d+))$"  # muMoE
+)
+
+
+class Matrix(NamedTuple):
+    """What a parameter is to Muon: matrices of one shape, one after the other."""
+
+    rows: int
+    columns: int
+    scale: float
+    """Of the update."""
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter gets Muon's update.
+
+    Routers and gates do not (Liu et al. leave theirs to AdamW), nor do embeddings and heads.
+
+    Args:
+        name: Of the parameter in the model.
+    """
+    return _MATRICES.search(name) is not None
+
+
+def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix | None:
+    """How a parameter is laid out as matrices.
+
+    A fused q, k, v weight is three, one below the other, and a stack of experts one for each. A
+    factor of a muMoE is the matrix that the forward pass multiplies by: its first mode times all
+    others, and of an output factor all others times its last. The row of biases of an input factor
+    belongs to its matrix, which multiplies (z, 1).
+
+    Args:
+        name: Of the parameter in the model.
+        shape: As it is stored, where ranks may be padded; padding has no gradient and stays zero.
+        real: Without padding.
+
+    Returns:
+        None: It is not for Muon.
+    """
+    found = _MATRICES.search(name)
+    if found is None:
+        return None
+    rows, columns = _sides(found[1], shape)
+    return Matrix(rows, columns, ADAMW_RMS * math.sqrt(max(_sides(found[1], real))))
+
+
+def _sides(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    if kind == "attention.qkv.weight":
+        return shape[0] // 3, shape[1]
+    if ".experts." in kind:
+        return shape[1], shape[2]
+    if kind.endswith("output_factor"):
+        return math.prod(shape[:-1]), shape[-1]
+    return shape[0], math.prod(shape[1:])
+
+
+def orthogonalized(x_NAB: Tensor) -> Tensor:
+    """Each matrix with its singular values made about 1, by Newton-Schulz steps.
+
+    Args:
+        x_NAB: Of any scale.
+
+    Returns:
+        [N, A, B], in the same precision.
+    """
+    a, b, c = COEFFICIENTS
+    tall = x_NAB.shape[1] > x_NAB.shape[2]
+    x = x_NAB.mT if tall else x_NAB  # the smaller of the two products with itself
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for groups with a `matrix`, AdamW for those whose `matrix` is None.
+
+    A stack's experts are matrices of their own, so one that no token chose is moved as far as the
+    others, by its momentum of earlier steps.
+
+    Args:
+        groups: Parameters, each group with `weight_decay`, `lr`, `matrix` and what is kept of them
+            (`STATE_TENSORS`).
+        betas: AdamW's.
+        epsilon: AdamW's.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], epsilon: float
+    ) -> None:
+        super().__init__(list(groups), {"betas": betas, "eps": epsilon})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates what has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                self._begin(parameter, group[STATE_TENSORS])
+            if group["matrix"] is None:
+                self._adamw(parameters, group)
+            else:
+                for parameter in parameters:
+                    self._muon(parameter, group)
+
+    def _begin(self, parameter: Tensor, kept: tuple[str, ...]) -> None:
+        state = self.state[parameter]
+        for name in kept:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        state.setdefault("step", torch.zeros(()))
+
+    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        state["step"] += 1
+        momentum = state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
+        rows, columns, scale = group["matrix"]
+        ahead_NAB = gradient.lerp(momentum, MOMENTUM).view(-1, rows, columns)  # Nesterov's
+        update = orthogonalized(ahead_NAB).reshape(parameter.shape)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * scale)
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
