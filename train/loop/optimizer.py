@@ -11,7 +11,7 @@ from torch import nn
 from model.config import Config
 from model.kernels.switch import on_cpu
 from model.patterns import matched, matches
-from parallel.tensor import placement_of
+from parallel.placement import placement_of
 from parallel.zero import RATE_FACTOR, STATE_TENSORS
 from train.errors import ConfigError
 from train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, matrix_of
