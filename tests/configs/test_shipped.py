@@ -190,6 +190,12 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("cp", "cp-orthogonal"), 2_612_688)
         | {"tr": 2_627_104},
     ),
+    "mumoe-muon.yaml": (
+        24,
+        dict.fromkeys(("dense", "dense-adamw"), 2_615_424)
+        | dict.fromkeys(("cp", "cp-adamw"), 2_612_688)
+        | {"tr": 2_627_104},
+    ),
     "mumoe-rates.yaml": (
         30,
         {"dense": 2_615_424}
