@@ -229,6 +229,10 @@ EXPECTED_STUDIES = {
             for experts, parameters in ((8, 205_088), (32, 207_392), (128, 216_608), (512, 253_472))
         },
     ),
+    "smoe-rates.yaml": (
+        18,
+        {"dense": 2_615_424, "cp": 2_612_688, "sparse-4": 3_803_536, "sparse-16": 10_918_336},
+    ),
     "smoe-start.yaml": (
         21,
         {"dense": 2_615_424}
