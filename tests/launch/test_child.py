@@ -33,7 +33,7 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("all_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("all_processes", [False, True])
 def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]
     code = f"from launch.child import polyad; print(polyad('train', {str(config)!r}, *{options}))"

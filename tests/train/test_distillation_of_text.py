@@ -9,6 +9,7 @@ from data.text.mixture import TrainingData
 from data.text.prepare import prepare
 from parallel.weights import load_model
 from tests.helpers import sequences as made
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, run_expecting_error, weights_of, write_config
 from train.config.run import load_config
 
@@ -57,7 +58,7 @@ def loss_by_hand(run_folder, teacher, weight, temperature):
     return (1 - weight) * task + weight * temperature**2 * kl_BTV.sum(-1).mean()
 
 
-@pytest.mark.parametrize(("weight", "temperature"), [(0.75, 2.0), (1.0, 1.0)])
+@everyday(("weight", "temperature"), [(0.75, 2.0), (1.0, 1.0)], keep=[(0.75, 2.0)])
 def test_the_loss_of_text_is_that_by_hand(workers, student, teacher, weight, temperature):
     words = (
         f"distill={{teacher: {teacher}, weight: {weight}, temperature: {temperature}}}", *STILL
@@ -85,16 +86,14 @@ def test_a_student_comes_nearer_to_its_teacher(workers, student, teacher):
     assert losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("kind", "layout"),
     [
         ("smoe", ()),
-        pytest.param("dense", ("parallel.zero_stage=3",), marks=pytest.mark.slow),
-        pytest.param(
-            *("smoe", ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
-            marks=pytest.mark.slow,
-        ),
+        ("dense", ("parallel.zero_stage=3",)),
+        ("smoe", ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
     ],
+    keep=[("smoe", ())],
 )
 def test_two_processes_learn_from_a_teacher_what_one_learns(
     workers, student, teacher, kind, layout

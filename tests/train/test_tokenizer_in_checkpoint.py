@@ -133,6 +133,7 @@ def test_an_older_checkpoint_finds_it_in_its_data(trained, tmp_path):
         shutil.rmtree(folder.parent / "data")
 
 
+@pytest.mark.slow
 def test_a_mixture_s_checkpoint_has_it(workers, tmp_path, texts):
     documents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
     spec = sentencepiece_model(documents, tmp_path / "any.model")

@@ -18,6 +18,7 @@ from data.text.split_writer import token_dtype, write_index
 from data.text.splits import split_of_documents
 from data.text.tokenizers.tokenizer import END_OF_TEXT
 from data.text.tokenizers.training import train_tokenizer
+from tests.helpers.everyday import everyday
 
 PREPARE = """
 import sys
@@ -239,7 +240,7 @@ def test_bad_fraction_is_refused(tmp_path, texts, fraction):
         silent(str(texts), "train:300", tmp_path / "out", test_fraction=fraction)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+@everyday("stop", [signal.SIGKILL, signal.SIGINT], keep=[signal.SIGINT])
 def test_interrupted_prepare_leaves_nothing_complete(tmp_path, texts, prepared_path, stop):
     out = tmp_path / "out"
     arguments = [str(texts), str(prepared_path), str(out)]

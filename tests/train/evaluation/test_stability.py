@@ -246,6 +246,7 @@ def change_state(folder, **values):
     reseal(folder)
 
 
+@pytest.mark.slow
 def test_no_attack_is_the_clean_evaluation(workers, runs):
     clean = workers(1).run(evaluation, runs["smoe"])[0]
     same = workers(1).run(evaluation, runs["smoe"], attack=WordSwap(0.0, 3))[0]

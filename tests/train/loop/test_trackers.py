@@ -126,6 +126,7 @@ def test_every_tracker_is_tried():
     assert set(TRACKERS) == {"tensorboard", "wandb", "trackio"}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_offline_has_its_curves_and_its_configuration(workers, tmp_path, prepared_path):
     config = write_config(

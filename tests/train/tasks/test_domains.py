@@ -200,6 +200,7 @@ def sequences(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_sequences_are_scored_by_domain_and_two_processes_are_one(workers, sequences, tmp_path):
     one = workers(1)
     assert one.run(run, sequences) == [12]

@@ -100,6 +100,7 @@ def test_scores_are_those_of_transformers(workers, finished, tmp_path, pieces):
         assert found["accuracy"] == pytest.approx(sum(right) / len(right))
 
 
+@pytest.mark.slow
 def test_routing_of_text_is_probed_in_whole_windows(workers, tmp_path, pieces):
     experts = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "graph": "similarity"}
     changes = {"model": BERT | {"feed_forward": experts}, "log__fluctuation": True}

@@ -23,7 +23,7 @@ def train(text, **options):
     return model.getvalue()
 
 
-@pytest.fixture(scope="module", params=["unigram", "bpe"])
+@pytest.fixture(scope="module", params=[pytest.param("unigram", marks=pytest.mark.slow), "bpe"])
 def model(request, library_text):
     return train(library_text, model_type=request.param)
 
