@@ -60,7 +60,6 @@ def assert_equal_states(ours, theirs):
     ("name", "layout"),
     itertools.product(MODELS, LAYOUTS),
     keep=[
-        ("hidden_means", (2, 1, 1, 2)),
         ("hidden_means", (2, 1, 2, 1)),
         ("learned", (4, 2, 2, 1)),
     ],
@@ -90,10 +89,10 @@ def test_a_run_goes_on_from_its_buffer_on_another_layout(workers, references, tm
     assert_equal_states(tensors(later / "step-00000005"), tensors(whole / "step-00000005"))
 
 
-@everyday(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("change", "tensor", "expert"),
     [({"recompute": "block"}, 2, 2), ({"compile": True}, 2, 1), ({"compile": True}, 1, 2)],
-    keep=[({"recompute": "block"}, 2, 2)],
     ids=str,
 )
 def test_recomputation_and_compilation_change_nothing(workers, references, change, tensor, expert):

@@ -87,7 +87,7 @@ def test_a_run_in_pieces_has_the_average_of_the_run_in_one(workers, saved, tmp_p
 @everyday(
     ("processes", "layout"),
     [(1, {}), (2, {"stage": 3}), (2, {"tensor": 2})],
-    keep=[(2, {"stage": 3})],
+    keep=[(2, {"tensor": 2})],
 )
 def test_another_layout_saves_the_same_average_again(workers, saved, tmp_path, processes, layout):
     case = Case(**layout, average=0.7, resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path))

@@ -76,7 +76,7 @@ def test_sgd_gives_equal_losses_norms_weights_and_statistics(
     assert_equal_runs(workers, whole_runs, tmp_path, case, processes, tensor, stage)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@everyday("parts", [2, 4], keep=[4])
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)
@@ -92,7 +92,8 @@ def test_adamw_gives_equal_losses(workers, whole_runs, model, processes, stage):
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-@everyday("model", [CP, TR], keep=["cp"], ids=["cp", "tr"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
 def test_bf16_stays_near_fp32(workers, whole_runs, model):
     case = Case(learning_rate=1e-3, model=model)
     expected, _ = whole_runs(case)
@@ -125,7 +126,7 @@ def test_recomputation_and_compilation_change_nothing(workers, model, change):
 
 
 @pytest.mark.parametrize("experts", [[16], [16, 4]])
-@pytest.mark.parametrize("size", [2, 4])
+@everyday("size", [2, 4], keep=[4])
 @pytest.mark.parametrize("factorization", ["cp", "tr", "tucker"])
 def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
     wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}

@@ -133,7 +133,8 @@ def test_recomputation_and_compilation_change_nothing(workers, references, kind,
     assert close(result["norms"], expected["norms"])
 
 
-@everyday(("stage", "tensor"), [(3, 1), (1, 2)], keep=[(3, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
 def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tensor):
     _, checkpoint = references("dense")
     case = CASES["dense"].but(stage=stage, tensor=tensor, resume=str(checkpoint))

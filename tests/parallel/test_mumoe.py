@@ -76,6 +76,7 @@ def test_bf16_stays_near_fp32(workers, whole_runs, stage):
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_nothing(workers, whole_runs):
     case = SGD.but(model=MODELS["cp"])
     expected, _ = whole_runs(case)
@@ -104,6 +105,7 @@ def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
         torch.testing.assert_close(*pair, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_rank_that_was_asked_for(workers, tmp_path):
     for stage in (0, 1, 3):
         place = tmp_path / str(stage)

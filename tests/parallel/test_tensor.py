@@ -104,6 +104,7 @@ def test_recomputation_and_compilation_change_nothing(workers, change, stage):
         assert actual[key] == pytest.approx(expected[key], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputation_drops_the_same_units(workers):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0, tensor=2, dropout=0.3)
     expected = workers(2).run(train, case)[0]

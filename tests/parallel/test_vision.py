@@ -61,7 +61,6 @@ EVERYDAY = [
     ("mixer cp", (4, 2, 1, 1)),
     ("mixer tr", (2, 1, 1, 3)),
     ("mixer sparse", (4, 2, 2, 1)),
-    ("vit", (2, 2, 1, 0)),
     ("vit attention", (4, 2, 2, 1)),
 ]
 

@@ -124,6 +124,7 @@ def test_real_steps_send_what_is_forecast_and_their_parts_add_up(workers, file, 
 ASLEEP = 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_process_that_sleeps_before_a_collective_makes_the_other_one_wait(workers):
     overrides = ("parallel.zero_stage=1", "train.global_batch_size=4", "train.micro_batch_size=2")

@@ -170,12 +170,9 @@ def try_studies(path: Path, times: int, folder: Path) -> None:
     FILES,
     keep=[
         "bert/small.yaml",
-        "finetune/smoe-medium-sst2.yaml",
-        "gpt2/10b-mumoe-cp.yaml",
         "gpt2/124m-smoe-16.yaml",
         "mixer/s16-mumoe-tr-64x2.yaml",
         "mixture/digits-distilled.yaml",
-        "vit/vmoe-s32-attention.yaml",
         "wikitext103/attentive-medium.yaml",
     ],
     ids=NAMES,
@@ -188,7 +185,7 @@ def test_a_spoiled_file(path: Path) -> None:
 @everyday(
     "path",
     STUDIES,
-    keep=["attention.yaml", "digits-mixture.yaml", "emergent.yaml", "mumoe-rates.yaml"],
+    keep=["attention.yaml", "emergent.yaml"],
     ids=lambda path: path.name,
 )
 def test_a_spoiled_study(path: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(
     assert abs(records(tmp_path / "run")[0]["loss"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(workers, student, teacher):
     words = (f"distill={{teacher: {teacher}, weight: 1.0}}", "train.steps=30")
     assert workers(1).run(run, student, *words) == [30]
@@ -155,6 +156,7 @@ def test_a_teacher_that_sees_later_tokens_is_refused(workers, tmp_path, prepared
     assert "has model.feed_forward.causal_graph: false" in text
 
 
+@pytest.mark.slow
 def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts, teacher, student):
     prepare(str(texts), "wordpiece:300", tmp_path / "data", report=lambda line: None)
     changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
@@ -180,6 +182,7 @@ def sequences(workers, tmp_path_factory):
     return root / "config.yaml", root / "run"
 
 
+@pytest.mark.slow
 def test_the_loss_of_sequences_has_the_share_of_the_teacher(workers, tmp_path, sequences):
     """Of padded rows of different lengths: alone, as its own teacher, and as that of another."""
     config, teacher = sequences
@@ -201,6 +204,7 @@ def test_the_loss_of_sequences_has_the_share_of_the_teacher(workers, tmp_path, s
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
+@pytest.mark.slow
 def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, sequences, teacher):
     config, own = sequences
     for seed, split in enumerate(("train", "dev")):

@@ -92,6 +92,7 @@ def test_a_run_goes_on_with_its_experts_in_one_process(workers, tmp_path, prepar
     assert [line["step"] for line in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_the_result_is_evaluated_and_generates(workers, finished):
     path = finished / "run"
     one = workers(1).run(evaluation, path, split="validation")[0]

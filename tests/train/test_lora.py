@@ -142,6 +142,7 @@ def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
     assert (expected - before).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_commands_take_a_checkpoint_of_adapters(adapted, workers, finished, capfd):
     folder, config, _ = adapted
     after, before = (workers(1).run(evaluation, each)[0] for each in (folder, finished))

@@ -345,6 +345,7 @@ def test_as_many_checkpoints_stay_as_are_asked_for(workers, config, tmp_path):
     assert names == [f"step-0000000{step}" for step in (3, 6, 7)]
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_while_it_trains_leaves_the_same_checkpoints(
     workers, finished, config, tmp_path
 ):

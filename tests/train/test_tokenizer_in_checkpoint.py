@@ -33,7 +33,9 @@ def sentencepiece_model(texts, path):
     return str(path)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[pytest.param("sentencepiece", marks=pytest.mark.slow), "words"]
+)
 def trained(request, workers, tmp_path_factory, texts):
     """The kind, the run's folder, what tokenized its data, and the data's bytes of it."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -150,6 +150,7 @@ def test_a_full_disk_keeps_what_was_saved_and_bad_text_does_not(
     assert len(encoded) == 25  # the second call went on
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
 def test_every_core_encodes_whatever_the_environment_says(tmp_path, texts, prepared_path):
     command = [sys.executable, "-c", THREADS, str(texts), str(prepared_path), str(tmp_path / "out")]

@@ -8,6 +8,7 @@ from launch.cli import run
 from tests.helpers.runs import write_config
 
 
+@pytest.mark.slow
 def test_both_ways_are_timed(texts):
     result = bench_data(
         source=str(texts),

@@ -100,6 +100,7 @@ def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size, t
     assert {key: ours[key] for key in said} == {key: theirs[key] for key in said}
 
 
+@pytest.mark.slow
 def test_an_import_is_evaluated_like_the_run_it_came_from(
     workers, finished, exported, tmp_path, prepared_path
 ):

@@ -166,6 +166,7 @@ def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepare
         assert fluctuation_of(ours) == pytest.approx(fluctuation_of(theirs), abs=3 / 350)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_that_goes_on_compares_with_the_checkpoint_it_goes_on_from(
     workers, one_process, tmp_path, prepared_path

@@ -167,7 +167,7 @@ def check_layer(model, layer, experts):
     return again
 
 
-@everyday("kind", KINDS, keep=["attention graph", "top-1", "tr levels", "split"])
+@everyday("kind", KINDS, keep=["attention graph", "tr levels"])
 def test_each_class_loses_what_a_copy_with_zeros_loses(kind):
     model = make_model(kind)
     layers = routed_layers(model)

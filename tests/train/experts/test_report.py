@@ -43,7 +43,7 @@ def runs(workers, tmp_path_factory, prepared_path):
     return folders
 
 
-@everyday("kind", ["mumoe", "smoe", "dense"], keep=["mumoe", "dense"])
+@everyday("kind", ["mumoe", "smoe", "dense"], keep=["smoe"])
 def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_path, kind):
     for name in ("one", "two"):
         report(runs[kind], output=tmp_path / name, tokens=4000)

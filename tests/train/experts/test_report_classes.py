@@ -120,6 +120,7 @@ def test_the_page_says_the_same_and_what_looks_like_markup_is_text(runs, tmp_pat
     assert result["validation_score"] == log[-1]["validation_score"]
 
 
+@pytest.mark.slow
 def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     output = tmp_path / "page.html"
     found = report(runs("smoe"), output=output, layers=["1"])["classes"]

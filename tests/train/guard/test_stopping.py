@@ -162,7 +162,7 @@ def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, 
     assert f"; the same command goes on from {newest}" in run.text()
 
 
-@pytest.mark.parametrize("launched", [True, False])
+@everyday("launched", [True, False], keep=[False])
 def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
     forks, config, tmp_path, launched
 ):
@@ -182,6 +182,7 @@ def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
     assert [path.name for path in found] == ["step-00000001"] * launched
 
 
+@pytest.mark.slow
 def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
     before = functools.partial(leave_the_shell, tmp_path)
     shell = forks.start(tmp_path, ["train", str(config), *LONG], processes=1, before=before)

@@ -52,6 +52,7 @@ def finished(workers, tmp_path_factory, pieces) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(workers, finished, tmp_path, pieces):
     workers(2).run(run, config_of(tmp_path, pieces))
     ours, theirs = records(tmp_path / "run"), records(finished)

@@ -75,6 +75,7 @@ def logits_alone(folder, inputs):
     return torch.stack(found)
 
 
+@pytest.mark.slow
 def test_it_learns_classes_and_padding_changes_nothing(workers, config, tmp_path, data):
     workers(1).run(run, config)
     checkpoint = Checkpoint(tmp_path / "run" / "checkpoints" / "step-00000060")

@@ -73,6 +73,7 @@ def test_another_file_is_refused(tmp_path, tokens, message):
     assert str(raised.value).count("vocab.txt") == 2  # the file, and what it is not
 
 
+@pytest.mark.slow
 def test_training_gives_the_same_in_every_process(library_text, tmp_path):
     (tmp_path / "text").write_text(library_text[:60_000])
     code = (
