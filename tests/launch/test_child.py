@@ -17,6 +17,7 @@ from tests.launch.conftest import ROOT
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_the_status_of_a_command_is_that_of_its_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,6 @@ MODELS = {
 # (processes, tensor-parallel ones, expert-parallel ones, stage)
 EVERYDAY = [
     ("dense", (4, 2, 1, 1)),
-    ("mumoe", (4, 2, 1, 2)),
     ("sparse attention", (4, 2, 2, 1)),
 ]
 

@@ -87,7 +87,6 @@ def references(workers, tmp_path_factory):
         ("dense", 2, 2, 1, 0, True),
         ("experts", 4, 2, 2, 1, False),
         ("cp", 2, 2, 1, 3, False),
-        ("padded", 2, 1, 1, 1, False),
     ],
 )
 def test_sgd_gives_equal_losses_norms_and_adapters(

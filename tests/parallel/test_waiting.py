@@ -10,7 +10,6 @@ from torch._C._distributed_c10d import Work
 from parallel.dims import Dims
 from parallel.plan.traffic import Amount, Exchange
 from parallel.waiting import Call, Step, Stood, Waiting, divide
-from tests.helpers.everyday import everyday
 from tests.helpers.waiting import DOZING, around_a_sleep, measured_steps
 from tests.train.forecast.test_footprint import vocabulary_of
 from train.config.rules import validate
@@ -91,9 +90,10 @@ LAYOUTS = [
 """Collectives of DeepSpeed, megatron-core, autograd and ours, at once and beside others."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_process_group")
 @pytest.mark.distributed
-@everyday(("file", "overrides"), LAYOUTS, keep=LAYOUTS[-1:])
+@pytest.mark.parametrize(("file", "overrides"), LAYOUTS)
 def test_real_steps_send_what_is_forecast_and_their_parts_add_up(workers, file, overrides):
     given = load_config(Path("configs") / file, [*vocabulary_of(file), *overrides])
     config = small_config(given, 2)

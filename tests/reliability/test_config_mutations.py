@@ -185,7 +185,7 @@ def test_a_spoiled_file(path: Path) -> None:
 @everyday(
     "path",
     STUDIES,
-    keep=["attention.yaml", "emergent.yaml"],
+    keep=["attention.yaml"],
     ids=lambda path: path.name,
 )
 def test_a_spoiled_study(path: Path, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def shares_of_held_out(config, path):
     return np.stack(shares).astype(float)
 
 
+@pytest.mark.slow
 def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
     (found,) = workers(1).run(specialization, attentive)
     assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
@@ -186,6 +187,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(workers, config, att
     assert abs(records(folder)[0]["loss"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_mixture_teaches_another_kind_of_model(workers, config, attentive):
     folder = config.parent / "student"
     vit = (

@@ -110,6 +110,7 @@ def test_text_with_the_mark_is_one_document(tmp_path):
     assert data.tokenizer().decode(tokens.tolist()) == f"one {END_OF_TEXT} two{END_OF_TEXT}"
 
 
+@pytest.mark.slow
 def test_long_document_is_encoded_as_if_whole(tmp_path, library_text):
     long = library_text * 3
     source = jsonl(tmp_path / "a.jsonl", [long])

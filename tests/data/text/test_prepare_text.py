@@ -152,6 +152,7 @@ def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):

@@ -95,6 +95,7 @@ def test_killed_twice_it_ends_with_the_same_files(
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
+@pytest.mark.slow
 def test_another_request_begins_anew(tmp_path, texts, prepared_path, encoded):
     interrupt((texts, prepared_path, tmp_path / "out"), 10)
     silent = {"report": lambda line: None, "test_fraction": 0.2}

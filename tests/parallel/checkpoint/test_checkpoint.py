@@ -111,10 +111,8 @@ def test_twelve_steps_equal_six_and_six_in_new_processes(
     keep=[
         ("dense", ONE, (4, 2, 3)),
         ("dense", (4, 2, 3), TWO),
-        ("dense", (2, 2, 1), (4, 2, 3)),
         ("dense", (4, 2, 0), (2, 2, 2)),
         ("cp", (2, 1, 3), TWO),
-        ("tr", ONE, (2, 1, 3)),
     ],
     ids=lambda case: f"{case[0]} {name(case[1])} to {name(case[2])}",
 )

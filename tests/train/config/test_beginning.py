@@ -51,6 +51,7 @@ def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     assert lines("train.steps=5")[0] == f"goes on from step 2 of 5 (3 left), from {second}"
 
 
+@pytest.mark.slow
 def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config, tmp_path):
     def first(source, folder, *overrides):
         options = [f"checkpoint.init_from={source}", f"run.folder={tmp_path / folder}", *overrides]

@@ -149,6 +149,7 @@ def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
     assert heading not in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = (str(checkpoint(runs["smoe"], step)) for step in (6, 3))

@@ -191,6 +191,7 @@ def test_nan_other_formats_and_models_that_are_not_dense_are_one_line(sources, t
     assert "NaN or infinity in blocks.1.feed_forward.down.weight" in refused(tmp_path / "nan")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @everyday(("noise", "apart"), [(1.0, True), (0.0, False)], keep=[(1.0, True)])
 def test_a_run_goes_on_from_it_and_experts_part_where_they_were_set_apart(

@@ -301,6 +301,7 @@ def test_it_is_evaluated_and_generates_as_the_dense_model(
     assert one["token_ids"] == other["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_tuned_with_all_experts_it_is_merged_to_what_the_dense_model_is_tuned_to(
     workers, trained, split_run, tmp_path, prepared_path

@@ -269,6 +269,7 @@ def test_it_is_evaluated_and_generates_as_the_dense_model(
     assert theirs["token_ids"] == ours["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_with_experts_over_processes_goes_on_from_the_dense_loss(
     workers, trained, upcycled, tmp_path, prepared_path

@@ -165,6 +165,7 @@ def test_the_best_checkpoint_is_read_and_named(train, tmp_path, capfd):
     assert "no checkpoint is marked as the best" in line
 
 
+@pytest.mark.slow
 def test_many_classes_stand_with_the_worst_first(train, tmp_path):
     rows = [row | {"label": n % 25} for n, row in enumerate(made.rows(100, 0))]
     folder = train("many", rows[:50], rows[50:], steps=2)

@@ -113,6 +113,7 @@ def test_data_that_is_gone_meanwhile_is_no_damage(copy, capfd):
     assert "the data was not verified" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @everyday("validating", [False, True], keep=[False])
 def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(

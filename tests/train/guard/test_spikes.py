@@ -127,6 +127,7 @@ def config(tmp_path, prepared_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
     results = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))

@@ -63,7 +63,7 @@ def name_of(value):
         ("cp", 2, Case(stage=2, precision="bf16")),
         *(
             (name, 1, Case(stage=1, precision="bf16"))
-            for name in ("attention", "fixed head, later", "ring", "vit", "mixer")
+            for name in ("attention", "fixed head, later", "vit", "mixer")
         ),
     ],
     ids=lambda case: "-".join(map(name_of, case)),

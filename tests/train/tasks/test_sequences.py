@@ -139,6 +139,7 @@ def compared(tmp_path, one, other, *, steps=12):
     assert logs[0][-1]["validation_score"] == logs[1][-1]["validation_score"]
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(workers, config, tmp_path):
     """Loss, gradient norm, every routing statistic, weights and scores; 21 rows are validated."""
     for processes in (1, 2):

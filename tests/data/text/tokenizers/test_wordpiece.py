@@ -104,6 +104,7 @@ def test_a_trained_vocabulary_has_the_size_and_knows_its_text(library_text):
     assert tokenizer.encodes_in_pieces()
 
 
+@pytest.mark.slow
 def test_text_is_prepared_with_a_vocabulary_of_its_train_split(tmp_path, texts):
     manifest = prepare(str(texts), "wordpiece:500", tmp_path / "out", report=lambda line: None)
     assert (manifest.tokenizer.vocab_size, manifest.tokenizer.end_of_text) == (500, "[SEP]")
