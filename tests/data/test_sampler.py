@@ -108,6 +108,7 @@ def test_workers_read_the_same(samples):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_workers_outlive_signals(samples):
     options = {"global_batch_size": B, "micro_batch_size": B}
     batches = micro_batches(samples, start_step=0, num_steps=30, num_workers=1, **options)

@@ -200,6 +200,7 @@ def test_a_warm_start_finds_what_the_cold_one_compiled() -> None:
         assert warm["first_step_seconds"] < cold["first_step_seconds"]
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     # The process that measures a start inherits it, and 5,000 x 1,024 embeddings take 15.7e9 bytes.

@@ -17,6 +17,7 @@ from tests.launch.conftest import ROOT
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_the_status_of_a_command_is_that_of_its_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,7 +34,7 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("all_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("all_processes", [False, True])
 def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]
     code = f"from launch.child import polyad; print(polyad('train', {str(config)!r}, *{options}))"

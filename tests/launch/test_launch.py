@@ -91,6 +91,7 @@ def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Pol
     assert "train.stps" in errors[0]
 
 
+@pytest.mark.slow
 def test_our_torchrun_gives_the_workers_status(config: Path) -> None:
     command = torchrun(config, ["train.stps=3"], processes_per_node=2, max_restarts=0)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

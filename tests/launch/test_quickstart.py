@@ -41,6 +41,7 @@ def test_a_run_that_was_stopped_goes_on_and_one_that_came_to_its_end_does_not(
     assert step_to_go_on_from(run, result) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_table_names_what_was_reached(
     finished_run: tuple[Path, subprocess.CompletedProcess[str]], data: Path

@@ -57,6 +57,7 @@ def test_initial_values_depend_on_seed_and_name(small_config):
     assert not torch.equal(value, initial_value(model, other, seed=0))
 
 
+@pytest.mark.slow
 def test_initial_values_are_the_same_in_another_process(small_config):
     # Python salts the hashes of strings in every process; sha256 it does not.
     code = (

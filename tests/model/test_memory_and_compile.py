@@ -6,6 +6,7 @@ from torch import _dynamo
 from torch.nn.functional import cross_entropy
 
 from model.build import compile_model
+from tests.helpers.everyday import everyday
 
 
 def step(model, ids):
@@ -70,7 +71,8 @@ def test_recomputation_runs_without_gradients(small_model, random_ids):
         assert torch.equal(small_model(recompute="block")(ids).logits, expected)
 
 
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "block"])
 def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids, recompute):
     ids = random_ids(2, 16)
     expected = step(small_model(), ids)
@@ -100,16 +102,8 @@ FEED_FORWARDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=[] if each in ("sparse", "cp") else pytest.mark.slow)
-        for each in FEED_FORWARDS
-    ],
-)
+@everyday("dtype", [torch.float32, torch.bfloat16], keep=[torch.float32], ids=str)
+@everyday("name", FEED_FORWARDS, keep=["sparse"])
 def test_a_compiler_traces_model_and_loss_whole(small_model, random_ids, name, dtype):
     _dynamo.reset()
     _dynamo.utils.counters.clear()

@@ -3,12 +3,15 @@
 Shapes: B batch, T tokens in a sequence, D width, E experts.
 """
 
+import itertools
+
 import pytest
 import torch
 
 from model.padding import RealTokens
 from model.smoe.layer import SparseMoE
 from parallel import comm
+from tests.helpers.everyday import everyday
 from tests.helpers.routing import make, make_config
 from tests.helpers.training import Case, moe_model, relative, tensors, train
 from train.loop.losses import LossConfig
@@ -30,10 +33,6 @@ LAYOUTS = [
     *((2, 1, 2, stage) for stage in range(3)),
     (4, 2, 2, 1),
 ]
-EVERYDAY = {
-    ("hidden_means", (2, 1, 1, 2)), ("hidden_means", (2, 2, 1, 0)), ("hidden_means", (2, 1, 2, 1)),
-    ("learned", (4, 2, 2, 1)),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +56,12 @@ def assert_equal_states(ours, theirs):
     assert max(relative(ours[key], theirs[key]) for key in theirs) < 1e-5
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if (name, layout) in EVERYDAY else [pytest.mark.slow])
-        for name in MODELS
-        for layout in LAYOUTS
+    itertools.product(MODELS, LAYOUTS),
+    keep=[
+        ("hidden_means", (2, 1, 2, 1)),
+        ("learned", (4, 2, 2, 1)),
     ],
 )
 def test_any_layout_trains_as_one_process(workers, references, tmp_path, name, layout):
@@ -90,13 +89,10 @@ def test_a_run_goes_on_from_its_buffer_on_another_layout(workers, references, tm
     assert_equal_states(tensors(later / "step-00000005"), tensors(whole / "step-00000005"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "tensor", "expert"),
-    [
-        ({"recompute": "block"}, 2, 2),
-        pytest.param({"compile": True}, 2, 1, marks=pytest.mark.slow),
-        pytest.param({"compile": True}, 1, 2, marks=pytest.mark.slow),
-    ],
+    [({"recompute": "block"}, 2, 2), ({"compile": True}, 2, 1), ({"compile": True}, 1, 2)],
     ids=str,
 )
 def test_recomputation_and_compilation_change_nothing(workers, references, change, tensor, expert):

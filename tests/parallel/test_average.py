@@ -7,6 +7,7 @@ from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
 from parallel.checkpoint.manifest import CheckpointError
 from parallel.weights import load_model, open_weights
 from tests.helpers.averages import averaged
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, moe_model, relative, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -25,15 +26,11 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = {"tensor parallel, experts, stage 1"}
-
-
-@pytest.mark.parametrize(
+@everyday(
     ("processes", "case"),
-    [
-        pytest.param(*about, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name, about in CASES.items()
-    ],
+    CASES.values(),
+    keep=["stage 0", "stage 2 in bf16, experts", "stage 3, a skipped step"],
+    ids=CASES,
 )
 def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, processes, case):
     for result in workers(processes).run(averaged, case):
@@ -43,6 +40,7 @@ def test_the_average_is_that_of_the_masters_after_each_applied_step(workers, pro
         assert result["applied"] == [step != case.poison_step for step in range(5)]
 
 
+@pytest.mark.slow
 def test_any_layout_averages_as_one_process_does(workers, tmp_path):
     case = ONE.but(optimizer="sgd", learning_rate=0.1, model=moe_model())
     found = {}
@@ -86,7 +84,11 @@ def test_a_run_in_pieces_has_the_average_of_the_run_in_one(workers, saved, tmp_p
     assert all(torch.equal(pieces[key], whole[key]) for key in whole)
 
 
-@pytest.mark.parametrize(("processes", "layout"), [(1, {}), (2, {"stage": 3}), (2, {"tensor": 2})])
+@everyday(
+    ("processes", "layout"),
+    [(1, {}), (2, {"stage": 3}), (2, {"tensor": 2})],
+    keep=[(2, {"tensor": 2})],
+)
 def test_another_layout_saves_the_same_average_again(workers, saved, tmp_path, processes, layout):
     case = Case(**layout, average=0.7, resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path))
     workers(processes).run(resave, case)

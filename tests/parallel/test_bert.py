@@ -7,6 +7,7 @@ import torch
 from model.build import read_model_config
 from tests.helpers.bert import scores_of_padded
 from tests.helpers.breaks import breaks_of_a_step
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -32,14 +33,10 @@ MODELS = {
     "classes": model(head={"kind": "classification", "num_classes": 7}),
 }
 # (processes, tensor-parallel ones, expert-parallel ones, stage)
-EVERYDAY = {
-    "dense": [(4, 2, 1, 1), (2, 1, 1, 3)],
-    "mumoe": [(4, 2, 1, 2)],
-    "ring": [],
-    "sparse": [(2, 1, 2, 2)],
-    "sparse attention": [(4, 2, 2, 1)],
-    "classes": [(4, 2, 1, 0)],
-}
+EVERYDAY = [
+    ("dense", (4, 2, 1, 1)),
+    ("sparse attention", (4, 2, 2, 1)),
+]
 
 
 def layouts(name):
@@ -48,16 +45,6 @@ def layouts(name):
         ranks = processes // tensor
         for expert in (1, 2) if sparse and ranks > 1 else (1,):
             yield from ((processes, tensor, expert, s) for s in (range(3) if sparse else range(4)))
-
-
-CASES = [
-    pytest.param(
-        name, layout, id=f"{name}-{'-'.join(map(str, layout))}",
-        marks=[] if layout in EVERYDAY[name] else [pytest.mark.slow],
-    )
-    for name in MODELS
-    for layout in layouts(name)
-]  # fmt: skip
 
 
 def case_of(name, ranks):
@@ -80,7 +67,12 @@ def references(workers, tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@everyday(
+    ("name", "layout"),
+    [(name, layout) for name in MODELS for layout in layouts(name)],
+    EVERYDAY,
+    ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1]))}",
+)
 def test_n_processes_are_one(workers, references, tmp_path, name, layout):
     expected, saved = references(name)
     processes, tensor, expert, stage = layout
@@ -97,7 +89,7 @@ def test_n_processes_are_one(workers, references, tmp_path, name, layout):
     assert [key for key in theirs if far[key] > near[key]] == []
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
+@everyday("name", ["dense", "sparse"], keep=["dense"])
 def test_any_layout_loads_what_another_wrote(workers, references, tmp_path, name):
     _, saved = references(name)
     written = saved / "step-00000004"

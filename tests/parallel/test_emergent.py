@@ -1,9 +1,12 @@
 """Groups of units over processes: as in one process, with whole groups or parts of each."""
 
+import itertools
+
 import pytest
 import torch
 
 from tests.helpers.emergent import emoe_model
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, relative, tensors, train
 from train.loop.losses import LossConfig
 
@@ -24,10 +27,6 @@ LAYOUTS = [
     *((2, 1, 2, stage) for stage in (0, 2)),
     (4, 2, 2, 1),
 ]
-EVERYDAY = {
-    ("avg_k", (2, 1, 1, 1)), ("avg_k", (2, 1, 1, 3)), ("avg_k", (2, 2, 1, 0)),
-    ("avg_k", (2, 1, 2, 0)), ("cosine", (2, 1, 1, 3)), ("capacity", (2, 2, 1, 3)),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +44,10 @@ def reference(workers, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if (name, layout) in EVERYDAY else [pytest.mark.slow])
-        for name in MODELS
-        for layout in LAYOUTS
-    ],
+    itertools.product(MODELS, LAYOUTS),
+    keep=[("avg_k", (2, 1, 2, 0)), ("capacity", (2, 2, 1, 3))],
 )
 def test_any_layout_trains_as_one_process(workers, reference, tmp_path, name, layout):
     case, expected, weights = reference(name)

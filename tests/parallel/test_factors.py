@@ -8,6 +8,7 @@ from model.gpt2 import GPT2Config
 from model.mumoe.config import FACTORIZATIONS
 from parallel.factors import CUT_LAYERS
 from parallel.placement import split_rows_and_rest
+from tests.helpers.everyday import everyday
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
 from tests.helpers.training import (
     MODEL,
@@ -42,11 +43,9 @@ DROPPING = {
     "cp": mumoe_model(rank=8, expert_dropout=0.3),
     "tr": mumoe_model(factorization="tr", num_experts=[4, 3], expert_dropout=0.3),
 }
-LAYOUTS = [  # (processes, tensor-parallel ones, stage); the slow ones are more of the same
-    *[(2, 2, stage) for stage in (0, 1, 2, 3)],
-    *[pytest.param(4, 2, s, marks=[pytest.mark.slow] if s % 2 else []) for s in (0, 1, 2, 3)],
-    pytest.param(4, 4, 1, marks=pytest.mark.slow),
-]
+# (processes, tensor-parallel ones, stage)
+LAYOUTS = [*((n, 2, stage) for n in (2, 4) for stage in (0, 1, 2, 3)), (4, 4, 1)]
+ON_LAYOUTS = [(name, *layout) for name in ("cp", "tr") for layout in LAYOUTS]
 
 
 def assert_equal_runs(workers, whole_runs, folder, case, processes, tensor, stage):
@@ -66,25 +65,26 @@ def assert_equal_runs(workers, whole_runs, folder, case, processes, tensor, stag
         assert ours[load] == pytest.approx(theirs[load], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
-@pytest.mark.parametrize(("processes", "tensor", "stage"), LAYOUTS)
+@everyday(
+    ("name", "processes", "tensor", "stage"), ON_LAYOUTS, keep=[("cp", 2, 2, 3), ("tr", 4, 2, 2)]
+)
 def test_sgd_gives_equal_losses_norms_weights_and_statistics(
-    workers, whole_runs, tmp_path, model, processes, tensor, stage
+    workers, whole_runs, tmp_path, name, processes, tensor, stage
 ):
-    case = SGD.but(model=model)
+    case = SGD.but(model=MODELS[name])
     assert all(norm > 0.5 for norm in whole_runs(case)[0]["norms"])  # so that the clip is active
     assert_equal_runs(workers, whole_runs, tmp_path, case, processes, tensor, stage)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@everyday("parts", [2, 4], keep=[4])
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
 def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
     results = workers(parts).run(block_against_the_whole, model, parts, 9)
     assert all(max(result.values()) < 1e-10 for result in results)
 
 
-@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
-@pytest.mark.parametrize(("processes", "stage"), [(2, 0), (4, 2)])
+@everyday("model", [CP, TR], keep=["cp"], ids=["cp", "tr"])
+@everyday(("processes", "stage"), [(2, 0), (4, 2)], keep=[(4, 2)])
 def test_adamw_gives_equal_losses(workers, whole_runs, model, processes, stage):
     case = Case(learning_rate=1e-3, model=model)
     expected, _ = whole_runs(case)
@@ -92,6 +92,7 @@ def test_adamw_gives_equal_losses(workers, whole_runs, model, processes, stage):
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
 def test_bf16_stays_near_fp32(workers, whole_runs, model):
     case = Case(learning_rate=1e-3, model=model)
@@ -100,7 +101,7 @@ def test_bf16_stays_near_fp32(workers, whole_runs, model):
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
 
 
-@pytest.mark.parametrize("name", DROPPING)
+@everyday("name", DROPPING, keep=["cp"])
 def test_tensor_parallel_processes_drop_the_experts_of_one_process(workers, whole_runs, name):
     case = SGD.but(model=DROPPING[name])
     expected, _ = whole_runs(case)
@@ -113,11 +114,8 @@ def test_tensor_parallel_processes_drop_the_experts_of_one_process(workers, whol
             assert results[0][key] == pytest.approx(expected[key], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"recompute": "block"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
 @pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
 def test_recomputation_and_compilation_change_nothing(workers, model, change):
     case = SGD.but(tensor=2, stage=1, model=model)
@@ -128,7 +126,7 @@ def test_recomputation_and_compilation_change_nothing(workers, model, change):
 
 
 @pytest.mark.parametrize("experts", [[16], [16, 4]])
-@pytest.mark.parametrize("size", [2, 4])
+@everyday("size", [2, 4], keep=[4])
 @pytest.mark.parametrize("factorization", ["cp", "tr", "tucker"])
 def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
     wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}
@@ -207,17 +205,13 @@ def test_cut_factors_see_no_future(workers, model):
         assert not torch.allclose(after, before, atol=1e-10, rtol=0)
 
 
-SAVING = [(2, 2, 0), (2, 2, 3), (4, 2, 1), *[
-    pytest.param(*layout, marks=pytest.mark.slow)
-    for layout in [(2, 2, 1), (2, 2, 2), (4, 2, 0), (4, 2, 2), (4, 2, 3), (4, 4, 1)]
-]]  # fmt: skip
-
-
-@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
-@pytest.mark.parametrize(("processes", "tensor", "stage"), SAVING)
+@everyday(
+    ("name", "processes", "tensor", "stage"), ON_LAYOUTS, keep=[("cp", 4, 2, 1), ("tr", 2, 2, 3)]
+)
 def test_a_checkpoint_goes_into_a_layout_and_back_unchanged(
-    workers, whole_runs, tmp_path, model, processes, tensor, stage
+    workers, whole_runs, tmp_path, name, processes, tensor, stage
 ):
+    model = MODELS[name]
     _, folder = whole_runs(Case(learning_rate=1e-3, model=model))
     there, back = tmp_path / "there", tmp_path / "back"
     case = Case(model=model, first_step=4)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.everyday import everyday
 from tests.helpers.gradients import calls_in_backward, exchanges_of_a_step, mean_gradient
 from tests.helpers.training import Case, moe_model, relative, tensors, train
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.distributed
 GRADIENTS = [[256.0, 1.0, 3.0], [1.0, 1.0, 1.0]]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@everyday("processes", [2, 3], keep=[3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_gradients_are_summed_in_fp32(workers, stage, processes):
     # Three processes: a third is no number of bf16, so division has to be fp32's as well.
@@ -23,9 +24,10 @@ def test_bf16_gradients_are_summed_in_fp32(workers, stage, processes):
             assert not times  # DeepSpeed's timer would wait for the device in every micro-batch
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("model", "processes", "expert"),
     [(Case().model, 2, 1), (moe_model(), 4, 2)],
+    keep=["experts"],
     ids=["dense", "experts"],
 )
 def test_stage_zero_and_one_take_the_same_bf16_step(workers, tmp_path, model, processes, expert):
@@ -39,6 +41,7 @@ def test_stage_zero_and_one_take_the_same_bf16_step(workers, tmp_path, model, pr
     assert max(relative(ours[key], theirs[key]) for key in ours) < 1e-6
 
 
+@pytest.mark.slow
 def test_exchanged_in_fp32_are_gradients_and_in_bf16_weights_and_tokens(workers):
     # What parallel/README.md says. One process of two has at least half of the gradients to send.
     case = Case(precision="bf16", last_step=1)
@@ -60,7 +63,7 @@ PADDED = 37_332
 """Numbers of the tiny model, whose vocabulary of 61 is 128 in a layout."""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@everyday("precision", ["fp32", "bf16"], keep=["bf16"])
 def test_what_each_stage_sends(workers, precision):
     """In a step of 2 micro-batches a process. A reduction to the owner of a part sends half of what
     an all-reduce sends."""
@@ -83,7 +86,7 @@ def test_what_each_stage_sends(workers, precision):
     assert sent["_allgather_base", weights] < 3 * PADDED  # in 2 forward and backward passes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@everyday("precision", ["fp32", "bf16"], keep=["bf16"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(workers, stage, precision):
     case = Case(precision=precision, stage=stage, bucket_size=4_000)

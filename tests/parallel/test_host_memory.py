@@ -46,6 +46,7 @@ def test_freed_memory_is_used_again_without_asking_the_system_for_pages() -> Non
     assert max(pages[-4:]) < 100  # it took some rounds to find a place for each size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variable",
     [

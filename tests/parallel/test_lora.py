@@ -9,6 +9,7 @@ from model.build import build_model, num_parameters
 from model.lora import LoRAConfig
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.parallelize import InitialWeights
+from tests.helpers.everyday import everyday
 from tests.helpers.training import (
     MODEL,
     Case,
@@ -41,17 +42,6 @@ CASES = {
         for kind, ring in (("cp", 4), ("tr", 4), ("tt", 4), ("tucker", 3))
     },
 }
-# Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, sequence parallelism.
-CHOSEN = [
-    ("dense", 2, 1, 1, 3, False),
-    ("dense", 4, 2, 1, 1, False),
-    ("dense", 2, 2, 1, 0, True),
-    ("experts", 4, 2, 2, 1, False),
-    ("graph", 2, 1, 2, 2, False),  # no expert is trained
-    ("graph", 2, 2, 1, 0, False),
-    ("cp", 2, 2, 1, 3, False),
-    ("padded", 2, 1, 1, 1, False),
-]
 LAYOUTS = [
     *((2, 1, 1, stage) for stage in (0, 1, 2, 3)),
     *((2, 2, 1, stage) for stage in (0, 1, 2, 3)),
@@ -59,13 +49,13 @@ LAYOUTS = [
     *((4, 2, 1, stage) for stage in (0, 3)),
     *((4, 2, 2, stage) for stage in (0, 1, 2)),
 ]
-REST = [
-    row
-    for kind, case in CASES.items()
+# Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, sequence parallelism.
+ROWS = [
+    (kind, *layout, sequence)
+    for kind in CASES
     for layout in LAYOUTS
     for sequence in ((False, True) if layout[1] > 1 else (False,))
-    if (row := (kind, *layout, sequence)) not in CHOSEN
-    and (layout[2] == 1 or kind in ("experts", "graph"))  # the others have no whole experts
+    if (layout[2] == 1 or kind in ("experts", "graph"))  # the others have no whole experts
     and (layout[3] < 3 or kind not in ("experts", "graph"))
     and (layout[1] == 1 or kind != "padded")  # tensor parallelism cuts ranks into equal parts
 ]
@@ -90,34 +80,29 @@ def references(workers, tmp_path_factory):
     return reference
 
 
-@pytest.fixture(scope="module")
-def compare(workers, references, tmp_path_factory):
-    def run(kind, processes, tensor, expert, stage, sequence):
-        expected, checkpoint = references(kind)
-        folder = tmp_path_factory.mktemp("layout")
-        case = CASES[kind].but(
-            stage=stage, tensor=tensor, expert=expert, sequence=sequence, save_to=str(folder)
-        )
-        results = workers(processes).run(train, case)
-        assert all(result == results[0] for result in results)
-        assert close(results[0]["losses"], expected["losses"])
-        assert close(results[0]["norms"], expected["norms"])
-        ours, weights = tensors(folder / "step-00000004"), tensors(checkpoint)
-        assert ours.keys() == weights.keys()
-        assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
-
-    return run
-
-
-@pytest.mark.parametrize("row", CHOSEN, ids=str)
-def test_sgd_gives_equal_losses_norms_and_adapters(compare, row):
-    compare(*row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", REST, ids=str)
-def test_sgd_gives_equal_results_in_every_combination(compare, row):
-    compare(*row)
+@everyday(
+    ("kind", "processes", "tensor", "expert", "stage", "sequence"),
+    ROWS,
+    keep=[
+        ("dense", 2, 2, 1, 0, True),
+        ("experts", 4, 2, 2, 1, False),
+        ("cp", 2, 2, 1, 3, False),
+    ],
+)
+def test_sgd_gives_equal_losses_norms_and_adapters(
+    workers, references, tmp_path, kind, processes, tensor, expert, stage, sequence
+):
+    expected, checkpoint = references(kind)
+    case = CASES[kind].but(
+        stage=stage, tensor=tensor, expert=expert, sequence=sequence, save_to=str(tmp_path)
+    )
+    results = workers(processes).run(train, case)
+    assert all(result == results[0] for result in results)
+    assert close(results[0]["losses"], expected["losses"])
+    assert close(results[0]["norms"], expected["norms"])
+    ours, weights = tensors(tmp_path / "step-00000004"), tensors(checkpoint)
+    assert ours.keys() == weights.keys()
+    assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
 
 
 def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(references):
@@ -147,7 +132,8 @@ def test_recomputation_and_compilation_change_nothing(workers, references, kind,
     assert close(result["norms"], expected["norms"])
 
 
-@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
 def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tensor):
     _, checkpoint = references("dense")
     case = CASES["dense"].but(stage=stage, tensor=tensor, resume=str(checkpoint))
@@ -155,7 +141,7 @@ def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tens
         assert after == expected
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@everyday("precision", ["bf16", "fp32"], keep=["bf16"])
 def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path, precision):
     case = Case(lora=LINEAR, precision=precision, stage=1, average=0.9, save_to=str(tmp_path / "a"))
     workers(2).run(train, case)
@@ -171,15 +157,10 @@ def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path,
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("stage", "precision"),
-    [
-        (3, "bf16"),
-        pytest.param(0, "bf16", marks=pytest.mark.slow),
-        pytest.param(1, "fp32", marks=pytest.mark.slow),
-        pytest.param(2, "bf16", marks=pytest.mark.slow),
-        pytest.param(3, "fp32", marks=pytest.mark.slow),
-    ],
+    [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp32")],
+    keep=[(3, "bf16")],
 )
 def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
     workers, tmp_path, stage, precision
@@ -204,7 +185,7 @@ def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
     assert all(torch.equal(found[key], after[key]) for key in found)
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3))])
+@everyday("stage", [0, 1, 3], keep=[1])
 def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
     case = SGD.but(clip=0.0, learning_rate=0.1, last_step=1)
     workers(1).run(train, case.but(save_to=str(tmp_path / "plain")))

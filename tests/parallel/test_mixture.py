@@ -1,10 +1,13 @@
 """Mixtures of whole networks: n processes compute what one computes at every ZeRO stage, and any
 layout loads what another wrote."""
 
+import itertools
+
 import pytest
 import torch
 
 from model.build import read_model_config
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -23,15 +26,6 @@ MODELS = {
     ),
     "attentive, of transformers": read_model_config(SECTION | {"gate": "attentive", "expert": VIT}),
 }
-EVERYDAY = {
-    ("softmax", 2, 1),
-    ("attentive with BatchNorm", 2, 2),
-    ("attentive, of transformers", 2, 1),
-}
-CASES = [
-    pytest.param(*case, marks=[] if case in EVERYDAY else [pytest.mark.slow])
-    for case in ((name, ranks, s) for name in MODELS for ranks in (1, 2) for s in range(4))
-]
 
 
 def case_of(name, ranks, stage):
@@ -56,7 +50,15 @@ def references(workers, tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize(("name", "ranks", "stage"), CASES)
+@everyday(
+    ("name", "ranks", "stage"),
+    itertools.product(MODELS, (1, 2), range(4)),
+    keep=[
+        ("softmax", 2, 1),
+        ("attentive with BatchNorm", 2, 2),
+        ("attentive, of transformers", 2, 1),
+    ],
+)
 def test_n_processes_are_one(workers, references, tmp_path, name, ranks, stage):
     expected, saved = references(name)
     case = case_of(name, ranks, stage).but(save_to=str(tmp_path))

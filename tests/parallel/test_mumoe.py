@@ -1,9 +1,12 @@
 """Factorized experts over processes: n of them compute what one computes."""
 
+import itertools
+
 import pytest
 import torch
 
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.factors import padding_after_training, train_as_it_is
 from tests.helpers.training import Case, mumoe_model, relative, resave, tensors, train
 
@@ -12,20 +15,23 @@ pytestmark = pytest.mark.distributed
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5)
 
 
-MODELS = [
-    mumoe_model(factorization="cp"),
-    mumoe_model(factorization="tr", num_experts=[4, 3]),
-    mumoe_model(factorization="tt"),
-    mumoe_model(factorization="tucker", rank=5),
-]
+MODELS = {
+    "cp": mumoe_model(factorization="cp"),
+    "tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
+    "tt": mumoe_model(factorization="tt"),
+    "tucker": mumoe_model(factorization="tucker", rank=5),
+}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", MODELS, ids=[m.feed_forward.factorization for m in MODELS])
+@everyday(
+    ("name", "stage"),
+    itertools.product(MODELS, [0, 1, 2, 3]),
+    keep=[("tr", 3), ("tucker", 2), ("tt", 0), ("cp", 1)],
+)
 def test_sgd_gives_equal_losses_norms_weights_and_statistics(
-    workers, whole_runs, tmp_path, model, stage
+    workers, whole_runs, tmp_path, name, stage
 ):
-    case = SGD.but(model=model)
+    case = SGD.but(model=MODELS[name])
     expected, folder = whole_runs(case)
     assert all(norm > 0.5 for norm in expected["norms"])  # so that the clip is active
     results = workers(2).run(train, case.but(stage=stage, save_to=str(tmp_path)))
@@ -47,12 +53,12 @@ def test_sgd_gives_equal_losses_norms_weights_and_statistics(
     assert {f"routing/blocks.1.feed_forward/{name}" for name in ("load", "dominant")} <= set(ours)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@everyday("stage", [1, 3], keep=[3])
 def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
     workers, whole_runs, tmp_path, stage
 ):
-    _, folder = whole_runs(SGD.but(model=MODELS[1]))
-    case = SGD.but(model=MODELS[1], stage=stage, first_step=4)
+    _, folder = whole_runs(SGD.but(model=MODELS["tr"]))
+    case = SGD.but(model=MODELS["tr"], stage=stage, first_step=4)
     there, back = tmp_path / "there", tmp_path / "back"
     workers(2).run(resave, case.but(resume=str(folder), save_to=str(there)))
     path = there / "step-00000004"
@@ -62,18 +68,19 @@ def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@everyday("stage", [1, 3], keep=[3])
 def test_bf16_stays_near_fp32(workers, whole_runs, stage):
-    case = Case(learning_rate=1e-3, model=MODELS[0])
+    case = Case(learning_rate=1e-3, model=MODELS["cp"])
     expected, _ = whole_runs(case)
     result = workers(2).run(train, case.but(stage=stage, precision="bf16"))[0]
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_nothing(workers, whole_runs):
-    case = SGD.but(model=MODELS[0])
+    case = SGD.but(model=MODELS["cp"])
     expected, _ = whole_runs(case)
-    model = MODELS[0].model_copy(update={"recompute": "block"})
+    model = MODELS["cp"].model_copy(update={"recompute": "block"})
     result = workers(2).run(train, case.but(stage=3, model=model))[0]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
@@ -82,7 +89,7 @@ def test_recomputation_changes_nothing(workers, whole_runs):
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("model", MODELS, ids=[m.feed_forward.factorization for m in MODELS])
+@everyday("model", MODELS.values(), keep=["cp", "tr"], ids=MODELS)
 def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
     rank = model.feed_forward.rank
     assert rank % 8
@@ -98,17 +105,18 @@ def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
         torch.testing.assert_close(*pair, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_rank_that_was_asked_for(workers, tmp_path):
     for stage in (0, 1, 3):
         place = tmp_path / str(stage)
-        workers(2).run(train, Case(model=MODELS[0], stage=stage, save_to=str(place)))
+        workers(2).run(train, Case(model=MODELS["cp"], stage=stage, save_to=str(place)))
         shapes = {key: value.shape for key, value in tensors(place / "step-00000004").items()}
         assert shapes["blocks.0.feed_forward.up.input_factor", "master"] == (37, 7)
         assert shapes["blocks.0.feed_forward.up.output_factor", "exp_avg"] == (7, 24)
         assert shapes["blocks.0.feed_forward.up.expert_factor_0", "exp_avg_sq"] == (5, 7)
 
 
-@pytest.mark.parametrize(("processes", "tensor", "stage"), [(1, 1, 0), (2, 1, 3), (2, 2, 1)])
+@everyday(("processes", "tensor", "stage"), [(1, 1, 0), (2, 1, 3), (2, 2, 1)], keep=[(2, 2, 1)])
 def test_a_run_that_begins_with_softmax_goes_on_with_entmax(
     workers, tmp_path, processes, tensor, stage
 ):

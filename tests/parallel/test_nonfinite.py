@@ -1,31 +1,25 @@
 """A loss or gradient that is not finite on one rank: all skip that step, and nothing changes."""
 
+import itertools
+
 import pytest
 import torch
 
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, moe_model, tensors, train
 
 pytestmark = pytest.mark.distributed
 
 
-# Every stage in the everyday suite in one precision.
-IN_TURN = [
-    pytest.param(stage, precision, marks=[] if stage % 2 == turn else [pytest.mark.slow])
-    for stage in (0, 1, 2, 3)
-    for turn, precision in enumerate(("fp32", "bf16"))
-]
+PRECISIONS = ("fp32", "bf16")
+POISONS = ("loss", "gradient")
 
 
-@pytest.mark.parametrize(
-    ("poison", "micro_batch"),
-    [
-        ("loss", 0),
-        ("gradient", 1),
-        pytest.param("loss", 1, marks=pytest.mark.slow),
-        pytest.param("gradient", 0, marks=pytest.mark.slow),
-    ],
+@everyday(
+    ("stage", "precision", "poison", "micro_batch"),
+    itertools.product([0, 1, 2, 3], PRECISIONS, POISONS, [0, 1]),
+    keep=[(0, "fp32", "loss", 0), (1, "bf16", "gradient", 1)],
 )
-@pytest.mark.parametrize(("stage", "precision"), IN_TURN)
 def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, micro_batch, poison):
     case = Case(
         stage=stage, precision=precision, poison=poison, poison_step=2,
@@ -41,8 +35,11 @@ def test_a_poisoned_step_leaves_no_trace(workers, tmp_path, stage, precision, mi
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("poison", ["loss", pytest.param("gradient", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("stage", "precision"), IN_TURN[:-2])
+@everyday(
+    ("stage", "precision", "poison"),
+    itertools.product([0, 1, 2], PRECISIONS, POISONS),
+    keep=[(2, "bf16", "loss")],
+)
 def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
     workers, tmp_path, stage, precision, poison
 ):
@@ -60,9 +57,10 @@ def test_a_poisoned_step_leaves_no_trace_in_experts_and_routers(
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32")]
+@everyday(
+    ("world_size", "stage", "precision"),
+    [(n, *how) for n in (2, 4) for how in ((0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "fp32"))],
+    keep=[(2, 0, "fp32"), (4, 1, "bf16")],
 )
 def test_tensor_parallel_processes_skip_together(workers, world_size, stage, precision):
     case = Case(
@@ -72,7 +70,7 @@ def test_tensor_parallel_processes_skip_together(workers, world_size, stage, pre
     assert [result["applied"] for result in results] == [[True, False, True]] * world_size
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@everyday("stage", [0, 1, 2, 3], keep=[0, 2])
 def test_one_process_skips_too(workers, stage):
     case = Case(stage=stage, poison="loss", poison_step=1)
     assert workers(1).run(train, case)[0]["applied"] == [True, False, True, True]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, describe, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -35,12 +36,8 @@ def references(workers, tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize(("world_size", "tensor", "stage"), LAYOUTS)
-@pytest.mark.parametrize(
-    "clip",
-    [0.5, *(pytest.param(clip, marks=pytest.mark.slow) for clip in (0.0, 100.0))],
-    ids=["clips", "no clipping", "clip not met"],
-)
+@everyday(("world_size", "tensor", "stage"), LAYOUTS, keep=[(4, 2, 3), (4, 2, 0), (2, 1, 2)])
+@everyday("clip", [0.5, 0.0, 100.0], keep=[0.5], ids=["clips", "no clipping", "clip not met"])
 def test_sgd_gives_equal_losses_norms_and_weights(
     workers, references, tmp_path, world_size, tensor, stage, clip
 ):
@@ -57,8 +54,10 @@ def test_sgd_gives_equal_losses_norms_and_weights(
     assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("world_size", "tensor", "stage"), [(2, 1, 3), (2, 2, 0), (2, 2, 3), (4, 2, 1)]
+@everyday(
+    ("world_size", "tensor", "stage"),
+    [(2, 1, 3), (2, 2, 0), (2, 2, 3), (4, 2, 1)],
+    keep=[(2, 2, 3)],
 )
 def test_a_head_of_its_own_is_cut_and_sharded(
     workers, references, tmp_path, world_size, tensor, stage
@@ -82,7 +81,7 @@ def test_clipping_changes_the_weights(references):
     assert max(relative(clipped[key], free[key]) for key in free) > 1e-3
 
 
-@pytest.mark.parametrize(("world_size", "tensor", "stage"), LAYOUTS)
+@everyday(("world_size", "tensor", "stage"), LAYOUTS, keep=[(4, 2, 3), (2, 1, 1)])
 def test_adamw_gives_equal_losses(workers, references, world_size, tensor, stage):
     expected, _ = references(Case(learning_rate=1e-3))
     case = Case(learning_rate=1e-3, stage=stage, tensor=tensor)
@@ -90,14 +89,14 @@ def test_adamw_gives_equal_losses(workers, references, world_size, tensor, stage
     assert close(result["losses"], expected["losses"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@everyday("stage", [0, 1, 2, 3], keep=[0, 3])
 def test_bf16_stays_near_fp32(workers, references, stage):
     expected, _ = references(Case(learning_rate=1e-3))
     result = workers(2).run(train, Case(learning_rate=1e-3, stage=stage, precision="bf16"))[0]
     assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@everyday("stage", [0, 1, 2, 3], keep=[3])
 def test_recomputation_changes_nothing_under_the_engine(workers, references, stage):
     expected, _ = references(SGD.but(clip=0.5))
     model = SGD.model.model_copy(update={"recompute": "block"})
@@ -107,9 +106,7 @@ def test_recomputation_changes_nothing_under_the_engine(workers, references, sta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_compiled_blocks_change_nothing_under_the_engine(workers, references, stage):
     expected, _ = references(SGD.but(clip=0.5))
     model = SGD.model.model_copy(update={"compile": True})

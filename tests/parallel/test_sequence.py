@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers.everyday import everyday
 from tests.helpers.sequence import kept_for_backward, residual_drops
 from tests.helpers.training import (
     MODEL,
@@ -28,8 +29,6 @@ MODELS = {
     "attention": moe_model(graph="attention"),
     "mixed": moe_model(placement=[1], dense_hidden_size=16),
 }
-EVERYDAY = ("sparse", "mixed")
-"""Models that are tried in four processes outside the slow part, too."""
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, sequence=True)
 
 
@@ -50,15 +49,10 @@ def close(ours, theirs, rtol=1e-5):
     return torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("name", "processes", "tensor", "stage"),
-    [
-        *((name, 2, 2, 1) for name in MODELS),
-        *(
-            pytest.param(name, 4, 2, 2, marks=[] if name in EVERYDAY else pytest.mark.slow)
-            for name in MODELS
-        ),
-    ],
+    [(name, *layout) for layout in ((2, 2, 1), (4, 2, 2)) for name in MODELS],
+    keep=[("ring", 2, 2, 1), ("attention", 2, 2, 1), ("mixed", 4, 2, 2)],
 )
 def test_losses_and_norms_are_those_of_one_process(
     workers, references, name, processes, tensor, stage
@@ -70,7 +64,7 @@ def test_losses_and_norms_are_those_of_one_process(
         assert close(result["norms"], expected["norms"], rtol=1e-4)
 
 
-@pytest.mark.parametrize(
+@everyday(
     "change",
     [
         {"stage": 0},
@@ -80,6 +74,7 @@ def test_losses_and_norms_are_those_of_one_process(
         {"model": MODEL.model_copy(update={"sequence_length": 15}), "micro_batch": 1},
         {"model": MODEL.model_copy(update={"sequence_length": 3}), "micro_batch": 1, "tensor": 4},
     ],
+    keep=["15 tokens"],
     ids=["stage 0", "stage 3", "recomputed", "15 tokens", "3 tokens"],
 )
 def test_every_stage_and_any_number_of_tokens(workers, change):
@@ -90,17 +85,15 @@ def test_every_stage_and_any_number_of_tokens(workers, change):
         assert close(result["norms"], expected["norms"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "attention"])
 def test_bf16_stays_near_fp32(workers, references, name):
     case = SGD.but(model=MODELS[name], tensor=2, stage=1, precision="bf16")
     result = workers(2).run(train, case)[0]
     assert close(result["losses"], references(name)["losses"], rtol=3e-3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp", "similarity"))],
-)
+@everyday("name", ["dense", "cp", "similarity"], keep=["dense"])
 def test_a_checkpoint_is_that_of_any_layout(workers, tmp_path, name):
     case = Case(model=MODELS[name], stage=1)
     cut = case.but(tensor=2, sequence=True)
@@ -143,7 +136,7 @@ def test_each_process_keeps_its_tokens_alone(workers):
 
 
 def test_dropout_differs_between_tokens_of_processes_and_recomputation_repeats_it(workers):
-    case = SGD.but(tensor=2, stage=1, dropout=0.3)
+    case = SGD.but(tensor=2, stage=1, dropout=0.3, last_step=2)
     plain = workers(2).run(train, case)
     model = MODEL.model_copy(update={"recompute": "block"})
     again = workers(2).run(train, case.but(model=model))

@@ -92,11 +92,8 @@ def test_losses_are_those_of_whole_logits(workers, vocab_size):
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"recompute": "block"}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_recomputation_and_compilation_change_nothing(workers, change, stage):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, tensor=2, stage=stage)
@@ -107,6 +104,7 @@ def test_recomputation_and_compilation_change_nothing(workers, change, stage):
         assert actual[key] == pytest.approx(expected[key], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputation_drops_the_same_units(workers):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0, tensor=2, dropout=0.3)
     expected = workers(2).run(train, case)[0]

@@ -6,6 +6,7 @@ import torch
 
 from model.build import read_model_config
 from tests.helpers.breaks import breaks_of_a_step
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -56,15 +57,12 @@ MODELS = {
     ),
 }  # fmt: skip
 # (processes, tensor-parallel ones, expert-parallel ones, stage)
-EVERYDAY = {
-    "mixer": [(2, 2, 1, 1), (2, 1, 1, 3)],
-    "mixer cp": [(4, 2, 1, 1), (2, 1, 1, 2)],
-    "mixer tr": [(2, 1, 1, 3)],
-    "mixer sparse": [(4, 2, 2, 1)],
-    "vit": [(4, 2, 1, 3)],
-    "vit similarity": [(2, 1, 2, 2)],
-    "vit attention": [(4, 2, 2, 1)],
-}
+EVERYDAY = [
+    ("mixer cp", (4, 2, 1, 1)),
+    ("mixer tr", (2, 1, 1, 3)),
+    ("mixer sparse", (4, 2, 2, 1)),
+    ("vit attention", (4, 2, 2, 1)),
+]
 
 
 def layouts(name):
@@ -73,16 +71,6 @@ def layouts(name):
         ranks = processes // tensor
         for expert in (1, 2) if sparse and ranks > 1 else (1,):
             yield from ((processes, tensor, expert, s) for s in (range(3) if sparse else range(4)))
-
-
-CASES = [
-    pytest.param(
-        name, layout, id=f"{name}-{'-'.join(map(str, layout))}",
-        marks=[] if layout in EVERYDAY[name] else [pytest.mark.slow],
-    )
-    for name in MODELS
-    for layout in layouts(name)
-]  # fmt: skip
 
 
 def case_of(name, ranks):
@@ -105,7 +93,12 @@ def references(workers, tmp_path_factory):
     return reference
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@everyday(
+    ("name", "layout"),
+    [(name, layout) for name in MODELS for layout in layouts(name)],
+    EVERYDAY,
+    ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1]))}",
+)
 def test_n_processes_are_one(workers, references, tmp_path, name, layout):
     expected, saved = references(name)
     processes, tensor, expert, stage = layout
@@ -147,9 +140,8 @@ def test_the_running_statistics_of_a_gate_move(workers, references):
     assert all(bool((values[key] != 1).all()) for key in buffers)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("mixer cp", marks=pytest.mark.slow), "vit similarity"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixer cp", "vit similarity"])
 def test_a_compiler_traces_models_of_images_whole(workers, name):
     case = case_of(name, 2).but(stage=1)
     assert workers(2).run(breaks_of_a_step, case) == [[], []]

@@ -90,6 +90,7 @@ LAYOUTS = [
 """Collectives of DeepSpeed, megatron-core, autograd and ours, at once and beside others."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_process_group")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("file", "overrides"), LAYOUTS)
@@ -123,6 +124,7 @@ def test_real_steps_send_what_is_forecast_and_their_parts_add_up(workers, file, 
 ASLEEP = 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_process_that_sleeps_before_a_collective_makes_the_other_one_wait(workers):
     overrides = ("parallel.zero_stage=1", "train.global_batch_size=4", "train.micro_batch_size=2")

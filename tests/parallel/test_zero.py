@@ -39,10 +39,9 @@ def test_bf16_accumulates_in_fp32_where_deepspeed_can():
     assert kinds == [None] + [{"grad_accum_dtype": "fp32"}] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("stage", "path"), [pytest.param(3, "", marks=pytest.mark.slow), (0, os.environ["PATH"])]
-)
+@pytest.mark.parametrize(("stage", "path"), [(3, ""), (0, os.environ["PATH"])])
 def test_no_compiler_is_needed_or_used(tmp_path, stage, path):
     # Neither found on an empty PATH, nor called where there is one.
     code = (

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from launch.study.folder import check_folder
+from tests.helpers.everyday import everyday
 from train.config.rules import validate
 from train.config.run import RunConfig, config_of, parse_config, read_tree
 from train.config.text import flatten, keys
@@ -164,13 +165,29 @@ def try_studies(path: Path, times: int, folder: Path) -> None:
     assert 0 < valid < times
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@everyday(
+    "path",
+    FILES,
+    keep=[
+        "bert/small.yaml",
+        "gpt2/124m-smoe-16.yaml",
+        "mixer/s16-mumoe-tr-64x2.yaml",
+        "mixture/digits-distilled.yaml",
+        "wikitext103/attentive-medium.yaml",
+    ],
+    ids=NAMES,
+)
 def test_a_spoiled_file(path: Path) -> None:
     try_files(path, 15)
     try_overrides(path, 120)
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.name)
+@everyday(
+    "path",
+    STUDIES,
+    keep=["attention.yaml"],
+    ids=lambda path: path.name,
+)
 def test_a_spoiled_study(path: Path, tmp_path: Path) -> None:
     try_studies(path, 80, tmp_path)
 

@@ -19,6 +19,7 @@ import torch
 
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.checkpoint.manifest import Manifest
+from tests.helpers.everyday import everyday
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config
 from tests.helpers.snapshots import slow_copies
@@ -78,16 +79,17 @@ def kill_at_a_moment(
     return f"{when} {ranks}"
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("kills", "stage", "seed", "moments"),
     [
         (4, 1, 0, SYNCHRONOUS),
-        pytest.param(3, 1, 1, ("copying",), marks=pytest.mark.slow),
+        (3, 1, 1, ("copying",)),
         *[
-            pytest.param(50, stage, 100 + stage, moments, marks=pytest.mark.slow)
+            (50, stage, 100 + stage, moments)
             for stage, moments in enumerate((ASYNCHRONOUS, SYNCHRONOUS, ASYNCHRONOUS, SYNCHRONOUS))
         ],
     ],
+    keep=[(4, 1, 0, SYNCHRONOUS)],
 )
 def test_a_run_survives_every_kill(forks, tmp_path, prepared_path, kills, stage, seed, moments):
     asynchronous = "copying" in moments

@@ -5,6 +5,7 @@ import torch
 
 from parallel.checkpoint.checkpoint import Checkpoint
 from tests.helpers.emergent import emoe_model
+from tests.helpers.everyday import everyday
 from tests.helpers.pairwise import pairwise
 from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
 
@@ -26,9 +27,6 @@ MODELS = {
 }
 TOLERANCE = {"dense": 1e-5, "mumoe-cp": 1e-5, "mumoe-tr": 1e-5, "smoe": 1e-3, "emoe": 1e-3}
 WITH_BUFFERS = {"smoe", "emoe"}
-EVERYDAY = {
-    ("dense", "TP 2", 3), ("mumoe-cp", "DP 2", 2), ("smoe", "EP 2", 2), ("emoe", "TP 2", 3),
-}  # fmt: skip
 
 
 def allowed(kind, shape, stage):
@@ -53,10 +51,6 @@ WHOLE_LAYERS = pairwise(
     range(4),
 )
 TRAINED = [*WHOLE_LAYERS, *(row for row in EVERY if row[0] in WITH_BUFFERS)]
-
-
-def cases(rows):
-    return [pytest.param(*row, marks=[] if row in EVERYDAY else [pytest.mark.slow]) for row in rows]
 
 
 def on(kind, shape, stage, **others):
@@ -93,7 +87,11 @@ def counters(path):
     }
 
 
-@pytest.mark.parametrize(("kind", "shape", "stage"), cases(EVERY))
+@everyday(
+    ("kind", "shape", "stage"),
+    EVERY,
+    keep=[("mumoe-cp", "DP 2", 2), ("smoe", "EP 2", 2), ("emoe", "TP 2", 3)],
+)
 def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kind, shape, stage):
     path, _ = reference(kind)
     case = on(kind, shape, stage, resume=str(path), save_to=str(tmp_path))
@@ -109,7 +107,7 @@ def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kin
     assert steps == {3.0}
 
 
-@pytest.mark.parametrize(("kind", "shape", "stage"), cases(TRAINED))
+@everyday(("kind", "shape", "stage"), TRAINED, keep=[("smoe", "EP 2", 2), ("emoe", "TP 2", 3)])
 def test_training_goes_on_alike(workers, reference, kind, shape, stage):
     path, expected = reference(kind)
     case = on(kind, shape, stage, resume=str(path), last_step=6)

@@ -12,6 +12,7 @@ import torch
 from data.text.dataset import PreparedData
 from data.text.prepare import prepare
 from tests.helpers.consumed import digest, global_batches, run_and_note
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
 from tests.helpers.training import tensors
 
@@ -59,20 +60,15 @@ def test_the_data_is_as_small_as_these_tests_need_it(small_data):
     assert count % B  # so that a global batch lies across the end of an epoch
 
 
-CASES = [
-    ("dense", 1, "bf16"),
-    *[
-        pytest.param(kind, stage, precision, marks=pytest.mark.slow)
-        for kind, stage, precision in [
-            *[("dense", stage, "bf16") for stage in (0, 2, 3)],
-            *[("smoe", 0, "fp32"), ("cp", 3, "bf16")],
-            *[("smoe", 1, "bf16"), ("smoe", 2, "bf16"), ("tr", 2, "fp32"), ("tr", 1, "bf16")],
-        ]
+@everyday(
+    ("kind", "stage", "precision"),
+    [
+        *[("dense", stage, "bf16") for stage in (0, 1, 2, 3)],
+        *[("smoe", 0, "fp32"), ("cp", 3, "bf16")],
+        *[("smoe", 1, "bf16"), ("smoe", 2, "bf16"), ("tr", 2, "fp32"), ("tr", 1, "bf16")],
     ],
-]
-
-
-@pytest.mark.parametrize(("kind", "stage", "precision"), CASES)
+    keep=[("dense", 1, "bf16")],
+)
 def test_a_run_in_pieces_is_bitwise_the_run_in_one(
     workers, small_data, tmp_path, kind, stage, precision
 ):

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.helpers.disk import read_tree
+from tests.helpers.everyday import everyday
 from tests.helpers.snapshots import (
     changes_told,
     close_while_copying,
@@ -25,12 +26,6 @@ MODELS = {
     "mumoe": mumoe_model(rank=8),
 }
 """The sparse one has state in buffers."""
-EVERYDAY = {
-    ("dense", 2, 1, 1, 0, "fp32"),
-    ("dense", 2, 1, 1, 1, "bf16"),
-    ("dense", 2, 1, 1, 3, "bf16"),
-    ("smoe", 2, 1, 2, 1, "fp32"),
-}
 # Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
 LAYOUTS = [
     *(("dense", 2, 1, 1, stage) for stage in range(4)),
@@ -40,13 +35,6 @@ LAYOUTS = [
     *(("smoe", 2, 1, 2, stage) for stage in range(3)),
     ("smoe", 4, 2, 2, 1),
 ]
-CASES = [
-    pytest.param(
-        *layout, precision, marks=() if (*layout, precision) in EVERYDAY else pytest.mark.slow
-    )
-    for layout in LAYOUTS
-    for precision in ("fp32", "bf16")
-]
 
 
 def assert_same(folder, files):
@@ -55,7 +43,15 @@ def assert_same(folder, files):
     assert trees[0] == trees[1]
 
 
-@pytest.mark.parametrize(("kind", "processes", "tensor", "expert", "stage", "precision"), CASES)
+@everyday(
+    ("kind", "processes", "tensor", "expert", "stage", "precision"),
+    [(*layout, precision) for layout in LAYOUTS for precision in ("fp32", "bf16")],
+    keep=[
+        ("dense", 2, 1, 1, 0, "fp32"),
+        ("dense", 2, 1, 1, 3, "bf16"),
+        ("smoe", 2, 1, 2, 1, "fp32"),
+    ],
+)
 def test_a_snapshot_is_the_checkpoint_of_its_moment_to_the_last_byte(
     workers, tmp_path, kind, processes, tensor, expert, stage, precision
 ):
@@ -76,9 +72,7 @@ def test_the_engine_tells_once_before_anything_changes(workers, stage, precision
     assert workers(1).run(changes_told, case) == [[True]]
 
 
-@pytest.mark.parametrize(
-    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
-)
+@everyday("stage", [0, 1, 2, 3], keep=[1])
 def test_without_the_wait_it_would_be_another_one(workers, tmp_path, stage):
     case = Case(stage=stage, precision="bf16")
     assert workers(1).run(save_both_ways, case, str(tmp_path), waits=False) == [False]
@@ -119,7 +113,7 @@ def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, wha
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("state", ["waiting", "stopped"])
+@everyday("state", ["waiting", "stopped"], keep=["stopped"])
 def test_a_writer_dies_with_the_process_that_trains(state):
     from parallel.checkpoint.snapshot import SnapshotWriter
 

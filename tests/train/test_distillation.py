@@ -88,6 +88,7 @@ def shares_of_held_out(config, path):
     return np.stack(shares).astype(float)
 
 
+@pytest.mark.slow
 def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
     (found,) = workers(1).run(specialization, attentive)
     assert "polysemanticity" not in found["layers"]["mixture"]  # whole networks are not left out
@@ -106,6 +107,7 @@ def test_the_gate_of_a_mixture_is_measured(workers, config, attentive):
     assert known == pytest.approx(information, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_mixture_with_a_plain_gate_learns_digits_and_an_even_load(workers, config, attentive):
     folder = config.parent / "plain"
     words = (f"run.folder={folder}", "model.top_k=2", "loss.importance=10.0")
@@ -115,6 +117,7 @@ def test_a_mixture_with_a_plain_gate_learns_digits_and_an_even_load(workers, con
     assert even < 0.02 < 0.1 < free  # nothing evens out the other run
 
 
+@pytest.mark.slow
 def test_images_that_change_experts_between_checkpoints_are_counted(workers, config):
     folder = config.parent / "two-checkpoints"
     words = ("model.top_k=2", "train.steps=20", "checkpoint.every=10", "log.fluctuation=true")
@@ -148,6 +151,7 @@ def test_a_run_goes_on_bitwise(workers, config, attentive):
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_distilled_mixture_has_the_experts_and_learns_a_plain_gate(workers, config, attentive):
     folder = config.parent / "distilled"
     words = (f"run.folder={folder}", f"checkpoint.init_from={attentive}", FREEZE)
@@ -183,6 +187,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(workers, config, att
     assert abs(records(folder)[0]["loss"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_mixture_teaches_another_kind_of_model(workers, config, attentive):
     folder = config.parent / "student"
     vit = (

@@ -9,6 +9,7 @@ from data.text.mixture import TrainingData
 from data.text.prepare import prepare
 from parallel.weights import load_model
 from tests.helpers import sequences as made
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, run_expecting_error, weights_of, write_config
 from train.config.run import load_config
 
@@ -57,7 +58,7 @@ def loss_by_hand(run_folder, teacher, weight, temperature):
     return (1 - weight) * task + weight * temperature**2 * kl_BTV.sum(-1).mean()
 
 
-@pytest.mark.parametrize(("weight", "temperature"), [(0.75, 2.0), (1.0, 1.0)])
+@everyday(("weight", "temperature"), [(0.75, 2.0), (1.0, 1.0)], keep=[(0.75, 2.0)])
 def test_the_loss_of_text_is_that_by_hand(workers, student, teacher, weight, temperature):
     words = (
         f"distill={{teacher: {teacher}, weight: {weight}, temperature: {temperature}}}", *STILL
@@ -77,6 +78,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(
     assert abs(records(tmp_path / "run")[0]["loss"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_student_comes_nearer_to_its_teacher(workers, student, teacher):
     words = (f"distill={{teacher: {teacher}, weight: 1.0}}", "train.steps=30")
     assert workers(1).run(run, student, *words) == [30]
@@ -85,16 +87,14 @@ def test_a_student_comes_nearer_to_its_teacher(workers, student, teacher):
     assert losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("kind", "layout"),
     [
         ("smoe", ()),
-        pytest.param("dense", ("parallel.zero_stage=3",), marks=pytest.mark.slow),
-        pytest.param(
-            *("smoe", ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
-            marks=pytest.mark.slow,
-        ),
+        ("dense", ("parallel.zero_stage=3",)),
+        ("smoe", ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
     ],
+    keep=[("smoe", ())],
 )
 def test_two_processes_learn_from_a_teacher_what_one_learns(
     workers, student, teacher, kind, layout
@@ -156,6 +156,7 @@ def test_a_teacher_that_sees_later_tokens_is_refused(workers, tmp_path, prepared
     assert "has model.feed_forward.causal_graph: false" in text
 
 
+@pytest.mark.slow
 def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts, teacher, student):
     prepare(str(texts), "wordpiece:300", tmp_path / "data", report=lambda line: None)
     changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
@@ -181,6 +182,7 @@ def sequences(workers, tmp_path_factory):
     return root / "config.yaml", root / "run"
 
 
+@pytest.mark.slow
 def test_the_loss_of_sequences_has_the_share_of_the_teacher(workers, tmp_path, sequences):
     """Of padded rows of different lengths: alone, as its own teacher, and as that of another."""
     config, teacher = sequences
@@ -202,6 +204,7 @@ def test_the_loss_of_sequences_has_the_share_of_the_teacher(workers, tmp_path, s
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
+@pytest.mark.slow
 def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, sequences, teacher):
     config, own = sequences
     for seed, split in enumerate(("train", "dev")):

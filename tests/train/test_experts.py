@@ -65,6 +65,7 @@ def _is_of_any_layout(key: str) -> bool:
     return key.startswith("routing/") and not key.endswith(ends)
 
 
+@pytest.mark.slow
 def test_one_process_records_the_same(workers, finished, tmp_path, prepared_path):
     config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS)
     workers(1).run(run, config)
@@ -84,6 +85,7 @@ def test_the_balance_loss_is_added_and_not_reported(workers, finished, tmp_path,
     assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_experts_in_one_process(workers, tmp_path, prepared_path):
     spread = {"parallel__expert_parallel_size": 2, "train__steps": 3}
     config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS | spread)
@@ -92,6 +94,7 @@ def test_a_run_goes_on_with_its_experts_in_one_process(workers, tmp_path, prepar
     assert [line["step"] for line in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_the_result_is_evaluated_and_generates(workers, finished):
     path = finished / "run"
     one = workers(1).run(evaluation, path, split="validation")[0]

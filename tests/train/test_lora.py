@@ -142,6 +142,7 @@ def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
     assert (expected - before).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_commands_take_a_checkpoint_of_adapters(adapted, workers, finished, capfd):
     folder, config, _ = adapted
     after, before = (workers(1).run(evaluation, each)[0] for each in (folder, finished))
@@ -199,6 +200,7 @@ def test_adapters_of_another_base_are_refused(
         assert why in line
 
 
+@pytest.mark.slow
 def test_commands_are_told_where_a_base_has_moved(
     adapted, finished, exported, trained, tmp_path, capfd
 ):
@@ -273,6 +275,7 @@ def test_conversion_says_what_to_do_with_adapters(adapted, finished, tmp_path, c
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_run_with_experts_adapts_them_and_starts_from_another_with_lora(
     workers, trained, prepared_path, tmp_path
 ):

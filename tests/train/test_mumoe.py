@@ -85,6 +85,7 @@ def test_the_run_keeps_the_rank_that_was_solved_for(finished):
     assert block.up.output_factor.shape == (4, RANK, 128)
 
 
+@pytest.mark.slow
 def test_the_result_is_evaluated_and_generates(workers, finished):
     path = finished / "run"
     one = workers(1).run(evaluation, path, split="validation")[0]

@@ -15,6 +15,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from parallel.checkpoint.commit import complete_checkpoints
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
     records,
@@ -80,7 +81,7 @@ def test_every_step_has_a_record_and_tensorboard_the_same_numbers(finished):
     assert text.decode().startswith(f"first step done {lines[0]['startup_seconds']:.2f} s after")
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@everyday("processes", [2, 4], keep=[2])
 def test_tensor_parallel_processes_train_and_validate_alike(
     workers, finished, config, tmp_path, processes
 ):
@@ -91,16 +92,10 @@ def test_tensor_parallel_processes_train_and_validate_alike(
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("kind", "first", "second"),
-    [
-        ("dense", 2, 1),
-        ("smoe", 2, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("dense", 1, 2), ("cp", 2, 1), ("tr", 1, 2))
-        ),
-    ],
+    [("dense", 2, 1), ("dense", 1, 2), ("smoe", 2, 1), ("cp", 2, 1), ("tr", 1, 2)],
+    keep=[("smoe", 2, 1)],
 )
 def test_a_run_goes_on_by_itself_on_another_layout(
     workers, trained, tmp_path, prepared_path, kind, first, second
@@ -142,6 +137,7 @@ def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
     assert records(tmp_path / "run")[0]["step"] == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     command = [sys.executable, "-m", "launch", "train", str(config), "train.steps=3000"]
     run = subprocess.Popen(
@@ -158,7 +154,7 @@ def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     assert last == f"polyad: error: interrupted; the same command goes on from {newest}"
 
 
-@pytest.mark.parametrize("workers_count", [0, pytest.param(2, marks=pytest.mark.slow)])
+@everyday("workers_count", [0, 2], keep=[0])
 def test_batches_do_not_depend_on_loader_workers(
     workers, finished, config, tmp_path, workers_count
 ):
@@ -167,6 +163,7 @@ def test_batches_do_not_depend_on_loader_workers(
     assert ours == [line["loss"] for line in records(finished / "run")]
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_on_request(workers, config, tmp_path):
     workers(1).run(run, config, "log.profile.first_step=2", "log.profile.num_steps=2")
     trace = json.loads((tmp_path / "run" / "profile" / "rank-00000.json").read_text())
@@ -301,7 +298,7 @@ def flip(path, position):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "without manifest"])
+@everyday("damage", ["cut", "flipped", "without manifest"], keep=["flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     workers, finished, config, tmp_path, damage
 ):
@@ -348,6 +345,7 @@ def test_as_many_checkpoints_stay_as_are_asked_for(workers, config, tmp_path):
     assert names == [f"step-0000000{step}" for step in (3, 6, 7)]
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_while_it_trains_leaves_the_same_checkpoints(
     workers, finished, config, tmp_path
 ):

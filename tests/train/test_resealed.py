@@ -120,6 +120,7 @@ RESUME_ALONE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_command_refuses_a_table_of_nonsense_in_one_line(resealed, capfd):
     refused_by_config = {"missing weight", "missing buffer", "shrunk"}
     for name, what, change in TABLE:

@@ -90,6 +90,7 @@ def test_json_that_is_none_is_refused(resealed):
             assert line.startswith(f"{resealed.checkpoint / name}: damaged: "), line
 
 
+@pytest.mark.slow
 def test_mutations_of_a_folder_of_transformers_are_refused_or_harmless(exported, tmp_path):
     folder = tmp_path / "folder"
     shutil.copytree(exported, folder)

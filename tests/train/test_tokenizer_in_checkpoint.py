@@ -33,7 +33,9 @@ def sentencepiece_model(texts, path):
     return str(path)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[pytest.param("sentencepiece", marks=pytest.mark.slow), "words"]
+)
 def trained(request, workers, tmp_path_factory, texts):
     """The kind, the run's folder, what tokenized its data, and the data's bytes of it."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -133,6 +135,7 @@ def test_an_older_checkpoint_finds_it_in_its_data(trained, tmp_path):
         shutil.rmtree(folder.parent / "data")
 
 
+@pytest.mark.slow
 def test_a_mixture_s_checkpoint_has_it(workers, tmp_path, texts):
     documents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
     spec = sentencepiece_model(documents, tmp_path / "any.model")

@@ -21,6 +21,7 @@ from data.images.samples import EvaluationImages, ImageSamples
 from data.images.torchvision_door import available
 from data.sampler import micro_batches
 from tests.helpers import images as made
+from tests.helpers.everyday import everyday
 
 MODES = ("L", "LA", "P", "RGBA", "CMYK", "1", "RGB", "YCbCr")
 
@@ -171,7 +172,7 @@ def test_a_sample_is_the_same_whenever_it_is_read_and_other_in_the_next_epoch(da
     assert sum(changed) > count * 0.8
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@everyday("workers", [0, 2], keep=[0])
 def test_global_batches_depend_on_neither_processes_nor_workers(data, workers):
     whole = list(
         micro_batches(

@@ -79,6 +79,7 @@ def test_a_sample_depends_on_its_number_alone(samples):
     assert not torch.equal(first[5].positions_BP, samples(8)[5].positions_BP)
 
 
+@pytest.mark.slow
 def test_every_token_is_read_once_in_an_epoch(prepared, samples):
     made = samples()
     read = []

@@ -134,7 +134,12 @@ def test_global_batches_do_not_depend_on_processes_or_start(folders):
     ranks = [batches(samples, rank, 2) for rank in range(2)]
     assert torch.equal(torch.stack(ranks, dim=1).flatten(0, 1), whole)
     assert torch.equal(batches(samples, start=4, steps=2), whole[16:])
-    assert torch.equal(batches(samples, workers=1), whole)
+
+
+@pytest.mark.slow
+def test_global_batches_do_not_depend_on_loader_workers(folders):
+    samples = mixture(folders, a=3, b=1).samples(LENGTH, seed=5)
+    assert torch.equal(batches(samples, workers=1), batches(samples))
 
 
 def test_one_source_is_the_folder_itself(folders):

@@ -18,6 +18,7 @@ from data.text.split_writer import token_dtype, write_index
 from data.text.splits import split_of_documents
 from data.text.tokenizers.tokenizer import END_OF_TEXT
 from data.text.tokenizers.training import train_tokenizer
+from tests.helpers.everyday import everyday
 
 PREPARE = """
 import sys
@@ -109,6 +110,7 @@ def test_text_with_the_mark_is_one_document(tmp_path):
     assert data.tokenizer().decode(tokens.tolist()) == f"one {END_OF_TEXT} two{END_OF_TEXT}"
 
 
+@pytest.mark.slow
 def test_long_document_is_encoded_as_if_whole(tmp_path, library_text):
     long = library_text * 3
     source = jsonl(tmp_path / "a.jsonl", [long])
@@ -239,7 +241,7 @@ def test_bad_fraction_is_refused(tmp_path, texts, fraction):
         silent(str(texts), "train:300", tmp_path / "out", test_fraction=fraction)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+@everyday("stop", [signal.SIGKILL, signal.SIGINT], keep=[signal.SIGINT])
 def test_interrupted_prepare_leaves_nothing_complete(tmp_path, texts, prepared_path, stop):
     out = tmp_path / "out"
     arguments = [str(texts), str(prepared_path), str(out)]

@@ -12,6 +12,7 @@ from data.text.dataset import PreparedData
 from data.text.manifest import SPLITS, Manifest
 from data.text.prepare import prepare
 from data.text.writer import DatasetWriter
+from tests.helpers.everyday import everyday
 
 
 def silent(*arguments, **options):
@@ -123,7 +124,11 @@ def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
     assert (before.request, before.split_by) == (now.request, now.split_by)
 
 
-@pytest.mark.parametrize(("tokenizer", "stops"), [("train:300", (1, 3)), ("characters", (2,))])
+@everyday(
+    ("tokenizer", "stops"),
+    [("train:300", (1, 3)), ("characters", (2,))],
+    keep=[("characters", (2,))],
+)
 def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer, stops):
     silent(str(play), tokenizer, tmp_path / "whole")
     monkeypatch.setattr(data.text.prepare, "SAVE_SECONDS", 0.0)
@@ -147,6 +152,7 @@ def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):

@@ -1,6 +1,7 @@
 """An interrupted `polyad prepare` goes on, to the files of one that was not interrupted."""
 
 import hashlib
+import itertools
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from data.text.resume import RESUME_FILE
 from data.text.split_writer import SplitState, SplitWriter
 from data.text.tokenizers.files import load_tokenizer
 from data.text.writer import DatasetWriter
+from tests.helpers.everyday import everyday
 
 PREPARE_SLOWLY = """
 import sys, time, data.text.prepare, data.text.writer
@@ -33,6 +35,7 @@ data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 THREADS = """
 import os, sys, tokenizers
 from data.text.prepare import prepare
+from tests.helpers.everyday import everyday
 prepare(sys.argv[1], sys.argv[2], sys.argv[3], report=lambda line: None)
 print(len(os.listdir("/proc/self/task")), os.environ["TOKENIZERS_PARALLELISM"])
 """
@@ -66,7 +69,7 @@ def encoded(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("tokenizer", ["train:300", "words", None])
+@everyday("tokenizer", ["train:300", "words", None], keep=["train:300"])
 def test_killed_twice_it_ends_with_the_same_files(
     tmp_path, texts, prepared_path, tokenizer, encoded
 ):
@@ -92,6 +95,7 @@ def test_killed_twice_it_ends_with_the_same_files(
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
 
+@pytest.mark.slow
 def test_another_request_begins_anew(tmp_path, texts, prepared_path, encoded):
     interrupt((texts, prepared_path, tmp_path / "out"), 10)
     silent = {"report": lambda line: None, "test_fraction": 0.2}
@@ -101,16 +105,10 @@ def test_another_request_begins_anew(tmp_path, texts, prepared_path, encoded):
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("name", "missing"),
-    [
-        ("train.bin", True),
-        ("tokenizer.json", True),
-        ("validation.lengths", False),
-        pytest.param("train.bin", False, marks=pytest.mark.slow),
-        pytest.param("validation.lengths", True, marks=pytest.mark.slow),
-        pytest.param("tokenizer.json", False, marks=pytest.mark.slow),
-    ],
+    itertools.product(["train.bin", "validation.lengths", "tokenizer.json"], [False, True]),
+    keep=[("validation.lengths", False)],
 )
 def test_damaged_files_are_not_gone_on_from(tmp_path, texts, prepared_path, name, missing):
     arguments = (str(texts), str(prepared_path), tmp_path / "out")
@@ -153,6 +151,7 @@ def test_a_full_disk_keeps_what_was_saved_and_bad_text_does_not(
     assert len(encoded) == 25  # the second call went on
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
 def test_every_core_encodes_whatever_the_environment_says(tmp_path, texts, prepared_path):
     command = [sys.executable, "-c", THREADS, str(texts), str(prepared_path), str(tmp_path / "out")]

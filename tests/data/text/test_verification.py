@@ -11,6 +11,7 @@ from data.text.dataset import PreparedData
 from data.text.manifest import FILES, Manifest, index_bytes
 from data.text.prepare import prepare
 from data.text.verification import bytes_to_verify, unsealed, verify_files
+from tests.helpers.everyday import everyday
 from tests.helpers.prepared import age, flip
 
 
@@ -40,7 +41,9 @@ def test_a_whole_folder_is_whole_and_all_of_it_is_read(copy):
     assert (note is None) == (Manifest.read(copy).format_version == 2)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "train.idx", "test.bin", "test.idx"])
+@everyday(
+    "name", ["train.bin", "train.idx", "test.bin", "test.idx"], keep=["train.bin", "test.idx"]
+)
 def test_a_flipped_bit_anywhere_is_found_in_its_file(copy, name):
     path = copy / name
     good = path.read_bytes()

@@ -8,6 +8,7 @@ from launch.cli import run
 from tests.helpers.runs import write_config
 
 
+@pytest.mark.slow
 def test_both_ways_are_timed(texts):
     result = bench_data(
         source=str(texts),
@@ -30,6 +31,7 @@ def test_both_ways_are_timed(texts):
     assert "the goal is at least 0.9" in data_table(result)
 
 
+@pytest.mark.slow
 def test_what_training_takes_is_measured_in_the_same_run(texts, tmp_path, monkeypatch):
     counted = []
 

@@ -177,6 +177,7 @@ def test_what_is_slow_is_timed_once():
     assert (rows["dense"]["timed"], rows["slow"]["timed"]) == (4, 1)
 
 
+@pytest.mark.slow
 def test_command_writes_json_alone_and_progress_to_standard_error(capfd):
     arguments = [*OPTIONS, "--precision=bf16", "--repeats=1", "--threads=1", "--json=-"]
     assert run(["bench", "layer", *arguments]) == 0

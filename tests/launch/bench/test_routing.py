@@ -138,6 +138,7 @@ def test_goals_are_of_the_slowest_graph(result, monkeypatch):
     assert table.count("the goal is at most 1000000000.0: met") == 2
 
 
+@pytest.mark.slow
 def test_command_writes_json_alone_and_progress_to_standard_error(capfd):
     threads = torch.get_num_threads()
     arguments = ["--tokens", "8", "20", "--model-tokens", "8", "--precision=bf16", "--threads=1"]

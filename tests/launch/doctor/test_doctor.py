@@ -17,6 +17,7 @@ TWO = ("--processes-per-node", 2)
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) -> None:
     done = polyad("doctor", config, *TWO, "--json", "-")
     assert done.returncode == 0, done.stderr

@@ -46,6 +46,7 @@ def test_a_plan_needs_no_data_and_no_gpu(capfd: pytest.CaptureFixture[str]) -> N
     assert all(each["link"] == "network" for each in result["exchanges"] if each["processes"] == 16)
 
 
+@pytest.mark.slow
 def test_a_table_says_that_it_is_a_prediction(capfd: pytest.CaptureFixture[str]) -> None:
     expert = "parallel.expert_parallel_size=2"
     assert run(["plan", SMOE, "--processes-per-node", "2", *SMALL, expert, "--imbalance", "2"]) == 0
@@ -68,6 +69,7 @@ def test_rows_of_the_busiest_process_take_memory_and_time(
     assert uneven["step"]["seconds"] > even["step"]["seconds"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_status_2_and_says_what_would(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -88,6 +88,7 @@ def works_of(*commands: tuple[str, ...]) -> Work:
     return {"done": len(commands)}
 
 
+@pytest.mark.slow
 def test_a_work_that_fails_ends_the_others_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     others = children(os.getpid())  # of other tests
     with Jobs[int](2) as works:

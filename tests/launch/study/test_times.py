@@ -142,6 +142,7 @@ def test_a_dry_run_says_what_is_known_and_starts_nothing(
     assert plan["seconds_left"] == pytest.approx(SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_trial_that_fails_is_said_and_the_others_are_taken(
     write_study: WriteStudy, capfd: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from model.entropy import entropy
 from model.kernels import grouped, mixture, rows, switch
 from model.kernels.cpu import experts as cpu_experts
 from model.kernels.cpu import gelu
+from tests.helpers.everyday import everyday
 from tests.helpers.routing import Watch
 
 # Four tokens with two experts each: 8 rows, sorted by expert.
@@ -356,8 +357,10 @@ def test_second_derivatives_of_grouped_products_are_right():
 # The switch
 
 
-@pytest.mark.parametrize(
-    ("value", "reference"), [(None, False), ("", False), ("fast", False), ("reference", True)]
+@everyday(
+    ("value", "reference"),
+    [(None, False), ("", False), ("fast", False), ("reference", True)],
+    keep=[("", False), ("reference", True)],
 )
 def test_the_variable_chooses(value, reference):
     environment = {k: v for k, v in os.environ.items() if k != switch.VARIABLE}

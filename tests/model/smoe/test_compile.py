@@ -6,6 +6,7 @@ from torch import _dynamo
 
 from model.build import compile_model
 from model.smoe.scores import SCORES
+from tests.helpers.everyday import everyday
 from tests.helpers.routed_models import (
     GRAPH_OPTIONS,
     assert_same_step,
@@ -40,9 +41,10 @@ def assert_compiles(small_model, random_ids, options, recompute="none", backend=
     assert not _dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("graph", "recompute"),
     [("similarity", "none"), ("attention", "block"), ("attention, lower entropy", "none")],
+    keep=[("attention", "block")],
 )
 def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
     # All of torch.compile but the code generator, which takes half a minute for each of these.
@@ -93,7 +95,7 @@ def test_a_growing_k_is_followed_by_compiled_blocks(small_model, random_ids):
     assert compiled.blocks[0].feed_forward.router.selection.top_k == 3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@everyday("backend", ["aot_eager", "inductor"], keep=["aot_eager"])
 def test_compiled_blocks_follow_when_a_graph_begins(small_model, random_ids, backend):
     ids, options = random_ids(2, 16), {"graph": "attention", "graph_from": 0.5, "sigma": 2.0}
     _dynamo.reset()

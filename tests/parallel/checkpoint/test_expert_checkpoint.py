@@ -7,7 +7,7 @@ import torch
 
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
-from tests.helpers.pairwise import pairwise
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, global_batch, moe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -26,19 +26,11 @@ PAIRS = [
         itertools.product(SHAPES, SHAPES), itertools.cycle(itertools.product((0, 1, 2), repeat=2))
     )
 ]
-SOME_PAIRS = [
-    ((*origin, a), (*target, b))
-    for origin, target, a, b in pairwise(SHAPES[1:], SHAPES[1:], (0, 1, 2), (0, 1, 2))[:18]
-]
 
 
 def name(layout):
     processes, tensor, expert, stage = layout
     return f"{processes} TP {tensor} EP {expert} ZeRO {stage}"
-
-
-def names(pairs):
-    return [f"{name(a)} to {name(b)}" for a, b in pairs]
 
 
 def on(layout, **others):
@@ -61,24 +53,24 @@ def saved(workers, tmp_path_factory):
     return save
 
 
-def assert_saved_again(workers, saved, folder, origin, target):
+@everyday(
+    ("origin", "target"),
+    PAIRS,
+    keep=[
+        ((4, 2, 2, 1), (4, 1, 2, 0)),
+        ((4, 1, 4, 2), (4, 2, 2, 1)),
+        ((4, 1, 2, 0), (2, 2, 1, 2)),
+        ((2, 1, 2, 1), (2, 1, 1, 0)),
+    ],
+    ids=lambda pair: f"{name(pair[0])} to {name(pair[1])}",
+)
+def test_a_layout_saves_again_what_another_wrote(workers, saved, tmp_path, origin, target):
     path = saved(origin)
-    case = on(target, resume=str(path), first_step=3, save_to=str(folder))
+    case = on(target, resume=str(path), first_step=3, save_to=str(tmp_path))
     workers(target[0]).run(resave, case)
-    before, after = tensors(path), tensors(folder / "step-00000003")
+    before, after = tensors(path), tensors(tmp_path / "step-00000003")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-@pytest.mark.parametrize(("origin", "target"), SOME_PAIRS, ids=names(SOME_PAIRS))
-def test_a_layout_saves_again_what_another_wrote(workers, saved, tmp_path, origin, target):
-    assert_saved_again(workers, saved, tmp_path, origin, target)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("origin", "target"), PAIRS, ids=names(PAIRS))
-def test_every_layout_saves_again_what_any_other_wrote(workers, saved, tmp_path, origin, target):
-    assert_saved_again(workers, saved, tmp_path, origin, target)
 
 
 def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
@@ -104,20 +96,14 @@ def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
 
 
 RESUMED = [(1, 1, 1, 0), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 0)]
-COMMON = [(1, 1, 1, 0), (2, 1, 2, 1)]
-# In the everyday suite in one precision.
-IN_TURN = [
-    pytest.param(
-        layout, precision,
-        marks=[] if number % 2 != turn and layout in COMMON else [pytest.mark.slow],
-        id=f"{name(layout)}-{precision}",
-    )
-    for number, layout in enumerate(RESUMED)
-    for turn, precision in enumerate(("fp32", "bf16"))
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "precision"), IN_TURN)
+@everyday(
+    ("layout", "precision"),
+    itertools.product(RESUMED, ("fp32", "bf16")),
+    keep=[((2, 1, 2, 1), "fp32")],
+    ids=lambda case: f"{name(case[0])}-{case[1]}",
+)
 def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layout, precision):
     case = on(layout, precision=precision, dropout=0.1, learning_rate=1e-3)
     pool = workers(layout[0])
@@ -138,7 +124,7 @@ def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layo
     assert not torch.equal(entropy, entropy.bfloat16().float())
 
 
-@pytest.mark.parametrize("target", LAYOUTS[1::3], ids=name)
+@everyday("target", LAYOUTS[1::3], keep=[(4, 2, 2, 1)], ids=name)
 def test_training_goes_on_alike_after_a_change_of_layout(workers, saved, tmp_path, target):
     path = saved((2, 1, 2, 1))
     results = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model.build import build_model
+from tests.helpers.everyday import everyday
 from tests.helpers.saving import train_rearranging
 from tests.helpers.training import MODEL, Case, mumoe_model, resave, tensors, train
 
@@ -29,14 +30,11 @@ def chunks_by_file(folder):
     return found
 
 
-@pytest.mark.parametrize("average", [None, 0.9])
-@pytest.mark.parametrize(
-    ("processes", "tensor"),
-    [(1, 1), (2, 1), *[pytest.param(4, tensor, marks=pytest.mark.slow) for tensor in (1, 2)]],
-)
-@pytest.mark.parametrize("name", MODELS)
+@everyday("average", [None, 0.9], keep=[0.9])
+@everyday(("processes", "tensor"), [(1, 1), (2, 1), (4, 1), (4, 2)], keep=[(2, 1)])
+@everyday("name", MODELS, keep=["ring"])
 def test_rearranged_parts_are_the_same_tensors(workers, tmp_path, name, processes, tensor, average):
-    case = Case(stage=3, model=MODELS[name], tensor=tensor, average=average)
+    case = Case(stage=3, model=MODELS[name], tensor=tensor, average=average, last_step=2)
     contents = []
     for way, trained in (("as they are", train), ("rearranged", train_rearranging)):
         workers(processes).run(trained, case.but(save_to=str(tmp_path / way)))
@@ -63,6 +61,7 @@ def test_there_are_as_many_ranges_as_parameters_and_processes(workers, tmp_path)
     assert sum(map(len, chunks_by_file(next(place.glob("step-*"))).values())) > most
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_rearranged_parts(workers, tmp_path):
     case = Case(stage=3)
     workers(4).run(train_rearranging, case.but(last_step=2, save_to=str(tmp_path)))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import run_and_listen, write_config
 
 pytestmark = pytest.mark.distributed
@@ -50,6 +51,7 @@ def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     assert lines("train.steps=5")[0] == f"goes on from step 2 of 5 (3 left), from {second}"
 
 
+@pytest.mark.slow
 def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config, tmp_path):
     def first(source, folder, *overrides):
         options = [f"checkpoint.init_from={source}", f"run.folder={tmp_path / folder}", *overrides]
@@ -67,7 +69,11 @@ def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [("none", "attention"), ("attention", "none")])
+@everyday(
+    ("before", "after"),
+    [("none", "attention"), ("attention", "none")],
+    keep=[("none", "attention")],
+)
 def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
     with_weights_of_another, before, after
 ):
@@ -100,7 +106,7 @@ def test_a_graph_that_begins_later_goes_by_the_steps_of_its_own_run(workers, con
     assert records("c", f"{section}}}", f"checkpoint.init_from={tmp_path / 'a'}")[0] == [True] * 4
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)])
+@everyday(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 1.0)], keep=[(0.5, 1.0)])
 def test_a_gate_that_begins_with_softmax_does_so_whatever_run_the_weights_are_of(
     with_weights_of_another, before, after
 ):

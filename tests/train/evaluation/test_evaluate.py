@@ -11,6 +11,7 @@ import torch
 from data.text.dataset import PreparedData
 from launch.output import strict
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluation, run, write_config
 from train.evaluation.evaluate import result_table
@@ -54,25 +55,15 @@ def reference_loss(run_folder, data, split, stride):
     return total, scored
 
 
-EVERYDAY = [("dense", "validation", 32), ("cp", "test", 32)]
-CASES = [
-    *EVERYDAY,
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in [
-            *(
-                ("dense", split, stride)
-                for split in ("validation", "test")
-                for stride in (32, 8, 5)
-            ),
-            *((kind, "validation", 8) for kind in ("cp", "smoe", "tr")),
-        ]
-        if case not in EVERYDAY
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "split", "stride"), CASES)
+@everyday(
+    ("kind", "split", "stride"),
+    [
+        *(("dense", split, stride) for split in ("validation", "test") for stride in (32, 8, 5)),
+        ("cp", "test", 32),
+        *((kind, "validation", 8) for kind in ("cp", "smoe", "tr")),
+    ],
+    keep=[("dense", "validation", 8)],
+)
 def test_perplexity_equals_an_independent_computation(
     workers, finished, trained, prepared_path, kind, split, stride
 ):
@@ -88,27 +79,22 @@ def test_perplexity_equals_an_independent_computation(
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / info.bytes, rel=1e-4)
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("kind", "batch_size"),
-    [
-        ("dense", 3),
-        ("smoe", 3),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("dense", 1), ("dense", 64), ("cp", 3), ("tr", 64))
-        ),
-    ],
+    [("dense", 1), ("dense", 3), ("dense", 64), ("smoe", 3), ("cp", 3), ("tr", 64)],
+    keep=[("dense", 3)],
 )
 def test_two_processes_score_what_one_scores(workers, finished, trained, kind, batch_size):
     finished = finished if kind == "dense" else trained(kind)
     # Windows that neither the batch size nor the processes divide, and more room than windows.
-    overrides = (f"evaluation.batch_size={batch_size}", "evaluation.stride=7")
+    overrides = (f"evaluation.batch_size={batch_size}", "evaluation.stride=23")
     one = workers(1).run(evaluation, finished, overrides=overrides)[0]
     two = workers(2).run(evaluation, finished, overrides=overrides)
     assert two[0]["loss"] == two[1]["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert two[0]["tokens_scored"] == one["tokens_scored"]
 
 
+@pytest.mark.slow
 def test_more_context_scores_better(workers, finished):
     scores = [
         workers(1).run(evaluation, finished, overrides=(f"evaluation.stride={stride}",))[0]["loss"]

@@ -279,6 +279,7 @@ def test_options_need_it(capfd, options, words):
 SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
 
 
+@pytest.mark.slow
 def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     prepare(str(texts), "wordpiece:300", tmp_path / "pieces", report=lambda line: None)
     model = {"kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4}

@@ -71,6 +71,7 @@ def logits_of(trained, files, resize):
 EXACT = ("data.evaluation_resize=1.0",)
 
 
+@pytest.mark.slow
 def test_c_is_the_mean_of_errors_over_alexnets(workers, trained, tmp_path):
     expected = {}
     for place, name in enumerate(ALEXNET_ERRORS):
@@ -118,6 +119,7 @@ def test_v2_and_sketch_choose_among_all_classes(workers, trained, tmp_path):
         assert result["top1"] == pytest.approx(float(hits.float().mean()))
 
 
+@pytest.mark.slow
 def test_o_ranks_its_images_among_those_that_belong(workers, trained, tmp_path):
     metrics = pytest.importorskip("sklearn.metrics")
     labels = [4, 60, 333]

@@ -140,6 +140,7 @@ def without(result, *names):
     return {key: value for key, value in result.items() if key not in names}
 
 
+@pytest.mark.slow
 def test_two_processes_measure_as_one(workers, runs):
     options = {"overrides": ("evaluation.batch_size=3",)}
     one, two = (workers(size).run(specialization, runs["smoe"], **options)[0] for size in (1, 2))
@@ -195,6 +196,7 @@ def test_the_report_says_the_same(workers, runs, tmp_path):
     assert f"<td>{measure['value']:.4f} [{low:.4f}, {high:.4f}]</td>" in page
 
 
+@pytest.mark.slow
 def test_the_command_says_it_for_people(runs, capfd, tmp_path):
     assert polyad(["evaluate", str(runs["smoe"]), "--specialization", "--json", "-"]) == 0
     result = json.loads(capfd.readouterr().out)

@@ -29,7 +29,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[pytest.param("mixer cp", marks=pytest.mark.slow), "vit tr", "vit sparse"])
 def model(request):
     """With weights drawn anew: a gate of zeros, and a head of zeros, would say nothing."""
     made = build_model(read_model_config(IMAGES | MODELS[request.param]))

@@ -14,6 +14,7 @@ from data.text.prepare import prepare
 from launch.cli import run as polyad
 from launch.output import strict
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, reseal, run, write_config
 from train.errors import ConfigError
 from train.evaluation.evaluate import result_table
@@ -47,7 +48,7 @@ def checkpoint(run_folder, step):
     return run_folder / "checkpoints" / f"step-{step:08}"
 
 
-@pytest.mark.parametrize("kind", ["smoe", "mumoe"])
+@everyday("kind", ["smoe", "mumoe"], keep=["mumoe"])
 def test_a_checkpoint_does_not_differ_from_itself(workers, runs, kind):
     result = workers(1).run(compare, runs[kind], checkpoint(runs[kind], 6), units=3200)[0]
     assert set(result["layers"]) == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
@@ -148,6 +149,7 @@ def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
     assert heading not in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = (str(checkpoint(runs["smoe"], step)) for step in (6, 3))
@@ -246,6 +248,7 @@ def change_state(folder, **values):
     reseal(folder)
 
 
+@pytest.mark.slow
 def test_no_attack_is_the_clean_evaluation(workers, runs):
     clean = workers(1).run(evaluation, runs["smoe"])[0]
     same = workers(1).run(evaluation, runs["smoe"], attack=WordSwap(0.0, 3))[0]
@@ -259,6 +262,7 @@ def test_no_attack_is_the_clean_evaluation(workers, runs):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
     attack = WordSwap(0.3, 1)
     one = workers(1).run(evaluation, runs["dense"], attack=attack)[0]

@@ -16,6 +16,7 @@ from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.weights import load_model
 from tests.helpers import sequences as made
 from tests.helpers.bert import padded_input, their_bert
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, run, run_and_listen, write_config
 from train.exchange.convert import convert
 from train.exchange.split import Splitting
@@ -69,7 +70,7 @@ def output_of(folder, dtype=torch.float64):
     return output[mask] if output.dim() == 3 else output
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@everyday("name", CLASSES, keep=["BertForMaskedLM"])
 def test_split_and_copied_experts_give_the_dense_output_and_merged_ones_its_weights(
     theirs, tmp_path, name
 ):
@@ -105,6 +106,7 @@ def begun(workers, config, start, folder, *keys):
     return [line["loss"] for line in records(folder)], said
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_with_a_new_head_begins_from_them_where_it_begins_from_the_dense_one(
     workers, theirs, config, tmp_path
@@ -236,6 +238,7 @@ def test_a_base_of_ours_may_have_another_head_and_what_peft_has_no_place_for_is_
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_language_model_with_adapters_is_read_by_peft(workers, theirs, tmp_path):
     base = theirs / "BertForMaskedLM"

@@ -14,6 +14,7 @@ from launch.cli import run as polyad
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.fragments import MASTER
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import (
     FEED_FORWARDS,
@@ -99,6 +100,7 @@ def test_huggingface_to_polyad_to_huggingface_is_bitwise(tmp_path, shard_size, t
     assert {key: ours[key] for key in said} == {key: theirs[key] for key in said}
 
 
+@pytest.mark.slow
 def test_an_import_is_evaluated_like_the_run_it_came_from(
     workers, finished, exported, tmp_path, prepared_path
 ):
@@ -123,7 +125,16 @@ STARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "form", "processes", "stage"), STARTS)
+@everyday(
+    ("kind", "form", "processes", "stage"),
+    STARTS,
+    keep=[
+        ("dense", "huggingface", 2, 3),
+        ("dense", "polyad", 1, 0),
+        ("smoe", "safetensors", 1, 1),
+        ("tr", "run", 2, 2),
+    ],
+)
 def test_a_run_starts_from_any_form(
     workers, trained, exported, tmp_path, prepared_path, kind, form, processes, stage
 ):

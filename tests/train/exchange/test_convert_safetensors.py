@@ -10,6 +10,7 @@ from launch.cli import run as polyad
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.fragments import MASTER
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
@@ -24,7 +25,7 @@ from train.exchange.convert import conversion_table, convert
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("kind", FEED_FORWARDS)
+@everyday("kind", FEED_FORWARDS, keep=["smoe", "tr"])
 def test_polyad_to_safetensors_to_polyad_to_safetensors_is_bitwise(trained, plain, tmp_path, kind):
     original = Checkpoint(newest(trained(kind)))
     stored = load_file(plain(kind) / "model.safetensors")
@@ -49,7 +50,7 @@ def test_polyad_to_safetensors_to_polyad_to_safetensors_is_bitwise(trained, plai
         assert (tmp_path / "again" / name).read_bytes() == (plain(kind) / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", FEED_FORWARDS)
+@everyday("kind", FEED_FORWARDS, keep=["smoe", "tr"])
 def test_a_folder_of_safetensors_computes_and_generates_as_its_run(trained, plain, kind):
     ids = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -11,6 +11,7 @@ from model.build import build_model, initial_values, read_model_config
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from tests.helpers.bert import padded_input, their_bert
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, write_config
 from train.exchange.convert import convert
 from train.exchange.factorize import Factorizing
@@ -190,10 +191,9 @@ def test_nan_other_formats_and_models_that_are_not_dense_are_one_line(sources, t
     assert "NaN or infinity in blocks.1.feed_forward.down.weight" in refused(tmp_path / "nan")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("noise", "apart"), [(1.0, True), pytest.param(0.0, False, marks=pytest.mark.slow)]
-)
+@everyday(("noise", "apart"), [(1.0, True), (0.0, False)], keep=[(1.0, True)])
 def test_a_run_goes_on_from_it_and_experts_part_where_they_were_set_apart(
     workers, trained, tmp_path, prepared_path, noise, apart
 ):

@@ -10,6 +10,7 @@ from data.images.prepare import prepare_images
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from tests.helpers import images as made
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, run_and_listen, run_expecting_error
 from train.exchange.convert import convert
 from train.exchange.split import Splitting
@@ -60,10 +61,7 @@ def finished(workers, folders, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["split", "adapted", *(pytest.param(n, marks=pytest.mark.slow) for n in ("copies", "dense"))],
-)
+@everyday("name", ["split", "adapted", "copies", "dense"], keep=["split"])
 def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
     workers, finished, folders, tmp_path, name
 ):

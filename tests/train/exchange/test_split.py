@@ -12,6 +12,7 @@ from model.build import build_model, initial_values, read_model_config
 from model.emoe.clustering import normalized, objective
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, newest, records, run, weights_of, write_config
 from train.evaluation.generate import Sampling, generate
@@ -75,7 +76,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "text"), CASES)
+@everyday(
+    ("source", "text"),
+    CASES,
+    keep=[
+        ("gpt2", "num_experts=8,top_k=8,blocks=[0,3],by=random,experts=grouped"),
+        ("huggingface", "num_experts=8,top_k=8,blocks=[2]"),
+        ("mixer", "num_experts=6,top_k=6,section=token_feed_forward,blocks=[3]"),
+    ],
+)
 def test_all_experts_give_the_dense_logits_and_merged_weights_are_bitwise_the_dense_ones(
     sources, tmp_path, source, text
 ):
@@ -277,6 +286,7 @@ def split_run(trained, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_it_is_evaluated_and_generates_as_the_dense_model(
     workers, trained, split_run, prepared_path
@@ -291,6 +301,7 @@ def test_it_is_evaluated_and_generates_as_the_dense_model(
     assert one["token_ids"] == other["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_tuned_with_all_experts_it_is_merged_to_what_the_dense_model_is_tuned_to(
     workers, trained, split_run, tmp_path, prepared_path

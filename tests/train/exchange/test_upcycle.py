@@ -12,6 +12,7 @@ from model.build import build_model, initial_value, initial_values
 from model.gpt2 import GPT2Config
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, records, run, write_config
 from train.evaluation.generate import Sampling, generate
@@ -66,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "text"), CASES)
+@everyday(("source", "text"), CASES, keep=CASES[1:4])
 def test_copied_experts_give_the_dense_logits(sources, tmp_path, source, text):
     result = convert(sources / source, tmp_path / "new", "polyad", Upcycling(text))
     assert "at first its logits are the dense model's, but for rounding" in result["notes"]
@@ -253,6 +254,7 @@ def upcycled(trained, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_it_is_evaluated_and_generates_as_the_dense_model(
     workers, trained, upcycled, prepared_path
@@ -267,6 +269,7 @@ def test_it_is_evaluated_and_generates_as_the_dense_model(
     assert theirs["token_ids"] == ours["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_with_experts_over_processes_goes_on_from_the_dense_loss(
     workers, trained, upcycled, tmp_path, prepared_path

@@ -9,6 +9,7 @@ from data.text.dataset import PreparedData
 from data.text.windows import EvaluationWindows, SpreadWindows
 from model.smoe.selection import Selected
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, run_expecting_error, write_config
 from train.evaluation.stability import compare
 from train.experts.fluctuation import (
@@ -153,13 +154,10 @@ def test_every_checkpoint_but_the_first_has_a_record(one_process):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
+@everyday(
     "parallel",
-    [
-        {},
-        pytest.param({"parallel__expert_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallel__tensor_parallel_size": 2}, marks=pytest.mark.slow),
-    ],
+    [{}, {"parallel__expert_parallel_size": 2}, {"parallel__tensor_parallel_size": 2}],
+    keep=[{}],
 )
 def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepared_path, parallel):
     lines = train(workers, tmp_path, prepared_path, 2, **parallel)
@@ -168,6 +166,7 @@ def test_two_processes_log_what_one_logs(workers, one_process, tmp_path, prepare
         assert fluctuation_of(ours) == pytest.approx(fluctuation_of(theirs), abs=3 / 350)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_that_goes_on_compares_with_the_checkpoint_it_goes_on_from(
     workers, one_process, tmp_path, prepared_path
@@ -186,6 +185,7 @@ def test_logging_changes_nothing_else(workers, one_process, tmp_path, prepared_p
     assert [line["loss"] for line in lines] == [line["loss"] for line in one_process[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_compiled_blocks_are_read_too(one_process):
     model = load_model(one_process[0] / "run")

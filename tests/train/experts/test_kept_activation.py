@@ -73,6 +73,7 @@ def test_nothing_was_read_and_dense_feed_forwards_have_no_share():
     assert not sums
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_report_has_it(trained, tmp_path):
     page, result = tmp_path / "page.html", tmp_path / "result.json"

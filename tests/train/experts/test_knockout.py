@@ -11,6 +11,7 @@ from model.bert import BertConfig
 from model.build import build_model, materialize
 from model.emoe.layer import EmergentMoE
 from model.gpt2 import GPT2Config
+from tests.helpers.everyday import everyday
 from train.errors import ConfigError
 from train.experts.class_changes import ChangeSums
 from train.experts.knockout import Focus, KnockOut, focus
@@ -166,7 +167,7 @@ def check_layer(model, layer, experts):
     return again
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@everyday("kind", KINDS, keep=["attention graph", "tr levels"])
 def test_each_class_loses_what_a_copy_with_zeros_loses(kind):
     model = make_model(kind)
     layers = routed_layers(model)

@@ -16,6 +16,7 @@ from data.text.dataset import PreparedData
 from data.text.prepare import prepare
 from launch.cli import run as polyad
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
 from tests.helpers.runs import run, write_config
 from train.experts.probing import routed_layers
@@ -42,7 +43,7 @@ def runs(workers, tmp_path_factory, prepared_path):
     return folders
 
 
-@pytest.mark.parametrize("kind", ["mumoe", "smoe", "dense"])
+@everyday("kind", ["mumoe", "smoe", "dense"], keep=["smoe"])
 def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_path, kind):
     for name in ("one", "two"):
         report(runs[kind], output=tmp_path / name, tokens=4000)
@@ -63,6 +64,7 @@ def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_p
     assert ("level 1" in text) == (kind == "mumoe")
 
 
+@pytest.mark.slow
 def test_a_check_box_without_a_script_shows_tokens_that_are_no_words(runs, tmp_path):
     result = report(runs["mumoe"], output=tmp_path / "page.html", tokens=4000)
     text = (tmp_path / "page.html").read_text()
@@ -88,6 +90,7 @@ def test_a_check_box_without_a_script_shows_tokens_that_are_no_words(runs, tmp_p
     assert 'class="all-only"' in section
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_page_has_its_curves_and_its_tokens(runs, tmp_path):
     """`docs/picture.py`, which draws the README's picture, follows the page."""
     report(runs["smoe"], output=tmp_path / "page.html", layers=["1"], experts=["0", "3"], top=2)
@@ -148,8 +151,10 @@ def coefficients_of_split(path, data, block):
     return torch.cat(rows)[1:], ids[1:], prepared
 
 
-@pytest.mark.parametrize(
-    ("kind", "block", "experts"), [("mumoe", 0, ["0.2", "1.1"]), ("smoe", 1, ["0", "3"])]
+@everyday(
+    ("kind", "block", "experts"),
+    [("mumoe", 0, ["0.2", "1.1"]), ("smoe", 1, ["0", "3"])],
+    keep=[("smoe", 1, ["0", "3"])],
 )
 def test_top_tokens_are_the_highest_of_the_split(
     runs, prepared_path, tmp_path, kind, block, experts

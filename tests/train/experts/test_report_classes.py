@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from launch.cli import run as polyad
 from parallel.checkpoint.checkpoint import best_checkpoint
 from tests.helpers import sequences as made
+from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import KINDS, NAMES, counted, one_by_one, table, trainer
 from tests.helpers.pages import Page
 from tests.helpers.runs import evaluation, records
@@ -39,7 +40,7 @@ def runs(train):
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@everyday("kind", KINDS, keep=["mumoe"])
 def test_numbers_are_those_of_a_loop_over_rows(runs, workers, tmp_path, kind):
     folder, rows = runs(kind), table(20, 1)
     result = report(folder, output=tmp_path / "page.html", top=5)
@@ -119,6 +120,7 @@ def test_the_page_says_the_same_and_what_looks_like_markup_is_text(runs, tmp_pat
     assert result["validation_score"] == log[-1]["validation_score"]
 
 
+@pytest.mark.slow
 def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     output = tmp_path / "page.html"
     found = report(runs("smoe"), output=output, layers=["1"])["classes"]
@@ -133,6 +135,7 @@ def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
         report(runs("smoe"), output=output, split="test")
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_read_and_named(train, tmp_path, capfd):
     """With a rate of next to nothing all validations are the same: the first is the best."""
     folder = train(
@@ -162,6 +165,7 @@ def test_the_best_checkpoint_is_read_and_named(train, tmp_path, capfd):
     assert "no checkpoint is marked as the best" in line
 
 
+@pytest.mark.slow
 def test_many_classes_stand_with_the_worst_first(train, tmp_path):
     rows = [row | {"label": n % 25} for n, row in enumerate(made.rows(100, 0))]
     folder = train("many", rows[:50], rows[50:], steps=2)

@@ -35,7 +35,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[pytest.param("vit", marks=pytest.mark.slow), "mixer"])
 def trained(request, workers, tmp_path_factory):
     root = tmp_path_factory.mktemp("images")
     source = made.class_folders(root / "all", 20)

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
 from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import (
     KINDS,
     NAMES,
@@ -37,7 +38,7 @@ def train(workers, tmp_path_factory):
     return trainer(workers, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@everyday("name", SETTINGS, keep=["choices"])
 def test_pairs_numbers_and_choices(train, tmp_path, name):
     rows = others()[name]
     train_rows, held_out = rows[:16], rows[16:]
@@ -116,7 +117,7 @@ def test_a_bert_shows_both_texts_without_its_own_tokens(train, workers, tmp_path
     assert np.sum(levels[0]["counts"]) == 2 * 16 * 5  # [CLS] one [SEP] other [SEP], top-2
 
 
-@pytest.mark.parametrize("start", ["dense", pytest.param("split", marks=pytest.mark.slow)])
+@everyday("start", ["dense", "split"], keep=["dense"])
 def test_adapters_of_a_dense_model_and_of_a_split_one(
     train, workers, trained, tmp_path_factory, tmp_path, start
 ):

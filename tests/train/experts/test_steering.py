@@ -11,6 +11,7 @@ from model.build import build_model, materialize
 from model.gpt2 import GPT2Config
 from model.mumoe.config import FACTORIZATIONS
 from model.smoe.scores import SCORES
+from tests.helpers.everyday import everyday
 from train.errors import ConfigError
 from train.evaluation.generate import Sampling, generate_ids
 from train.experts.steering import (
@@ -35,6 +36,12 @@ KINDS = {
     for score in SCORES
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("section", KINDS.values(), ids=KINDS)
+each_kind_once = everyday(
+    "section",
+    KINDS.values(),
+    keep=["cp, residual", "tr, normalized", "sparse, cosine", "sparse, attentive"],
+    ids=KINDS,
+)
 IDS = torch.arange(32).view(2, 16) % 61
 
 
@@ -121,8 +128,8 @@ def test_only_the_steered_block_and_those_after_it_change(section):
     assert not any(block._forward_pre_hooks for block in model.blocks)
 
 
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_kind_once
+@everyday("dtype", [torch.float32, torch.bfloat16], keep=[torch.bfloat16])
 def test_strength_0_changes_not_a_bit(section, dtype):
     model = make_model(dtype=dtype, **section)
     nothing = [Steering(layer=layer, expert=3, strength=0.0) for layer in range(3)]
@@ -136,7 +143,7 @@ def test_strength_0_changes_not_a_bit(section, dtype):
     assert again == tokens
 
 
-@every_kind
+@each_kind_once
 def test_a_cache_changes_no_token_of_steered_text(section):
     # 40 tokens of a window of 16: it slides, and the steered prompt is read again.
     model = make_model(dtype=torch.float32, **section)
@@ -253,7 +260,7 @@ def test_what_the_model_does_not_have_is_refused(section, place, words):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["smoe", "cp", "tr"])
+@everyday("kind", ["smoe", "cp", "tr"], keep=["tr"])
 def test_the_command_says_what_it_steered(trained, kind, capfd):
     layer = 1  # of the sparse one, the only block with experts
     command = ["generate", str(trained(kind)), "--prompt", "def ", "--max-tokens", "20"]

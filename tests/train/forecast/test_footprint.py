@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from parallel.plan.traffic import Amount
+from tests.helpers.everyday import everyday
 from tests.helpers.footprints import measured_rise, second_step
 from train.config.rules import validate
 from train.config.run import load_config
@@ -49,7 +50,7 @@ LAYOUTS = [
     ("mixer/s16.yaml", 4, ("parallel.tensor_parallel_size=2",)),
     ("vit/vmoe-s32.yaml", 2, ("parallel.expert_parallel_size=2",)),
     ("vit/b16.yaml", 2, ("parallel.zero_stage=2",)),
-    pytest.param(
+    (
         "gpt2/124m-smoe-16.yaml",
         2,
         (
@@ -57,13 +58,20 @@ LAYOUTS = [
             "checkpoint.init_from=base",
             "parallel.expert_parallel_size=2",
         ),
-        marks=pytest.mark.slow,
+    ),
+]
+EVERYDAY = [
+    ("gpt2/124m.yaml", 2, ("parallel.zero_stage=3",)),
+    (
+        "gpt2/124m-smoe-16.yaml",
+        4,
+        ("parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("file", "processes", "overrides"), LAYOUTS)
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@everyday(("file", "processes", "overrides"), LAYOUTS, EVERYDAY)
+@everyday("precision", ["bf16", "fp32"], keep=["bf16"])
 def test_exchanges_and_state_are_those_of_real_processes(
     workers, file, processes, overrides, precision
 ):
@@ -93,16 +101,12 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("precision", "size"),
-    [
-        ("bf16", 0),
-        pytest.param("fp32", 0, marks=pytest.mark.slow),
-        pytest.param("fp32", 1, marks=pytest.mark.slow),
-        pytest.param("bf16", 1, marks=pytest.mark.slow),
-    ],
+    [("bf16", 0), ("fp32", 0), ("fp32", 1), ("bf16", 1)],
+    keep=[("bf16", 0)],
 )
-@pytest.mark.parametrize(
+@everyday(
     "file",
     [
         "gpt2/124m.yaml",
@@ -117,6 +121,7 @@ SIZES = (
         "vit/b16.yaml",
         "vit/vmoe-s32.yaml",
     ],
+    keep=["gpt2/124m-mumoe-tr.yaml"],
 )
 def test_the_peak_of_a_step_is_the_measured_one(workers, file, size, precision):
     width, heads, layers, micro = SIZES[size]

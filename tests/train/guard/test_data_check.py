@@ -11,6 +11,7 @@ from data.config import DataConfig
 from data.text.mixture import TrainingData
 from launch.cli import run as polyad
 from parallel.checkpoint.commit import complete_checkpoints
+from tests.helpers.everyday import everyday
 from tests.helpers.prepared import flip, rewrite
 from tests.helpers.runs import records, write_config
 from train.guard.data_check import DataCheck
@@ -112,8 +113,9 @@ def test_data_that_is_gone_meanwhile_is_no_damage(copy, capfd):
     assert "the data was not verified" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("validating", [False, pytest.param(True, marks=pytest.mark.slow)])
+@everyday("validating", [False, True], keep=[False])
 def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(
     forks, copy, tmp_path, validating
 ):
@@ -138,6 +140,7 @@ def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(
     assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, done + 3))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_that_is_over_first_still_says_so(forks, copy, tmp_path):
     flip_in_the_middle(copy)

@@ -55,6 +55,7 @@ def error_line(stderr: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_names_size_use_and_keys(config: Path) -> None:
     line = error_line(limited(0, "train", config, *INNER, "train.micro_batch_size=72"))
     assert line.startswith("polyad: error: out of memory in step 1, on rank 0 of 1: ")
@@ -76,6 +77,7 @@ def test_validation_that_does_not_fit_names_its_own_batch_size(config: Path) -> 
     assert "change evaluation.batch_size=180 (now 360)" in line
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_fit_is_one_line(config: Path) -> None:
     # 15e6 x 32 x 4 bytes of embedding: 1.8 GiB.
     line = error_line(limited(0, "train", config, "model.vocab_size=15000000"))

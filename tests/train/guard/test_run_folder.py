@@ -23,6 +23,7 @@ def die_before_there_is_a_config(rank: int) -> None:
     Path.replace = killed  # type: ignore[method-assign, assignment]
 
 
+@pytest.mark.slow
 def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
     forks, tmp_path, prepared_path
 ):
@@ -48,6 +49,7 @@ def test_a_second_run_on_the_folder_is_refused_and_the_first_goes_on(
     assert fourth.wait() == [143, 143]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_while_it_wrote_its_configuration_starts_again(
     forks, tmp_path, prepared_path
 ):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
 from tests.helpers.spikes import (
     console_with_bad_batches,
@@ -126,6 +127,7 @@ def config(tmp_path, prepared_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path):
     results = workers(2).run(console_with_bad_batches, config, "loss", (BAD,))
@@ -149,21 +151,12 @@ def test_a_warning_changes_nothing_and_names_documents(workers, config, tmp_path
     assert same(tmp_path / "run" / last, tmp_path / "silent" / last)
 
 
-# Each stage in the everyday suite, in one precision and for one reason.
-EVERYDAY = [
-    (0, "fp32", "loss"),
-    (1, "bf16", "gradient"),
-    (2, "fp32", "gradient"),
-    (3, "bf16", "loss"),
-]
-STAGES = [
-    pytest.param(*case, marks=[] if case in EVERYDAY else [pytest.mark.slow])
-    for case in itertools.product((0, 1, 2, 3), ("fp32", "bf16"), ("loss", "gradient"))
-]
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize(("stage", "precision", "what"), STAGES)
+@everyday(
+    ("stage", "precision", "what"),
+    itertools.product((0, 1, 2, 3), ("fp32", "bf16"), ("loss", "gradient")),
+    keep=[(1, "bf16", "gradient")],
+)
 def test_a_skipped_spike_leaves_the_weights_as_they_were(
     workers, config, tmp_path, stage, precision, what
 ):
@@ -187,16 +180,11 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
+@everyday(
     ("stage", "kind"),
-    [
-        (1, "dense"),
-        *[
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(0, "smoe"), (3, "cp"), (2, "smoe"), (2, "tr"), (0, "dense")]
-        ],
-    ],
-)  # fmt: skip
+    [(1, "dense"), (0, "smoe"), (3, "cp"), (2, "smoe"), (2, "tr"), (0, "dense")],
+    keep=[(1, "dense")],
+)
 def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
     workers, tmp_path, prepared_path, stage, kind
 ):
@@ -250,6 +238,7 @@ def test_a_batch_left_out_stays_out_on_another_layout(workers, config, tmp_path,
     assert ours == pytest.approx(theirs, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_without_a_checkpoint_a_spike_is_skipped(workers, config, tmp_path):
     options = ("monitor.spike_action=rewind", "checkpoint.every=0")
@@ -260,12 +249,10 @@ def test_without_a_checkpoint_a_spike_is_skipped(workers, config, tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "key"),
-    [
-        pytest.param("skip", "monitor.max_skips", marks=pytest.mark.slow),
-        ("rewind", "monitor.max_rewinds"),
-    ],
+    [("skip", "monitor.max_skips"), ("rewind", "monitor.max_rewinds")],
 )
 def test_too_many_spikes_end_the_run(workers, config, tmp_path, action, key):
     bad = tuple(range(BAD, BAD + 4))

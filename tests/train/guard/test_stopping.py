@@ -11,6 +11,7 @@ import torch
 
 from launch.machine import END_WITH_PARENT
 from parallel.checkpoint.commit import complete_checkpoints
+from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.runs import records, write_config
 from tests.helpers.training import tensors
@@ -39,16 +40,17 @@ def stop(run, number, *ranks):
     return statuses
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("number", "ranks", "workers"),
     [
         (signal.SIGTERM, (), 0),
         (signal.SIGUSR1, (1,), 0),
-        pytest.param(signal.SIGINT, (0,), 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, (1,), 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, (), 2, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, (), 0, marks=pytest.mark.slow),
+        (signal.SIGINT, (0,), 2),
+        (signal.SIGTERM, (1,), 2),
+        (signal.SIGUSR1, (), 2),
+        (signal.SIGINT, (), 0),
     ],
+    keep=[(signal.SIGUSR1, (1,), 0)],
 )
 def test_in_a_step_all_ranks_save_the_same_one(forks, config, tmp_path, number, ranks, workers):
     run = forks.start(tmp_path, ["train", str(config), *LONG, f"data.num_workers={workers}"])
@@ -139,16 +141,10 @@ def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tm
     run.kill()
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("processes", "number"),
-    [
-        (1, signal.SIGINT),
-        (2, signal.SIGTERM),
-        (2, signal.SIGUSR1),
-        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
-    ],
+    [(n, number) for n in (1, 2) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+    keep=[(2, signal.SIGTERM)],
 )
 def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, processes, number):
     """A terminal, Slurm and torchrun may all tell a process of the same one."""
@@ -166,7 +162,7 @@ def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, 
     assert f"; the same command goes on from {newest}" in run.text()
 
 
-@pytest.mark.parametrize("launched", [True, False])
+@everyday("launched", [True, False], keep=[False])
 def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
     forks, config, tmp_path, launched
 ):
@@ -186,6 +182,7 @@ def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
     assert [path.name for path in found] == ["step-00000001"] * launched
 
 
+@pytest.mark.slow
 def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
     before = functools.partial(leave_the_shell, tmp_path)
     shell = forks.start(tmp_path, ["train", str(config), *LONG], processes=1, before=before)

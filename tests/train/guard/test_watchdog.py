@@ -95,6 +95,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_rank_that_stalls_is_named_with_its_stack(forks, tmp_path, prepared_path):
     """All kinds at once: most of the time is waiting."""

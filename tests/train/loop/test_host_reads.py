@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.build import read_model_config
+from tests.helpers.everyday import everyday
 from tests.helpers.host_reads import HostReads, reads_of_a_step
 from tests.helpers.training import MODEL, Case, moe_model, mumoe_model
 from train.loop.losses import LossConfig
@@ -53,7 +54,20 @@ def name_of(value):
     return str(value)
 
 
-@pytest.mark.parametrize(("model", "processes", "case"), CASES, ids=name_of)
+@everyday(
+    ("model", "processes", "case"),
+    CASES,
+    keep=[
+        ("dense", 2, Case(stage=3, precision="bf16")),
+        ("sparse", 2, Case(stage=1, tensor=2, precision="bf16")),
+        ("cp", 2, Case(stage=2, precision="bf16")),
+        *(
+            (name, 1, Case(stage=1, precision="bf16"))
+            for name in ("attention", "fixed head, later", "vit", "mixer")
+        ),
+    ],
+    ids=lambda case: "-".join(map(name_of, case)),
+)
 def test_the_host_reads_at_most_four_times_in_a_step(workers, model, processes, case):
     losses = LOSSES if model in ("sparse", "similarity", "attention") else LossConfig()
     found = workers(processes).run(reads_of_a_step, case.but(model=MODELS[model], losses=losses))
@@ -61,7 +75,7 @@ def test_the_host_reads_at_most_four_times_in_a_step(workers, model, processes, 
         assert 0 < sum(places.values()) <= 4, places
 
 
-@pytest.mark.parametrize("model", ["sparse", "similarity", "attention"])
+@everyday("model", ["sparse", "similarity", "attention"], keep=["attention"])
 def test_exchanging_experts_read_once_for_each_layer_and_micro_batch(workers, model):
     case = Case(stage=2, precision="bf16", expert=2, model=MODELS[model], losses=LOSSES)
     for places in workers(2).run(reads_of_a_step, case):

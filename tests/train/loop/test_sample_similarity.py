@@ -7,6 +7,7 @@ from model.build import build_model, materialize, read_model_config
 from model.output import RoutingStats
 from model.padding import RealTokens
 from model.samples import SampleStatistics, give_samples
+from tests.helpers.everyday import everyday
 from tests.helpers.training import (
     Case,
     image_batch,
@@ -204,15 +205,16 @@ ON = LossConfig(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
+@everyday(
     ("feed_forward", "layout"),
     [
         (moe_model(), {}),
-        pytest.param(moe_model(), {"expert": 2}, marks=pytest.mark.slow),
-        pytest.param(moe_model(), {"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(moe_model(), {"stage": 3}, marks=pytest.mark.slow),
-        pytest.param(mumoe_model(), {"stage": 1}, marks=pytest.mark.slow),
+        (moe_model(), {"expert": 2}),
+        (moe_model(), {"tensor": 2}),
+        (moe_model(), {"stage": 3}),
+        (mumoe_model(), {"stage": 1}),
     ],
+    keep=[(moe_model(), {})],
 )
 def test_two_processes_train_as_one_with_the_same_micro_batches(
     workers, tmp_path, feed_forward, layout
@@ -239,7 +241,7 @@ def test_two_processes_train_as_one_with_the_same_micro_batches(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recompute", ["none", pytest.param("block", marks=pytest.mark.slow)])
+@everyday("recompute", ["none", "block"], keep=["none"])
 def test_pixels_are_compared_in_training(workers, recompute):
     """The first step's loss is the model's own, computed beside the engine on the same images."""
     tree = IMAGES | MODELS["vit sparse"] | {"recompute": recompute}

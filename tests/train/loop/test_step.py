@@ -3,15 +3,17 @@
 import pytest
 
 from tests.helpers.damage import step_with_a_damaged_weight
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case
 
 pytestmark = pytest.mark.distributed
 
 
-IN_BF16 = [pytest.param(stage, "bf16", marks=pytest.mark.slow) for stage in (0, 1, 2)]
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "fp32"), *IN_BF16])
+@everyday(
+    ("stage", "precision"),
+    [(1, "fp32"), (3, "fp32"), *((stage, "bf16") for stage in (0, 1, 2))],
+    keep=[(1, "fp32")],
+)
 def test_a_damaged_weight_stops_the_step_on_all_processes(workers, stage, precision):
     results = workers(2).run(step_with_a_damaged_weight, Case(stage=stage, precision=precision))
     assert [r["sane"] for r in results] == [[True, False]] * 2

@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch.cli import run as polyad
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, write_config
 from train.config.run import parse_config
 from train.loop import trackers
@@ -111,9 +112,10 @@ def in_trackio(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("name", "read"),
     [("tensorboard", in_tensorboard), ("wandb", in_wandb), ("trackio", in_trackio)],
+    keep=[("tensorboard", in_tensorboard)],
 )
 def test_all_have_the_same_numbers_under_the_same_names(name, read, tmp_path):
     pytest.importorskip(name, exc_type=ImportError)
@@ -126,6 +128,7 @@ def test_every_tracker_is_tried():
     assert set(TRACKERS) == {"tensorboard", "wandb", "trackio"}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_offline_has_its_curves_and_its_configuration(workers, tmp_path, prepared_path):
     config = write_config(

@@ -62,6 +62,7 @@ TREE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_trains_at_two_processes_as_at_one_and_is_scored(workers, config, tmp_path):
     assert workers(1).run(run, config) == [30]
     two = f"run.folder={tmp_path / 'two'}"
@@ -160,6 +161,7 @@ def _outputs(folder, data, split):
     return logits, a, torch.stack([each.labels_B for each in batch])
 
 
+@pytest.mark.slow
 def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
     prepare_images(
         str(made.class_folders(tmp_path / "all", 20)),

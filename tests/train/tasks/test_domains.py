@@ -152,6 +152,7 @@ def test_some_images_of_validation_are_scored_by_domain(workers, config, tmp_pat
     assert 0 < len(told) <= 3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_domains_left_out(workers, config, data, tmp_path):
     one = workers(1)
     assert one.run(run, config, "train.steps=6") == [6]
@@ -200,6 +201,7 @@ def sequences(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_sequences_are_scored_by_domain_and_two_processes_are_one(workers, sequences, tmp_path):
     one = workers(1)
     assert one.run(run, sequences) == [12]

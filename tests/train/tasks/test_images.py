@@ -142,6 +142,7 @@ def test_two_processes_are_one(workers, config, tmp_path):
         torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
     workers(1).run(run, config, MIXER)
     last = records(tmp_path / "run")[-1]
@@ -233,6 +234,7 @@ def test_a_vit_of_transformers_is_tuned_with_a_factorized_head(workers, config, 
     assert workers(1).run(evaluation, tmp_path / "run")[0]["images_scored"] == 18
 
 
+@pytest.mark.slow
 def test_noisy_images_are_scored_alike_in_parallel(workers, config):
     assert workers(1).run(run, config) == [12]
     folder = config.parent / "run"

@@ -52,6 +52,7 @@ def finished(workers, tmp_path_factory, pieces) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(workers, finished, tmp_path, pieces):
     workers(2).run(run, config_of(tmp_path, pieces))
     ours, theirs = records(tmp_path / "run"), records(finished)
@@ -100,6 +101,7 @@ def test_scores_are_those_of_transformers(workers, finished, tmp_path, pieces):
         assert found["accuracy"] == pytest.approx(sum(right) / len(right))
 
 
+@pytest.mark.slow
 def test_routing_of_text_is_probed_in_whole_windows(workers, tmp_path, pieces):
     experts = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "graph": "similarity"}
     changes = {"model": BERT | {"feed_forward": experts}, "log__fluctuation": True}

@@ -74,6 +74,7 @@ def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_records_count_its_units_and_have_its_scores(whole: Path) -> None:
     lines = records(whole)
     assert [line["vectors"] for line in lines] == [16 * step for step in range(1, 13)]
@@ -111,6 +112,7 @@ def test_two_processes_are_one(command: Command, whole: Path, tmp_path: Path) ->
     assert one[-1]["validation_loss"] == pytest.approx(two[-1]["validation_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_validate_evaluate_and_report_speak_its_words(
     command: Command, whole: Path, tmp_path: Path
 ) -> None:

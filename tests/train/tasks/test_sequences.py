@@ -18,6 +18,7 @@ from data.text.prepare import prepare
 from parallel.checkpoint.checkpoint import Checkpoint, best_checkpoint
 from parallel.weights import load_model
 from tests.helpers import sequences as made
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     evaluation,
     records,
@@ -138,6 +139,7 @@ def compared(tmp_path, one, other, *, steps=12):
     assert logs[0][-1]["validation_score"] == logs[1][-1]["validation_score"]
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(workers, config, tmp_path):
     """Loss, gradient norm, every routing statistic, weights and scores; 21 rows are validated."""
     for processes in (1, 2):
@@ -158,13 +160,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tensor",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "tensor"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_one_process(workers, config, tmp_path, name):
     model = [each for each in LAYOUTS[name] if each.startswith("model.")]
     keys = ("train.micro_batch_size=2", "train.steps=4", "checkpoint.every=0", SGD)
@@ -180,7 +177,7 @@ def test_padding_to_the_longest_is_padding_to_the_limit(workers, config, tmp_pat
     compared(tmp_path, "longest", "max_length", steps=4)
 
 
-@pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@everyday("asynchronous", ["false", "true"], keep=["false"])
 def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_path, asynchronous):
     """With a rate of next to nothing all validations are the same: the first is the best."""
     keys = (
@@ -273,7 +270,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@everyday("name", OTHERS, keep=["choices"])
 def test_pairs_numbers_and_choices_train_and_are_scored(
     workers, config, tmp_path, other_tables, name
 ):

@@ -13,6 +13,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from tests.helpers import sequences as made
 from tests.helpers.bert import their_bert
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, run, run_expecting_error, weights_of
 
 pytestmark = pytest.mark.distributed
@@ -74,6 +75,7 @@ def logits_alone(folder, inputs):
     return torch.stack(found)
 
 
+@pytest.mark.slow
 def test_it_learns_classes_and_padding_changes_nothing(workers, config, tmp_path, data):
     workers(1).run(run, config)
     checkpoint = Checkpoint(tmp_path / "run" / "checkpoints" / "step-00000060")
@@ -125,9 +127,10 @@ def test_two_texts_are_two_segments(workers, config, tmp_path, data):
 SGD = "optimizer={kind: sgd, learning_rate: 0.1}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [(), pytest.param(("parallel.tensor_parallel_size=2",), marks=pytest.mark.slow)],
+    [(), ("parallel.tensor_parallel_size=2",)],
     ids=["data", "tensor"],
 )
 def test_two_processes_are_one(workers, config, tmp_path, layout):
@@ -141,7 +144,11 @@ def test_two_processes_are_one(workers, config, tmp_path, layout):
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM", "BertForSequenceClassification"])
+@everyday(
+    "kind",
+    ["BertModel", "BertForMaskedLM", "BertForSequenceClassification"],
+    keep=["BertForSequenceClassification"],
+)
 def test_it_begins_from_a_folder_of_transformers(workers, config, tmp_path, kind):
     theirs = their_bert(kind)
     theirs.save_pretrained(tmp_path / "theirs")

@@ -50,6 +50,7 @@ def slowly(source, tokenizer, output, seconds):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["train:300"])
 def test_a_killed_command_goes_on_without_what_is_finished(tmp_path, texts, tokenizer):
     prepare(str(texts), tokenizer, tmp_path / "whole", report=lambda line: None)

@@ -90,6 +90,7 @@ def hub(tmp_path, trained):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_name_is_downloaded_once_and_then_found_in_the_cache(tmp_path, hub, trained):
     endpoint, asked = hub
     places = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -23,7 +23,7 @@ def train(text, **options):
     return model.getvalue()
 
 
-@pytest.fixture(scope="module", params=["unigram", "bpe"])
+@pytest.fixture(scope="module", params=[pytest.param("unigram", marks=pytest.mark.slow), "bpe"])
 def model(request, library_text):
     return train(library_text, model_type=request.param)
 
@@ -46,6 +46,7 @@ def test_text_cannot_forge_the_end_of_a_document(model):
     assert tokenizer.decode(ids) == "one </s> two"
 
 
+@pytest.mark.slow
 def test_piece_that_texts_have_cannot_end_documents(library_text):
     model = train(library_text, user_defined_symbols="<stop>")
     tokenizer = SentencePieceTokenizer(model, "<stop>")

@@ -73,6 +73,7 @@ def test_another_file_is_refused(tmp_path, tokens, message):
     assert str(raised.value).count("vocab.txt") == 2  # the file, and what it is not
 
 
+@pytest.mark.slow
 def test_training_gives_the_same_in_every_process(library_text, tmp_path):
     (tmp_path / "text").write_text(library_text[:60_000])
     code = (
@@ -103,6 +104,7 @@ def test_a_trained_vocabulary_has_the_size_and_knows_its_text(library_text):
     assert tokenizer.encodes_in_pieces()
 
 
+@pytest.mark.slow
 def test_text_is_prepared_with_a_vocabulary_of_its_train_split(tmp_path, texts):
     manifest = prepare(str(texts), "wordpiece:500", tmp_path / "out", report=lambda line: None)
     assert (manifest.tokenizer.vocab_size, manifest.tokenizer.end_of_text) == (500, "[SEP]")
