@@ -323,10 +323,9 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     if experts is None:
         return []
     graph = "no graph" if experts["graph"] == "none" else f"{experts['graph']} graph"
-    if experts["graph_options"]:
-        graph += (
-            f" ({', '.join(f'{name} {value}' for name, value in experts['graph_options'].items())})"
-        )
+    if options := experts["graph_options"]:
+        words = (v if n == "similarity" else f"{n} {v}" for n, v in options.items())
+        graph += f" ({', '.join(words)})"
     if not experts["causal_graph"]:
         graph += " over later tokens too, which leaks what is to be predicted"
     return [
