@@ -26,7 +26,7 @@ LENGTH = 32
 def short(tmp_path_factory, texts, prepared_path):
     """The usual text, of which few tokens are held out."""
     folder = tmp_path_factory.mktemp("short")
-    held = json.loads(texts.read_text().splitlines()[0])["text"][:700]
+    held = json.loads(texts.read_text().splitlines()[0])["text"][:1500]
     (folder / "held.txt").write_text(held)
     prepare(str(texts), str(prepared_path), folder / "data", test_fraction=0.0,
             validation_source=str(folder / "held.txt"), report=lambda line: None)  # fmt: skip
