@@ -178,10 +178,15 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
     ),
     "mumoe-choices.yaml": (
-        24,
+        90,
         {"dense": 2_615_424, "half-rank": 2_046_888, "twice-rank": 3_744_288}
+        | {"single": 2_617_888, "single-wide": 4_387_968}
         | dict.fromkeys(
-            ("cp", "dropout", "softmax-first", "small-factors", "large-factors"), 2_612_688
+            (
+                *("cp", "softmax-first", "dropout", "orthogonal", "normalized", "fast-gate"),
+                *("slow-gate", "random-gate", "small-factors", "large-factors", "no-decay"),
+            ),
+            2_612_688,
         ),
     ),
     "mumoe-long.yaml": (
@@ -203,8 +208,8 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-orthogonal"), 2_627_104),
     ),
     "mumoe-start.yaml": (
-        48,
-        {"dense": 2_615_424, "single-wide": 4_387_968}
+        15,
+        {"dense": 2_615_424}
         | dict.fromkeys(("single", "single-plain"), 2_617_888)
         | dict.fromkeys(
             (
