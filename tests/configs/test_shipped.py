@@ -162,11 +162,11 @@ EXPECTED_STUDIES = {
         },
     ),
     "graphs-swept.yaml": (
-        45,
+        40,
         dict.fromkeys(
             (
-                *("plain", "dot", "cosine-narrow", "cosine-middle", "cosine-wide"),
-                *("attention-1", "attention-4", "attention-16", "attention-64"),
+                *("plain", "dot", "cosine-2", "cosine-8", "cosine-32"),
+                *("attention-1", "attention-4", "attention-16"),
             ),
             6_187_456,
         ),
