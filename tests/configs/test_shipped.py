@@ -196,9 +196,10 @@ EXPECTED_STUDIES = {
         | {"tr": 2_627_104},
     ),
     "mumoe-muon.yaml": (
-        24,
-        dict.fromkeys(("dense", "dense-adamw"), 2_615_424)
-        | dict.fromkeys(("cp", "cp-adamw"), 2_612_688)
+        51,
+        {"cp-twice-rank": 3_744_288, "single": 2_617_888, "single-wide": 4_387_968}
+        | dict.fromkeys(("dense", "dense-adamw"), 2_615_424)
+        | dict.fromkeys(("cp", "cp-slower-gate", "cp-adamw"), 2_612_688)
         | {"tr": 2_627_104},
     ),
     "mumoe-rates.yaml": (
