@@ -90,6 +90,7 @@ class Children:
         module: str = "launch",
         prefix: str = "",
         results: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> Child:
         """Starts a command.
 
@@ -99,10 +100,11 @@ class Children:
             prefix: in front of each line that it writes to standard error; empty: it has this
                 process's standard error itself.
             results: whether what it writes to standard output is wanted.
+            variables: added to its environment, after those of all.
         """
         process = self._relay.start(
             [sys.executable, "-m", module, *arguments],
-            env=self._environment,
+            env={**self._environment, **(variables or {})},
             stdout=None if results else subprocess.DEVNULL,
             stderr=subprocess.PIPE if prefix else None,
             text=True,

@@ -4,11 +4,14 @@ One thread does all of it: it starts commands, waits for whichever ends first, a
 work that asked for that one.
 """
 
+import os
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from launch.child import STOPPED, Child, Children
 from launch.machine import threads_of_each
@@ -17,6 +20,8 @@ from train.errors import RunError, stopped
 Work = Generator[tuple[str, ...], None, dict[str, Any]]
 """Yields the words of a command of `polyad`, goes on once that has ended well, returns a result."""
 Of = TypeVar("Of")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The environment variable with the GPUs that a process sees."""
 
 
 def shared_cores(jobs: int) -> dict[str, str]:
@@ -28,10 +33,28 @@ def shared_cores(jobs: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads_of_each(jobs))} if jobs > 1 else {}
 
 
+def gpu_of(place: int) -> dict[str, str]:
+    """What the environment of one of several jobs has, so that they take turns among the GPUs.
+
+    Args:
+        place: of the job among those that go on, from 0.
+
+    Returns:
+        Nothing where there are not two GPUs, or `CUDA_VISIBLE_DEVICES` names fewer.
+    """
+    named = os.environ.get(VISIBLE)
+    if named is None:
+        gpus = [str(number) for number in range(torch.cuda.device_count())]
+    else:
+        gpus = [name for each in named.split(",") if (name := each.strip())]
+    return {VISIBLE: gpus[place % len(gpus)]} if len(gpus) > 1 else {}
+
+
 @dataclass
 class _Going(Generic[Of]):
     """A work that has begun."""
 
+    place: int
     of: Of
     name: str
     work: Work
@@ -44,7 +67,7 @@ class Jobs(Generic[Of]):
     """Up to so many works at a time, within a `with` block, at whose end none goes on.
 
     Args:
-        number: of works; they share this machine's cores equally.
+        number: of works; they share this machine's cores equally, and each has one of its GPUs.
     """
 
     def __init__(self, number: int) -> None:
@@ -84,7 +107,9 @@ class Jobs(Generic[Of]):
             name: the run's, which its lines and errors have.
             work: its commands.
         """
-        going = _Going(of, name, work, time.monotonic())
+        taken = {each.place for each in self._going}
+        place = next(place for place in range(self.number) if place not in taken)
+        going = _Going(place, of, name, work, time.monotonic())
         self._going.append(going)
         self._goes_on(going)
 
@@ -115,7 +140,8 @@ class Jobs(Generic[Of]):
             return dict(end.value)
         prefix = f"{going.name}: " if self.number > 1 else ""
         going.command = words[0]
-        going.child = self._children.start(words, prefix=prefix)
+        gpu = gpu_of(going.place) if self.number > 1 else {}
+        going.child = self._children.start(words, prefix=prefix, variables=gpu)
         return None
 
     def _end(self, first: _Going[Of], status: int) -> None:

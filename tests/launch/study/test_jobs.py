@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launch.machine import cores_here
-from launch.study.jobs import Jobs, Work
+from launch.study.jobs import VISIBLE, Jobs, Work
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_run import (
@@ -56,20 +56,21 @@ def test_a_number_of_jobs_that_cannot_be_is_one_line(
     assert f"--jobs: '{number}' is not a whole number of at least 1" in line
 
 
+def begun(works: Jobs[int], number: int, variable: str) -> list[str]:
+    """Begins a work, and reads a variable in the environment of its process."""
+    others = set(children(os.getpid()))
+    works.begin(number, f"dense, seed {number}", works_of(("--version",)))
+    (ours,) = set(children(os.getpid())) - others
+    environment = Path(f"/proc/{ours}/environ").read_text()
+    return re.findall(rf"\0{variable}=([^\0]*)", f"\0{environment}")
+
+
 def threads_of_a_work(jobs: int) -> list[str]:
     """What OMP_NUM_THREADS is in the process of a work."""
-
-    def work() -> Work:
-        yield ("--version",)
-        return {}
-
-    others = children(os.getpid())  # of other tests
     with Jobs[int](jobs) as works:
-        works.begin(1, "dense, seed 1", work())
-        (ours,) = set(children(os.getpid())) - set(others)
-        environment = Path(f"/proc/{ours}/environ").read_text()
+        found = begun(works, 1, "OMP_NUM_THREADS")
         works.wait()
-    return re.findall(r"\0OMP_NUM_THREADS=(\d+)", f"\0{environment}")
+    return found
 
 
 def test_jobs_share_the_cores_unless_the_user_has_divided_them(
@@ -80,6 +81,25 @@ def test_jobs_share_the_cores_unless_the_user_has_divided_them(
     assert threads_of_a_work(2) == [str(max(1, cores_here() // 2))]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_of_a_work(2) == ["3"]
+
+
+def test_jobs_take_turns_among_the_gpus_that_the_user_names(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VISIBLE, "5, 2")
+    with Jobs[int](3) as works:
+        assert [begun(works, number, VISIBLE) for number in range(3)] == [["5"], ["2"], ["5"]]
+        ended, _ = works.wait()
+        assert begun(works, 3, VISIBLE) == [("5", "2", "5")[ended]]  # the place that is free
+
+
+@pytest.mark.parametrize(("named", "jobs"), [("4", 2), ("", 2), ("5,2", 1)])
+def test_one_gpu_or_one_job_leaves_what_the_user_names(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], named: str, jobs: int
+) -> None:
+    monkeypatch.setenv(VISIBLE, named)
+    with Jobs[int](jobs) as works:
+        assert begun(works, 1, VISIBLE) == [named]
 
 
 def works_of(*commands: tuple[str, ...]) -> Work:
