@@ -178,16 +178,12 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
     ),
     "mumoe-choices.yaml": (
-        90,
-        {"dense": 2_615_424, "half-rank": 2_046_888, "twice-rank": 3_744_288}
-        | {"single": 2_617_888, "single-wide": 4_387_968}
+        51,
+        {"dense": 2_615_424, "twice-rank": 3_744_288, "single": 2_617_888}
         | dict.fromkeys(
-            (
-                *("cp", "softmax-first", "dropout", "orthogonal", "normalized", "fast-gate"),
-                *("slow-gate", "random-gate", "small-factors", "large-factors", "no-decay"),
-            ),
-            2_612_688,
-        ),
+            ("cp", "fast-gate", "slow-gate", "large-factors", "larger-factors"), 2_612_688
+        )
+        | dict.fromkeys(("tr", "tr-large"), 2_627_104),
     ),
     "mumoe-long.yaml": (
         12,
