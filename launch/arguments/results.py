@@ -201,6 +201,12 @@ def study_arguments(parser: Parser) -> None:
         help="do what fits into TIME, as 3h, 90m, 45s or 1h30m: the most informative pairs first, "
         "and the rest at another start",
     )
+    add(
+        "--beside",
+        metavar="VARIANT",
+        help="compare what is finished with this variant in place of the baseline; start nothing, "
+        "and leave the study as it is, also while it is going on",
+    )
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--figure", type=Path, metavar="FILE", help="draw the comparison into FILE, as .svg")
     add(

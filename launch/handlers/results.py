@@ -167,9 +167,10 @@ def study(options: Namespace) -> None:
     from launch.study.progress import plans_table
     from launch.study.run import compare_finished, describe_study, study
     from launch.study.tables import result_table
-    from train.errors import RunError, Stopped
+    from train.errors import ConfigError, RunError, Stopped
 
     check_json_path(options.json)
+    _check_study(options)
     if options.figure is not None:
         check_figure(options.figure, dry_run=options.dry_run)
     if options.page is not None:
@@ -180,7 +181,12 @@ def study(options: Namespace) -> None:
             show(plan, plans_table(plan), options.json, stdout)
             return
         try:
-            result = study(options.study, options.jobs, options.budget)
+            if options.beside is None:
+                result = study(options.study, options.jobs, options.budget)
+            elif (known := compare_finished(options.study, options.beside)) is not None:
+                result = known
+            else:
+                raise ConfigError(f"{options.study}: no run is finished, so none is compared")
         except (RunError, Stopped, KeyboardInterrupt):
             if options.page is not None and (found := compare_finished(options.study)):
                 options.page.write_text(page(found), encoding="utf-8")
@@ -190,6 +196,19 @@ def study(options: Namespace) -> None:
         if options.page is not None:
             options.page.write_text(page(result), encoding="utf-8")
         show(result, result_table(result, markdown=options.markdown), options.json, stdout)
+
+
+def _check_study(options: Namespace) -> None:
+    """Which options of `polyad study` go together."""
+    if options.beside is None:
+        return
+    for option, given in (
+        ("--dry-run", options.dry_run),
+        ("--jobs", options.jobs > 1),
+        ("--budget", options.budget is not None),
+    ):
+        if given:
+            raise UsageError(f"--beside: {options.beside} is not allowed with {option}")
 
 
 def convert(options: Namespace) -> None:

@@ -173,13 +173,19 @@ def _tasks(result: Result) -> str:
     )
 
 
+def _asked(result: Result) -> str:
+    """The study, and the variant beside which it is compared where that is not its baseline."""
+    beside = result.get("beside")
+    return f"{result['study']} --beside {beside}" if beside else str(result["study"])
+
+
 def _made(result: Result) -> str:
     """How it was made."""
     about = result["about"]
     parts = _parts(result)
     days = sorted(day for part in parts.values() for day in part["about"]["days"])
     facts = [
-        ("Command", f"<code>polyad study {escape(result['study'])}</code>"),
+        ("Command", f"<code>polyad study {escape(_asked(result))}</code>"),
         ("Trained", escape(_days(days))),
         ("With", "<br>".join(_environments(parts))),
         ("Base", escape(about["base"])),

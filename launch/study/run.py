@@ -116,24 +116,28 @@ def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, A
         return result
 
 
-def compare_finished(file: Path) -> dict[str, Any] | None:
+def compare_finished(file: Path, baseline: str | None = None) -> dict[str, Any] | None:
     """Compares the runs of a study that are finished; nothing is started or written.
 
     Args:
         file: the study.
+        baseline: the variant that others are compared with; None: the file's.
 
     Returns:
-        As `study` gives it, of tasks that were begun; None where no run is finished.
+        As `study` gives it, of tasks that were begun, with the `baseline` that was asked for as
+        `beside`; None where no run is finished.
     """
     found, waiting = {}, []
-    for name, study in load_studies(file).items():
+    for name, study in load_studies(file, baseline).items():
+        check_folder(study)
         if results := finished_runs(study):
             found[name] = compare(study, plan_of(study, results), results)
         else:
             waiting.append(name)
-    if not found or "" in found:
-        return found.get("")
-    return over_tasks(found, [*found, *waiting])
+    if not found:
+        return None
+    result = found[""] if "" in found else over_tasks(found, [*found, *waiting])
+    return result if baseline is None else result | {"beside": baseline}
 
 
 def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str, Any]]:

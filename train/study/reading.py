@@ -33,11 +33,12 @@ SAME_IN_EVERY_VARIANT = (
 )  # fmt: skip
 
 
-def load_studies(file: Path) -> dict[str, Study]:
+def load_studies(file: Path, baseline: str | None = None) -> dict[str, Study]:
     """Reads a study and checks every variant as far as it can be without data.
 
     Args:
         file: YAML.
+        baseline: the variant that others are compared with; None: the file's.
 
     Returns:
         A study for each of the file's tasks, by its name; one without a name where it has none.
@@ -50,6 +51,11 @@ def load_studies(file: Path) -> dict[str, Study]:
         config = StudyConfig.model_validate(settle(tree, StudyConfig))
     except ValidationError as error:
         raise ConfigError(f"{file}: {describe(error, StudyConfig)}") from None
+    if baseline is not None:
+        if baseline not in config.variants:
+            known = ", ".join(config.variants)
+            raise ConfigError(f"--beside: {shown(baseline)} is no variant of {file}: {known}")
+        config = config.model_copy(update={"baseline": baseline})
     with _named(f"{file}: base"):
         base_tree = read_tree(Path(config.base))
     if not config.tasks:

@@ -256,6 +256,7 @@ def test_what_is_finished_of_tasks_is_compared_without_the_others(
     path = write_study(data=None, tasks=tasks)
     assert compare_finished(path) is None
     study = load_studies(path)["other"]
+    write_record(study, "of some text")
     first, second = study.runs(study.variants)
     finish(first, 5.0)
     finish(second, 4.5)

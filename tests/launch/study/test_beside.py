@@ -1,0 +1,92 @@
+"""Finished runs compared with another variant than the baseline; the study stays as it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cli import run
+from launch.study.folder import locked, write_record
+from tests.launch.study.conftest import CP, WriteStudy
+from tests.launch.study.test_checks import refused
+from tests.launch.study.test_page import finish
+from train.study.reading import load_study
+
+VARIANTS: dict[str, Any] = {
+    "dense": None,
+    "cp": {"model.feed_forward": CP},
+    "tr": {"model.feed_forward": CP | {"factorization": "tr"}},
+}
+OF_SEED_1 = {"dense": 5.0, "cp": 4.7, "tr": 4.9}
+
+
+def half_finished(write_study: WriteStudy, **changes: Any) -> Path:
+    """A study of which seed 1 is finished and seed 2 is not; its file."""
+    path = write_study(seeds=[1, 2], variants=VARIANTS, **changes)
+    study = load_study(path)
+    study.folder.mkdir(exist_ok=True)
+    write_record(study, "of some text")
+    for each in study.runs(study.variants):
+        if each.seed == 1:
+            finish(each, OF_SEED_1[each.variant.name])
+    return path
+
+
+def stored(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder."""
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_differences_are_those_to_the_variant_that_is_named(
+    write_study: WriteStudy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = half_finished(write_study)
+    before = stored(tmp_path / "study")
+    pages = ["--page", str(tmp_path / "p.html"), "--json", str(tmp_path / "r.json")]
+    # Also while another start of the study is going on.
+    with locked(load_study(path)):
+        assert run(["study", str(path), "--beside", "cp", *pages]) == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["baseline"] == "cp"
+    differences = {n: v["difference"] for n, v in found["variants"].items()}
+    assert differences["cp"] is None
+    assert differences["dense"]["mean"] == pytest.approx(0.3)
+    assert differences["tr"]["mean"] == pytest.approx(0.2)
+    assert "dense beside cp, one pair" in capfd.readouterr().out
+    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "dense beside cp, one pair" in html
+    assert f"polyad study {path} --beside cp<" in html
+    assert stored(tmp_path / "study") == before
+
+
+def test_a_variant_that_is_none_is_one_line(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = half_finished(write_study)
+    line = refused(path, capfd, "--beside", "ring")
+    assert f"--beside: 'ring' is no variant of {path}: dense, cp, tr" in line
+
+
+def test_nothing_finished_is_one_line(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_study()
+    assert "no run is finished" in refused(path, capfd, "--beside", "cp")
+    assert not (path.parent / "study").exists()
+
+
+def test_a_folder_of_another_study_is_not_compared(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    half_finished(write_study)
+    path = write_study(variants=VARIANTS | {"tr": {"model.feed_forward": CP | {"rank": 3}}})
+    assert "variants.tr: model.feed_forward" in refused(path, capfd, "--beside", "cp")
+
+
+@pytest.mark.parametrize("option", [["--dry-run"], ["--jobs", "2"], ["--budget", "1h"]])
+def test_what_is_about_training_does_not_go_with_it(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    line = refused(write_study(), capfd, "--beside", "cp", *option)
+    assert f"--beside: cp is not allowed with {option[0]}" in line
