@@ -100,16 +100,17 @@ def over_tasks_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def _grid_rows(result: Mapping[str, Any]) -> list[Row]:
-    """The points of grids, with the validation that the best was chosen by."""
-    rows: list[Row] = [("grid", "best", "validation of each point")]
-    for name, points in result["grids"].items():
-        if name in result["variants"]:
-            digits = result["scores"][0]["digits"]
-            said = ", ".join(
-                f"{point}: {'none' if score is None else f'{score:.{digits}f}'}"
-                for point, score in points.items()
-            )
-            rows.append((name, result["variants"][name]["point"], said))
+    """The validation of each point of a grid, and which point was chosen by it."""
+    grids = {name: of for name, of in result["grids"].items() if name in result["variants"]}
+    points = list(dict.fromkeys(point for of in grids.values() for point in of))
+    rows: list[Row] = [("grid, validation", *points)]
+    for name, of in grids.items():
+        best, digits = result["variants"][name]["point"], result["scores"][0]["digits"]
+        cells = []
+        for point in points:
+            score = "" if of.get(point) is None else f"{of[point]:.{digits}f}"
+            cells.append(f"{score} best" if point == best else score)
+        rows.append((name, *cells))
     return rows
 
 

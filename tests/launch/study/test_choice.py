@@ -136,8 +136,12 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     assert found["variants"]["cp"]["loss"]["mean"] == 3.5
     assert found["variants"]["cp"]["difference"]["differences"] == [-1.0, -1.0]
     assert [run["loss"] for run in found["swept"]] == [9.0]
-    table = result_table(found | {"split": "test", "grids": {"cp": {"k=1": 2.0, "k=2": 2.5}}})
-    assert "cp k=1 k=1: 2.0000, k=2: 2.5000" in " ".join(table.split())
+    # A column for each point, empty where a variant has not been scored at it.
+    points = {"dense": {"k=2": None}, "cp": {"k=1": 2.0, "k=2": 2.5}}
+    table = result_table(found | {"split": "test", "grids": points}, markdown=True)
+    assert "| grid, validation | k=2 | k=1 |" in table
+    assert "| dense |  |  |" in table
+    assert "| cp | 2.5000 | 2.0000 best |" in table
     assert "grid: chosen by the mean on the validation split, seeds 1, 2" in table
 
 
