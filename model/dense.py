@@ -28,6 +28,8 @@ class DenseFeedForwardConfig(Config):
 
     hidden_size: Annotated[int, Field(ge=1)] | None = None
     """Inner width F, in units; None: four times the model's width."""
+    weight_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What the initial weights of both layers are multiplied by; 1 is the model's own start."""
 
     def inner_size(self, width: int) -> int:
         """The inner width F in a model of the given width D."""
@@ -137,6 +139,7 @@ class DenseFeedForward(FeedForward):
         super().__init__()
         inner_size = config.inner_size(context.hidden_size)
         self.context = context
+        self.weight_scale = config.weight_scale
         self.up = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
         self.activation = ACTIVATIONS[context.activation]()
         self.down = nn.Linear(inner_size, context.hidden_size, bias=context.bias)
@@ -144,9 +147,10 @@ class DenseFeedForward(FeedForward):
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
+        scale, context = self.weight_scale, self.context
         return {
-            **linear_initializers("up", self.up, self.context.initializer_std),
-            **linear_initializers("down", self.down, self.context.residual_std),
+            **linear_initializers("up", self.up, scale * context.initializer_std),
+            **linear_initializers("down", self.down, scale * context.residual_std),
         }
 
     def forward(

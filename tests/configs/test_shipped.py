@@ -178,18 +178,17 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
     ),
     "mumoe-choices.yaml": (
-        51,
-        {"dense": 2_615_424, "twice-rank": 3_744_288, "single": 2_617_888}
+        63,
+        {"twice-rank": 3_744_288, "single": 2_617_888}
+        | dict.fromkeys(("dense", "dense-large", "dense-larger"), 2_615_424)
         | dict.fromkeys(
             ("cp", "fast-gate", "slow-gate", "large-factors", "larger-factors"), 2_612_688
         )
         | dict.fromkeys(("tr", "tr-large"), 2_627_104),
     ),
     "mumoe-long.yaml": (
-        12,
-        {"dense": 2_615_424}
-        | dict.fromkeys(("cp", "cp-orthogonal"), 2_612_688)
-        | {"tr": 2_627_104},
+        9,
+        {"dense": 2_615_424} | dict.fromkeys(("cp", "cp-large"), 2_612_688),
     ),
     "mumoe-muon.yaml": (
         51,

@@ -78,3 +78,15 @@ def test_dense_equals_numbers_worked_out_by_hand():
     y_BTD, stats = layer(torch.tensor([[[1.0, -0.5]]]), torch.full((1, 1, 2), torch.nan))
     assert stats is None
     torch.testing.assert_close(y_BTD, torch.tensor([[[1.0371433, 0.6542856]]]), atol=2e-6, rtol=0)
+
+
+def test_the_scale_of_a_dense_start_is_that_of_its_two_weights_alone(small_config):
+    plain, scaled = (
+        dict(initial_values(build_model(small_config(feed_forward=each)), seed=3))
+        for each in ({"kind": "dense"}, {"kind": "dense", "weight_scale": 4.0})
+    )
+    assert plain.keys() == scaled.keys()
+    for name, value in plain.items():
+        factor = 4.0 if name.endswith(("up.weight", "down.weight")) else 1.0
+        assert torch.equal(scaled[name], factor * value), name
+    assert scaled["blocks.0.feed_forward.up.weight"].std() > 0.07
