@@ -128,10 +128,10 @@ EXPECTED_STUDIES = {
         ),
     ),
     "balance.yaml": (
-        36,
+        27,
         {
             f"{graph}-{balance}": 6_187_456
-            for graph in ("plain", "dot", "cosine", "attention")
+            for graph in ("plain", "dot", "attention")
             for balance in ("loss", "bias", "neither")
         },
     ),
@@ -187,8 +187,9 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-large"), 2_627_104),
     ),
     "mumoe-long.yaml": (
-        9,
-        {"dense": 2_615_424} | dict.fromkeys(("cp", "cp-large"), 2_612_688),
+        12,
+        dict.fromkeys(("dense", "dense-larger"), 2_615_424)
+        | dict.fromkeys(("cp", "cp-large"), 2_612_688),
     ),
     "mumoe-muon.yaml": (
         51,
