@@ -11,7 +11,7 @@ from launch.study.folder import locked, write_record
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_page import finish
-from train.study.reading import load_study
+from train.study.reading import load_studies, load_study
 
 VARIANTS: dict[str, Any] = {
     "dense": None,
@@ -58,6 +58,26 @@ def test_differences_are_those_to_the_variant_that_is_named(
     assert "dense beside cp, one pair" in html
     assert f"polyad study {path} --beside cp<" in html
     assert stored(tmp_path / "study") == before
+
+
+def test_tasks_are_compared_with_it_each_and_in_the_mean(
+    write_study: WriteStudy, tmp_path: Path, data: Path
+) -> None:
+    tasks = {name: {"data.path": str(data)} for name in ("one", "other")}
+    path = write_study(data=None, tasks=tasks, variants=VARIANTS)
+    for number, study in enumerate(load_studies(path).values()):
+        write_record(study, "of some text")
+        for each in study.runs(study.variants):
+            # tr less cp: 0.2, and 0.4 in the other task.
+            finish(each, OF_SEED_1[each.variant.name] * (1 + number))
+    page = tmp_path / "p.html"
+    options = ["--json", str(tmp_path / "r.json"), "--page", str(page)]
+    assert run(["study", str(path), "--beside", "cp", *options]) == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["variants"]["tr"]["difference"]["mean"] == pytest.approx(0.3)
+    of_tasks = [task["variants"]["tr"]["difference"]["mean"] for task in found["tasks"].values()]
+    assert of_tasks == pytest.approx([0.2, 0.4])
+    assert f"polyad study {path} --beside cp<" in page.read_text(encoding="utf-8")
 
 
 def test_a_variant_that_is_none_is_one_line(
