@@ -175,11 +175,26 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-1e-3", "tr-4e-3"), 575_946),
     ),
     "mumoe-choices.yaml": (
-        63,
+        111,
         {"twice-rank": 3_744_288, "single": 2_617_888}
         | dict.fromkeys(("dense", "dense-large", "dense-larger"), 2_615_424)
         | dict.fromkeys(
-            ("cp", "fast-gate", "slow-gate", "large-factors", "larger-factors"), 2_612_688
+            [
+                "cp",
+                "fast-gate",
+                "slow-gate",
+                "large-factors",
+                "larger-factors",
+                "softmax-first",
+                "dropout",
+                "orthogonal",
+                "normalized",
+                "no-decay",
+                "random-gate",
+                "gate-warmup",
+                "large-three",
+            ],
+            2_612_688,
         )
         | dict.fromkeys(("tr", "tr-large"), 2_627_104),
     ),

@@ -137,6 +137,33 @@ def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
     assert records(tmp_path / "run")[0]["step"] == 1
 
 
+def test_a_group_rises_over_its_own_steps_also_after_a_stop(workers, tmp_path, prepared_path):
+    def train(name, group, *stops):
+        """The weights and moments at the end, after a run that stopped on the way."""
+        (tmp_path / name).mkdir()
+        config = write_config(
+            tmp_path / name / "config.yaml", prepared_path, train__steps=2,
+            model__feed_forward=FEED_FORWARDS["smoe"], optimizer__kind="sgd",
+            optimizer__groups=[{"match": "blocks.*.feed_forward.*", **group}],
+        )  # fmt: skip
+        for steps in stops:
+            workers(2).run(run, config, f"train.steps={steps}")
+        return tensors(tmp_path / name / "run" / "checkpoints" / f"step-{stops[-1]:08}")
+
+    quarter = train("quarter", {"learning_rate": 0.25}, 1)
+    begun = train("begun", {"warmup_steps": 4}, 1)
+    assert begun.keys() == quarter.keys()
+    assert all(torch.equal(begun[key], quarter[key]) for key in quarter)
+    stopped = train("stopped", {"warmup_steps": 4}, 1, 2)
+    whole = train("whole", {"warmup_steps": 4}, 2)
+    assert all(torch.equal(stopped[key], whole[key]) for key in whole)
+    level = train("level", {"learning_rate": 0.25}, 2)
+    moved = {
+        name for name, field in whole if not torch.equal(level[name, field], whole[name, field])
+    }
+    assert {"blocks.1.feed_forward.experts.up", "blocks.0.feed_forward.up.weight"} <= moved
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     command = [sys.executable, "-m", "launch", "train", str(config), "train.steps=3000"]

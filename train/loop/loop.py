@@ -18,7 +18,7 @@ from train.loop.device import memory_of_process
 from train.loop.hooks import Hooks
 from train.loop.losses import LossConfig
 from train.loop.metrics import LogConfig, Metrics, peak_flops
-from train.loop.optimizer import OptimizerConfig
+from train.loop.optimizer import OptimizerConfig, warm_up
 from train.loop.routing import routing_record
 from train.loop.schedule import ScheduleConfig, learning_rate
 from train.loop.step import IssuedStep, issue_step
@@ -175,6 +175,7 @@ class TrainLoop:
         rate = learning_rate(
             config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
         )
+        warm_up(self._engine.deepspeed.basic_optimizer, state.step)
         batch = batch_of_step(state.step, state.left_out)
         limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
         look = self._hooks.stragglers

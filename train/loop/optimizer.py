@@ -22,6 +22,8 @@ NO_KERNELS = ("token_embedding", "position_embedding", "class_token")
 """Parameters that are added or looked up, and multiply nothing, by a part of their names."""
 FIRST_LAYERS = (*NO_KERNELS, "patch_embedding")
 """Parameters before the first block, by a part of their names."""
+WARMUP = "warmup"
+"""The key of an optimizer's group for its whole factor and the steps in which it gets there."""
 
 
 class GroupConfig(Config):
@@ -31,6 +33,8 @@ class GroupConfig(Config):
     """Their names, or ends of names, with * for anything, as `blocks.*.attention.*`."""
     learning_rate: NonNegative = 1.0
     """A factor of the learning rate."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which that factor rises from 0, on top of the schedule's own warm-up."""
     weight_decay: NonNegative | None = None
     """In place of optimizer.weight_decay, for those of them that decay; null: that."""
     freeze: bool = False
@@ -78,12 +82,12 @@ def build_optimizer(
             gradient are left out.
 
     Returns:
-        An optimizer with a group for each weight decay and factor of the learning rate, and with
-        muon for each shape of matrices: what decays first. The key `RATE_FACTOR` of a group has
-        its factor.
+        An optimizer with a group for each weight decay, factor of the learning rate and warm-up of
+        it, and with muon for each shape of matrices: what decays first. The key `RATE_FACTOR` of a
+        group has its factor, which `warm_up` changes where the group has a warm-up.
     """
     blocks = num_blocks(name for name, _, _ in parameters)
-    found: dict[tuple[float, float, Matrix | None], list[nn.Parameter]] = {}
+    found: dict[tuple[float, float, int, Matrix | None], list[nn.Parameter]] = {}
     for name, parameter, dimensions in parameters:
         if not parameter.requires_grad:
             continue
@@ -93,25 +97,27 @@ def build_optimizer(
             decay = group.weight_decay
         decay = decay if _decays(config, name, dimensions) else 0.0
         factor = 1.0 if group is None else group.learning_rate
+        steps = 0 if group is None else group.warmup_steps
         if config.layer_decay is not None:
             factor *= config.layer_decay ** depth_from_end(name, blocks)
         matrix = None
         if config.kind == "muon":
             real = placement_of(parameter).global_shape
             matrix = matrix_of(name, tuple(parameter.shape), real)
-        found.setdefault((decay, factor, matrix), []).append(parameter)
-    ordered = sorted(found.items(), key=lambda each: each[0][:2], reverse=True)
+        found.setdefault((decay, factor, steps, matrix), []).append(parameter)
+    ordered = sorted(found.items(), key=lambda each: each[0][:3], reverse=True)
     groups: list[dict[str, Any]] = [
         {
             "params": some,
             "weight_decay": decay,
             "lr": config.learning_rate * factor,
             RATE_FACTOR: factor,
+            WARMUP: (factor, steps),
         }
-        for (decay, factor, _), some in ordered
+        for (decay, factor, steps, _), some in ordered
     ]
     if config.kind == "muon":
-        for settings, ((_, _, matrix), _) in zip(groups, ordered, strict=True):
+        for settings, ((_, _, _, matrix), _) in zip(groups, ordered, strict=True):
             kept = OF_OTHERS if matrix is None else OF_MATRICES
             settings |= {"matrix": matrix, STATE_TENSORS: kept}
         return Muon(groups, config.betas, config.epsilon)
@@ -121,6 +127,18 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
+
+
+def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Sets the factors of groups that have a warm-up of their own; call it before each step.
+
+    Args:
+        optimizer: of `build_optimizer`.
+        step: of the run, that is done next: 0 for the first.
+    """
+    for group in optimizer.param_groups:
+        factor, steps = group[WARMUP]
+        group[RATE_FACTOR] = factor * min(1.0, (step + 1) / max(1, steps))
 
 
 def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:

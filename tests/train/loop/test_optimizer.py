@@ -10,7 +10,7 @@ from model.build import build_model
 from model.gpt2 import GPT2Config
 from model.vit import ViTConfig
 from parallel.zero import RATE_FACTOR
-from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
+from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze, warm_up
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -139,6 +139,18 @@ def test_the_first_group_that_matches_counts():
         f"blocks.{block}.feed_forward.up.{kind}" for block in (0, 1) for kind in ("weight", "bias")
     }
     assert not frozen & found.keys()
+
+
+def test_the_factor_of_a_group_with_a_warmup_rises_to_its_own():
+    groups = (GroupConfig(match="attention.*", learning_rate=3.0, warmup_steps=4),)
+    named = [(name, p, p.dim()) for name, p in a_model().named_parameters()]
+    optimizer = build_optimizer(OptimizerConfig(groups=groups), named)
+    attention = {id(p) for name, p, _ in named if ".attention." in name}
+    for step, expected in enumerate((0.75, 1.5, 2.25, 3.0, 3.0)):
+        warm_up(optimizer, step)
+        for group in optimizer.param_groups:
+            mine = {id(p) in attention for p in group["params"]}
+            assert (mine, group[RATE_FACTOR]) in (({True}, expected), ({False}, 1.0))
 
 
 @pytest.mark.parametrize(
