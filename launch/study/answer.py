@@ -68,9 +68,9 @@ def amount(value: float) -> str:
     """A number of tokens or images, as 410k or 2.62M."""
     if value < 1e4:
         return f"{value:,.0f}"
+    value = float(f"{value:.3g}")
     if value >= 1e15:
         return "more than 1e15"
-    value = float(f"{value:.3g}")
     power = int(math.log10(value) / 3)
     return f"{value / 1000**power:.3g}{' kMBT'[power]}"
 
@@ -78,16 +78,17 @@ def amount(value: float) -> str:
 def _answer(result: Mapping[str, Any], name: str, variant: Mapping[str, Any]) -> str:
     score, baseline = result["scores"][0], result["baseline"]
     named = name + (f" at {variant['point']}" if variant.get("point") else "")
-    if variant.get("leak") or name in (result.get("about") or {}).get("leaking", ()):
+    leaking = (result.get("about") or {}).get("leaking", ())
+    if variant.get("leak") or name in leaking:
         named += ", whose tokens see later ones,"
+    theirs = f"{baseline}, whose tokens see later ones" if baseline in leaking else baseline
     title = f"mean {score['title']} over tasks" if "tasks" in result else score["title"]
     if (found := variant["difference"]) is None:
         return f"{named}: no pair with {baseline} is finished"
-    return f"{_verdict(result, named, found)}: {_numbers(found, title, score)}"
+    return f"{_verdict(result, named, theirs, found)}: {_numbers(found, title, score)}"
 
 
-def _verdict(result: Mapping[str, Any], named: str, found: Difference) -> str:
-    baseline = result["baseline"]
+def _verdict(result: Mapping[str, Any], named: str, baseline: str, found: Difference) -> str:
     if found["pairs"] == 1:
         return f"{named} beside {baseline}, one pair: no interval"
     if not found["excludes_zero"]:
@@ -113,9 +114,11 @@ def _without_leak(result: Mapping[str, Any], name: str, variant: Mapping[str, An
     """The same of a variant whose tokens see later ones, without what those tell."""
     last = [*variant.get("leak", {}).values()][-1:]
     ways = {"masked": "with the mask", "prefix": "from the prefix"}
-    score = result["scores"][0]
+    score, baseline = result["scores"][0], result["baseline"]
+    leaks = bool(result["variants"].get(baseline, {}).get("leak"))
     return [
-        f"{_verdict(result, f'{name} {said}', found)}: {_numbers(found, score['title'], score)}"
+        f"{_verdict(result, f'{name} {said}', f'{baseline} {said}' if leaks else baseline, found)}"
+        f": {_numbers(found, score['title'], score)}"
         for leak in last
         for way, said in ways.items()
         if (found := leak[f"{way}_beside_baseline"]) is not None

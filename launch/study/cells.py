@@ -33,12 +33,14 @@ def mark(difference: Mapping[str, Any]) -> str:
 
 
 def pm(values: Mapping[str, Any], digits: int, sign: str = "") -> str:
-    """A mean and its standard deviation; one run has none.
+    """A mean and its standard deviation; one run has none. An empty cell where none is finite.
 
     Args:
         values: as `spread` makes them.
         digits: after the point.
         sign: + shows that of positive numbers, too.
     """
+    if math.isnan(values["mean"]):
+        return ""
     mean, deviation = f"{values['mean']:{sign}.{digits}f}", values["deviation"]
     return mean if math.isnan(deviation) else f"{mean} ± {deviation:.{digits}f}"

@@ -5,30 +5,31 @@ import statistics
 from typing import Any
 
 from launch.records import Records
-from train.study.study import Study, Variant
+from train.study.study import Run, Study, Variant
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """Of finished runs, by variant and seed."""
 
 
-def validation_score(study: Study, records: Records) -> float | None:
+def validation_score(run: Run, records: Records) -> float | None:
     """The validation of the checkpoint of a run that is scored.
 
     Args:
-        study: whose run.
-        records: of the run.
+        run: of the study.
+        records: its own.
 
     Returns:
         The last one, or the best where the best checkpoint is scored; None where the run was never
         validated, or to no finite score.
     """
-    name = study.task.validation_score
+    task = run.study.task
+    name = task.validation_score
     found = [record[name] for record in records if record.get(name) is not None]
     if not found:
         return None
-    if not study.baseline.scores_best:
+    if not run.variant.scores_best:
         return float(found[-1])
-    return float(max(found) if study.task.higher_is_better else min(found))
+    return float(max(found) if task.higher_is_better else min(found))
 
 
 def mean_validation(study: Study, variant: Variant, results: Results) -> float | None:

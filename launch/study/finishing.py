@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from launch.output import say
+from launch.output import say, strict
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.choice import validation_score
 from launch.study.folder import write_json
@@ -31,10 +31,10 @@ def finishing(run: Run, jobs: int) -> Work:
         Commands of `polyad`.
 
     Returns:
-        Its result, which is written.
+        Its result, which is written; what of it is not finite is None.
 
     Raises:
-        RunError: its score is not finite.
+        RunError: its first score is not finite.
     """
     started, from_step = time.monotonic(), newest_step(run)
     if _is_trained(run):
@@ -44,7 +44,7 @@ def finishing(run: Run, jobs: int) -> Work:
     scores = run.result_file.with_suffix(".evaluation")
     which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
     yield "evaluate", str(run.folder), *which, "--json", str(scores)
-    result = _result(run, json.loads(scores.read_text(encoding="utf-8")))
+    result: dict[str, Any] = strict(_result(run, json.loads(scores.read_text(encoding="utf-8"))))
     # Of the whole run, for the time that others will take.
     result["seconds"] = time.monotonic() - started if from_step == 0 else None
     result["jobs"] = jobs
@@ -88,7 +88,7 @@ def _result(run: Run, evaluation: Mapping[str, Any]) -> dict[str, Any]:
         "point": run.variant.point,
         "seed": run.seed,
         "from_runs": run.source_names,
-        "validation": validation_score(run.study, records),
+        "validation": validation_score(run, records),
         **{score.name: evaluation[score.name] for score in scores_of},
         f"{unit}s_scored": evaluation[f"{unit}s_scored"],
         "step": evaluation["step"],

@@ -16,7 +16,7 @@ from typing import Any
 from data.files import write_whole
 from launch.output import strict
 from train.errors import ConfigError
-from train.guard.run_folder import check_place
+from train.guard.run_folder import NO_LOCKS, check_place
 from train.study.config import StudyData
 from train.study.study import Run, Study, changed_key
 
@@ -123,7 +123,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is damaged.
     """
-    return _read(folder / RECORD, ("split", "data", "variants"))
+    found = _read(folder / RECORD, ("split", "data", "variants"))
+    variants = found["variants"]
+    if not isinstance(variants, dict) or not all(isinstance(v, dict) for v in variants.values()):
+        raise ConfigError(
+            f"{folder / RECORD}: variants is no section of keys, so no study wrote it"
+        )
+    return found
 
 
 def write_record(study: Study, fingerprint: str) -> None:
@@ -145,7 +151,8 @@ def read_result(run: Run) -> dict[str, Any] | None:
     task = run.study.task
     units = f"{task.unit.name}s"
     scores = (score.name for score in task.scores)
-    found = _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second"))
+    others = ("variant", "seed", "step", "training_loss", "routing", "seconds")
+    found = _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second", *others))
     return {"point": "", "validation": None, "from_runs": {}} | found
 
 
@@ -192,6 +199,8 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 def locked(study: Study) -> Iterator[None]:
     """Holds the study's folder, which is made; the kernel lets go of it when this process ends.
 
+    On a file system without locks nothing is held here; each run holds its own folder.
+
     Raises:
         ConfigError: another start of the study is still going.
     """
@@ -204,6 +213,9 @@ def locked(study: Study) -> Iterator[None]:
             raise ConfigError(
                 f"{study.file}: folder: {study.folder} is in use by another start of this study"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         yield
     finally:
         os.close(descriptor)

@@ -11,6 +11,8 @@ def notes(result: Mapping[str, Any]) -> str:
         result: what `summarize` made.
     """
     variants, name = result["variants"].values(), result["baseline"]
+    if not variants:
+        return "nothing is compared yet: no point of a grid is known to be the best one"
     counts = {len(variant["seeds"]) for variant in variants}
     seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
     score, units = result["scores"][0], f"{result['unit']}s"

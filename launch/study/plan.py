@@ -31,7 +31,7 @@ def planned(study: Study) -> dict[str, Any]:
         if all((other.name, run.seed) in results for other in run.sources.values()):
             plan_run(base, run.overrides, 1)
         else:
-            open_inputs(base, run.own_overrides, 1)
+            open_inputs(base, run.checked_overrides, 1)
     return plan
 
 

@@ -178,7 +178,8 @@ def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, An
     if baseline is not None and run.variant.group != name:
         difference = result[first.name] - baseline[first.name]
         beside = f" ({difference:+.{first.digits}f} beside {name})"
-    more = "".join(f", {score.title} {result[score.name]:.2f}" for score in others)
+    known = [score for score in others if result[score.name] is not None]
+    more = "".join(f", {score.title} {result[score.name]:.2f}" for score in known)
     units = f"{run.study.task.unit.name}s"
     return (
         f"{run}: {first.title} {result[first.name]:.{first.digits}f}{beside}{more} on "

@@ -97,9 +97,9 @@ def over_tasks(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -
         for name in first["variants"]
         if (found := _means_over_tasks([results.get(task) for task in tasks], name, score))
     }
-    variants = {}
+    variants, theirs = {}, of_seeds.get(baseline, {})
     for name, means in of_seeds.items():
-        pairs = {s: (m, of_seeds[baseline][s]) for s, m in means.items() if baseline in of_seeds}
+        pairs = {seed: (mean, theirs[seed]) for seed, mean in means.items() if seed in theirs}
         variants[name] = {
             "mean": spread(list(means.values()))._asdict() | {"values": list(means.values())},
             "difference": _paired(pairs) if name != baseline and pairs else None,
@@ -162,7 +162,7 @@ def _over_training(runs: BySeed, baseline: BySeed | None, units: str) -> dict[st
 def _means(runs: Sequence[Run], averaged: Sequence[str]) -> dict[str, Any]:
     means: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
     for key in averaged:
-        means[key] = spread([run[key] for run in runs])._asdict()
+        means[key] = spread([run[key] for run in runs if run[key] is not None])._asdict()
     return means | {
         "routing": {
             name: _spread_of(runs, name, averaged[0])
@@ -185,7 +185,7 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
     Returns:
         That score; those of attacked data, as `attacked_loss`; what routers did, by name;
         polysemanticity; `changed_first` and `changed_set`, the fluctuation; `head_changes`, how
-        often the head of an attention graph changed. What is not known is left out.
+        often the head of an attention graph changed. What is not known, or not finite, is left out.
     """
     found = {score: run[score], **run["routing"]}
     for name, value in run.get("attack", {}).items():
@@ -196,7 +196,7 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
     if "head_changes" in run:
         found["head_changes"] = run["head_changes"]
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _spread_of(runs: Sequence[Run], name: str, score: str) -> dict[str, Any]:
@@ -257,14 +257,27 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> dict[str, Any]:
         # Root mean square: of one run's sample.
         "prefix_standard_error": math.sqrt(statistics.fmean(error**2 for error in errors)),
     }
-    # Of a checkpoint on the way the baseline has no loss.
-    ended = {
-        s: baseline[s]["loss"] for s in known if s in baseline and runs[s]["step"] == int(step)
-    }
+    # Of a checkpoint on the way a baseline that does not leak has no loss.
+    beside = {
+        seed: baseline[seed] for seed in known
+        if seed in baseline and runs[seed]["step"] == int(step)
+    }  # fmt: skip
     for name, losses in without.items():
+        theirs = {
+            seed: loss for seed, run in beside.items()
+            if (loss := _without_later(run, step, name)) is not None
+        }  # fmt: skip
         found[name] = spread(list(losses.values()))._asdict()
         found[f"{name}_leak"] = _paired({s: (losses[s], reported[s]) for s in losses})
         found[f"{name}_beside_baseline"] = (
-            _paired({s: (losses[s], ended[s]) for s in ended}) if ended else None
+            _paired({s: (losses[s], theirs[s]) for s in theirs}) if theirs else None
         )
     return found
+
+
+def _without_later(run: Run, step: str, way: str) -> float | None:
+    """The loss of a baseline's run without what later tokens tell; None: it was not measured."""
+    if (leak := run.get("leak", {}).get(step)) is not None:
+        masked, prefix = leak["masked_loss"], leak["loss"] + leak["prefix_difference"]
+        return float(masked if way == "masked" else prefix)
+    return None if run.get("leaks") else float(run["loss"])

@@ -31,7 +31,7 @@ from launch.study.progress import (
 )
 from launch.study.results import over_tasks
 from launch.study.state import beside, can_begin, compare, finished_runs, key, write_results
-from launch.study.times import Times, estimate, spread_over, time_left, with_others
+from launch.study.times import Times, estimate, left_of, spread_over, time_left, with_others
 from launch.study.trials import take_trials
 from launch.study.within import Within, choice_lines, left_line, shares
 from train.study.reading import load_studies
@@ -92,7 +92,7 @@ def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, A
     with ExitStack() as locks:
         plans = _ready(studies, locks)
         times = {name: Times(study, jobs) for name, study in studies.items()}
-        take_trials(studies, times)
+        take_trials(studies, times, until)
         results = {name: finished_runs(study) for name, study in studies.items()}
         estimates = [estimate(s, results[n], times[n]) for n, s in studies.items()]
         if line := estimate_line(estimates, jobs):
@@ -179,7 +179,7 @@ def _train(
                 left = time_left(study, results, times, going)
                 if within is not None:
                     left = min(left, within.until - time.monotonic())
-                number = len(results) + len(going) + 1
+                number = study.num_runs - len(left_of(study, results, times)) + len(going) + 1
                 say("\n== " + progress_line(run, number, study.num_runs, left))
                 works.begin(run, str(run), finishing(run, times.jobs))
             if not works.going:

@@ -6,7 +6,7 @@ from typing import Any
 from launch.study.about import about
 from launch.study.choice import Results, choose, grids
 from launch.study.folder import RESULTS, check_sources, read_result, write_json
-from launch.study.measures import read_measures
+from launch.study.measures import all_measures, read_measures
 from launch.study.results import summarize
 from train.study.study import Run, Study
 
@@ -109,8 +109,13 @@ def compare(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str
     """
     chosen = choose(study, results)
     done = [run for run in study.runs(chosen) if key(run) in results]
-    runs = [results[key(run)] | read_measures(run) for run in done]
+    runs = [
+        results[key(run)] | read_measures(run) | ({"leaks": True} if run.variant.leaks else {})
+        for run in done
+    ]
     found = summarize(plan, runs, {group: variant.point for group, variant in chosen.items()})
+    measures = all_measures(study, chosen)
+    found["finished"] = found["finished"] and all(each.read() is not None for each in measures)
     found["grids"] = grids(study, results)
     found["split"] = study.config.split
     found["attack"] = study.config.attack and study.config.attack.model_dump()

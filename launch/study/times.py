@@ -51,16 +51,22 @@ class Times:
             variant: of the study.
             results: of finished runs.
         """
-        own = self._taken(variant, results)
         trial = self.trial(variant)
-        if trial is None or any(jobs == self.jobs for jobs, _ in own):
-            return _mean([took for jobs, took in own if jobs == self.jobs] or [t for _, t in own])
-        return run_seconds(trial, variant)
+        if trial is not None and self.is_by_trial(variant, results):
+            return run_seconds(trial, variant)
+        own = self._taken(variant, results)
+        return _mean([took for jobs, took in own if jobs == self.jobs] or [t for _, t in own])
+
+    def is_by_trial(self, variant: Variant, results: Results) -> bool:
+        """Whether a trial says how long it takes, and no finished run with as many jobs."""
+        return not self._is_known(variant, results) and self.trial(variant) is not None
 
     def needs_trial(self, variant: Variant, results: Results) -> bool:
         """Whether neither a finished run with as many jobs nor a trial says how long it takes."""
-        known = any(jobs == self.jobs for jobs, _ in self._taken(variant, results))
-        return not known and self.trial(variant) is None
+        return not self._is_known(variant, results) and self.trial(variant) is None
+
+    def _is_known(self, variant: Variant, results: Results) -> bool:
+        return any(jobs == self.jobs for jobs, _ in self._taken(variant, results))
 
     def trial(self, variant: Variant) -> dict[str, Any] | None:
         """What a trial of a variant, or of one that costs the same, has measured."""
@@ -136,7 +142,7 @@ def estimate(study: Study, results: Results, times: Times) -> Estimate:
     left = left_of(study, results, times)
     groups = {group for group, _ in left}
     variants = [v for group in groups for v in study.groups[group]]
-    by_trial = [v for v in variants if not times.needs_trial(v, results) and times.trial(v)]
+    by_trial = [v for v in variants if times.is_by_trial(v, results)]
     ways = {"trials": bool(by_trial), "runs": len(by_trial) < len(variants) and bool(results)}
     missing = [m for m in all_measures(study, choose(study, results)) if m.read() is None]
     measures = [times.of_measure(measure.kind) for measure in missing]
@@ -245,6 +251,8 @@ def _cost(variant: Variant) -> str:
     flat = flatten(config.model_dump(mode="json"))
     paid = {name: value for name, value in flat.items() if not below(name, FREE_OF_COST)}
     paid["optimizer.kind"] = config.optimizer.kind
+    if frozen := [group.match for group in config.optimizer.groups if group.freeze]:
+        paid["optimizer.groups"] = frozen
     return hashlib.sha256(json.dumps(paid, sort_keys=True).encode()).hexdigest()[:16]
 
 

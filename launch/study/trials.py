@@ -1,14 +1,15 @@
 """Takes the trials of a study: how long its variants take, before the first of them is trained."""
 
 import json
+import math
 from collections.abc import Mapping
-from time import time
+from time import monotonic, time
 
 from launch.child import STOPPED, Children
 from launch.output import say
 from launch.study.choice import Results
 from launch.study.jobs import shared_cores
-from launch.study.progress import trial_line
+from launch.study.progress import counted, trial_line
 from launch.study.state import finished_runs
 from launch.study.times import Times, left_of
 from train.errors import stopped
@@ -18,12 +19,15 @@ OUT = ".trial.json"
 """In the folder of the study; what begins with a dot is in nobody's way."""
 
 
-def take_trials(studies: Mapping[str, Study], times: Mapping[str, Times]) -> None:
+def take_trials(
+    studies: Mapping[str, Study], times: Mapping[str, Times], until: float = math.inf
+) -> None:
     """Takes the trials that are needed to know how long what is left takes, one at a time.
 
     Args:
         studies: by the names of tasks.
         times: of each; they are kept there.
+        until: of `time.monotonic`; no trial begins after it.
 
     Raises:
         Stopped: or KeyboardInterrupt, as a signal asked.
@@ -37,11 +41,14 @@ def take_trials(studies: Mapping[str, Study], times: Mapping[str, Times]) -> Non
         return
     with Children(shared_cores(wanted[0][2].jobs)) as children:
         for number, (study, variant, of_study) in enumerate(wanted, start=1):
+            if monotonic() >= until:
+                say(f"the time is over: {counted(len(wanted) - number + 1, 'trial')} left out")
+                return
             say("\n== " + trial_line(study, variant, number, len(wanted)))
             out = study.folder / OUT
             run = Run(variant=variant, seed=study.config.seeds[0], study=study)
             words = [str(out), str(time()), study.config.split, study.config.base]
-            children.start([*words, *run.own_overrides], module="launch.study.trial")
+            children.start([*words, *run.checked_overrides], module="launch.study.trial")
             _, status = children.wait()
             number_of_signal = children.signal or (status - 128 if status in STOPPED else 0)
             if number_of_signal:

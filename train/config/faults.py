@@ -71,6 +71,15 @@ def _fault(fault: Any, known: set[str]) -> str:
 
 def _without_kind(sections: list[str], known: set[str]) -> list[str]:
     """The sections of a location, without the kinds that unions put between them."""
+    leaves = known - {
+        section
+        for key in known
+        for section in itertools.accumulate(
+            key.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}"
+        )
+    }
+    if any(_without_index(sections[:n]) in leaves for n in range(1, len(sections))):
+        return sections  # names that the file gives, as those of a study's variants
     places = range(len(sections))
     for count in (0, 1, 2):  # of the model, and of its feed-forward
         for left_out in itertools.combinations(places, count):

@@ -43,10 +43,10 @@ def spread(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation.
 
     Args:
-        values: at least one.
+        values: finite ones; of none the mean is NaN.
     """
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return Spread(statistics.fmean(values), deviation, len(values))
+    return Spread(statistics.fmean(values) if values else math.nan, deviation, len(values))
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:

@@ -103,6 +103,12 @@ def _load(
         for point in _points(config, name, file):
             there = where + (f" at {point.name}" if point.name else "")
             _check_from_runs(config, name, own.keys() | point.keys.keys(), file)
+            for key in own.keys() & point.keys.keys():
+                raise ConfigError(
+                    f"{where}: {key}: is not allowed, a grid sets it, and "
+                    f"{as_written(own[key])} would not be "
+                    f"trained; grids.{name}: {{{key}: [{as_written(own[key])}]}} does that"
+                )
             values = tuple(f"{key}={as_written(value)}" for key, value in point.keys.items())
             variant = _variant(
                 (name, point.name), base_tree, (*overrides, *values), (config, folder), there
@@ -262,10 +268,17 @@ def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path)
         )
     for name, config in leaking.items():
         every, end = config.checkpoint.every, config.train.steps
+        last, always = config.checkpoint.keep_last, config.checkpoint.keep_every
         for step in study.leak.steps:
             if step > end or (step != end and (every == 0 or step % every)):
                 raise ConfigError(
                     f"{file}: leak.steps: {step} has no checkpoint in {name}, which writes one "
                     + (f"every {every} steps and " if every else "")
                     + f"at step {end}"
+                )
+            newer = -(-(end - step) // every) if every else 0
+            if last is not None and newer >= last and not (always and step % always == 0):
+                raise ConfigError(
+                    f"{file}: leak.steps: {step}: {name} keeps that checkpoint only until "
+                    f"{last} newer are there: checkpoint.keep_last"
                 )

@@ -227,6 +227,15 @@ class Run:
             *place_of(self.study.config, str(self.folder), self.variant.config.data.kind),
         ]
 
+    @property
+    def checked_overrides(self) -> list[str]:
+        """`own_overrides` that a run may be checked or tried with before its sources are there."""
+        named = self.variant.config.checkpoint.init_from
+        stand_in = "checkpoint.init_from" in self.variant.from_runs and named is not None
+        return self.own_overrides + (
+            [f"checkpoint.init_from={json.dumps(named)}"] if stand_in else []
+        )
+
     def _from_sources(self) -> Iterator[str]:
         """The checkpoints that the others are scored by."""
         for key, variant in self.sources.items():

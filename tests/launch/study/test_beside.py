@@ -1,5 +1,7 @@
 """Finished runs compared with another variant than the baseline; the study stays as it is."""
 
+import errno
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,43 @@ def test_what_is_about_training_does_not_go_with_it(
 ) -> None:
     line = refused(write_study(), capfd, "--beside", "cp", *option)
     assert f"--beside: cp is not allowed with {option[0]}" in line
+
+
+def test_a_study_without_its_measures_is_not_finished(
+    write_study: WriteStudy, tmp_path: Path
+) -> None:
+    path = write_study(attack={"rate": 0.1, "seed": 0}, variants=VARIANTS)
+    study = load_study(path)
+    write_record(study, "of some text")
+    for each in study.runs(study.variants):
+        finish(each, OF_SEED_1[each.variant.name])
+    assert run(["study", str(path), "--beside", "cp", "--json", str(tmp_path / "r.json")]) == 0
+    assert not json.loads((tmp_path / "r.json").read_text())["finished"]
+
+
+@pytest.mark.parametrize(
+    ("file", "damaged", "said"),
+    [
+        ("runs/cp/seed-1.json", {"routing": ...}, "has no routing, so no study wrote it"),
+        ("study.json", {"variants": [1]}, "variants is no section of keys, so no study wrote it"),
+    ],
+)
+def test_a_file_that_no_study_wrote_is_one_line(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str], file: str, damaged: Any, said: str
+) -> None:
+    path = half_finished(write_study)
+    place = load_study(path).folder / file
+    tree = json.loads(place.read_text()) | damaged
+    place.write_text(json.dumps({key: value for key, value in tree.items() if value is not ...}))
+    assert said in refused(path, capfd, "--beside", "cp")
+
+
+def test_a_folder_on_a_disk_without_locks_is_used(
+    write_study: WriteStudy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with locked(load_study(write_study())):
+        pass

@@ -12,6 +12,7 @@ from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 from train.study.reading import load_study
 
 INIT = "checkpoint.init_from"
+RATES = {"optimizer.learning_rate": [0.1, 0.2]}
 
 
 def refused(path: Path, capfd: pytest.CaptureFixture[str], *options: str) -> str:
@@ -99,6 +100,22 @@ def variants(**own: Any) -> dict[str, Any]:
         (
             {"leak": {"steps": [3]}, "variants": variants(model__feed_forward=LEAKY)},
             ["leak.steps: 3 has no checkpoint in b, which writes one every 2 steps and at step 4"],
+        ),
+        (
+            {
+                "leak": {"steps": [2, 4]},
+                "common": {"checkpoint.keep_last": 1},
+                "variants": variants(model__feed_forward=LEAKY),
+            },
+            ["leak.steps: 2: b keeps that checkpoint only until 1 newer are there"],
+        ),
+        (
+            {"grid": RATES, "variants": variants(optimizer__learning_rate=0.5)},
+            ["variants.b: optimizer.learning_rate: is not allowed, a grid sets it, and 0.5 would"],
+        ),
+        (
+            {"grids": {"cp": {"optimizer.learning_rate": None}}},
+            ["grids.cp.optimizer.learning_rate: None is not allowed"],
         ),
         (
             {"leak": {"steps": [6]}, "variants": variants(model__feed_forward=LEAKY)},

@@ -113,8 +113,9 @@ def test_a_run_without_a_finite_validation_is_worse_than_any(study: Study) -> No
 
 def test_the_validation_is_the_last_one_or_the_best_that_was_kept(write_study: WriteStudy) -> None:
     records = [{"validation_loss": 3.0}, {}, {"validation_loss": 2.0}, {"validation_loss": 2.5}]
-    last = load_study(write_study())
-    best = load_study(write_study(common={"checkpoint.keep_best": True}))
+    variants = {"dense": None, "kept": {"checkpoint.keep_best": True}}
+    study = load_study(write_study(variants=variants))
+    last, best = study.runs(study.variants)
     assert validation_score(last, records) == 2.5
     assert validation_score(best, records) == 2.0
     assert validation_score(best, [{}]) is None
@@ -170,3 +171,18 @@ def test_a_task_that_is_not_finished_leaves_no_mean() -> None:
     over = over_tasks({"one": found | {"split": "test", "grids": {}}}, ["one", "two"])
     assert (over["finished"], over["variants"]) == (False, {})
     assert "4.0000" in result_table(over)
+
+
+def test_a_seed_that_the_baseline_has_not_finished_on_all_tasks_is_in_no_pair() -> None:
+    runs = [result(name, seed, 4.0 + seed) for name in ("dense", "cp") for seed in (1, 2)]
+    one = summarize(plan("dense", "cp", seeds=(1, 2)), runs)
+    other = summarize(plan("dense", "cp", seeds=(1, 2)), [runs[0], *runs[2:]])
+    found = over_tasks({"one": one, "other": other}, ["one", "other"])["variants"]
+    assert found["cp"]["mean"]["runs"] == 2
+    assert found["cp"]["difference"]["seeds"] == [1]
+
+
+def test_before_any_point_is_the_best_one_nothing_is_compared(study: Study) -> None:
+    found = summarize(plan("dense", "cp"), [result("dense", 1, 4.0, point="x")], {})
+    known = found | {"grids": grids(study, {}), "split": "validation", "attack": None}
+    assert result_table(known).startswith("nothing is compared yet")

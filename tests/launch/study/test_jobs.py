@@ -61,7 +61,11 @@ def begun(works: Jobs[int], number: int, variable: str) -> list[str]:
     others = set(children(os.getpid()))
     works.begin(number, f"dense, seed {number}", works_of(("--version",)))
     (ours,) = set(children(os.getpid())) - others
-    environment = Path(f"/proc/{ours}/environ").read_text()
+    place = Path(f"/proc/{ours}/environ")
+    for _ in range(1000):  # it is empty while the program is being loaded
+        if environment := place.read_text():
+            break
+        time.sleep(0.001)
     return re.findall(rf"\0{variable}=([^\0]*)", f"\0{environment}")
 
 

@@ -194,3 +194,30 @@ def test_tables_have_what_was_measured() -> None:
     markdown = result_table(SUMMARY, markdown=True)
     for part in markdown.split("\n\n")[:-2]:
         assert len({line.count("|") for line in part.splitlines()}) == 1
+
+
+def test_beside_a_leaking_baseline_both_are_without_what_leaks() -> None:
+    """With the mask both have the same loss: the leak of neither counts as a gain."""
+    names = ("leaky", "other", "unmeasured")
+    runs = [
+        result(name, seed, reported + seed, step=8, leaks=True)
+        | ({} if name == "unmeasured" else {"leak": {"8": leak(reported + seed, 5.0, 5.5)}})
+        for seed in (1, 2, 3)
+        for name, reported in (("leaky", 3.0), ("other", 2.0), ("unmeasured", 1.0))
+    ]
+    found = summarize(plan(*names), runs)["variants"]["other"]["leak"]["8"]
+    assert found["masked_beside_baseline"]["differences"] == [0.0] * 3
+    assert found["prefix_beside_baseline"]["differences"] == [0.0] * 3
+    turned = summarize(plan("unmeasured", "leaky"), runs)["variants"]["leaky"]["leak"]["8"]
+    assert turned["masked_beside_baseline"] is None
+
+
+def test_a_score_that_is_not_finite_is_an_empty_cell_and_no_difference() -> None:
+    runs = [each | {"perplexity": None, "training_loss": None} for each in RUNS]
+    runs[0] = runs[0] | {"routing": {"unused": None}}
+    found = summarize(plan("dense", "cp"), runs)
+    assert found["variants"]["cp"]["difference"]["pairs"] == 3
+    lines = result_table(found | {"split": "test", "grids": {}}).splitlines()
+    cells = next(line.split() for line in lines if line.startswith("dense"))
+    assert cells == ["dense", "5.0000", "±", "1.0000"]
+    assert "nan" not in result_table(found | {"split": "test", "grids": {}}).lower()

@@ -1,6 +1,7 @@
 """How long a study takes: by hand from what trials and runs took, and trials in real processes."""
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ import yaml
 
 from launch.cli import run
 from launch.study.folder import write_record
+from launch.study.plan import planned
 from launch.study.progress import estimate_line, spoken
 from launch.study.times import TIMES, Times, estimate, run_seconds, spread_over, time_left
 from launch.study.trials import take_trials
@@ -70,6 +72,7 @@ def test_variants_that_differ_in_rates_alone_take_equally_long(write_study: Writ
         "fast": {"optimizer.learning_rate": 0.1, "schedule.warmup_steps": 1},
         "cp": {"model.feed_forward": CP},
         "sgd": {"optimizer.kind": "sgd"},
+        "frozen": {"optimizer.groups": [{"match": "blocks.*", "freeze": True}]},
     }
     study = load_study(write_study(variants=variants, common=STEPS))
     times = Times(study, 2)
@@ -77,7 +80,9 @@ def test_variants_that_differ_in_rates_alone_take_equally_long(write_study: Writ
     # What is kept is read at the next start, with as many jobs.
     times = Times(study, 2)
     assert times.of_run(study.variants["fast"], {}) == pytest.approx(SECONDS)
-    assert [times.needs_trial(v, {}) for v in study.variants.values()] == [False, False, True, True]
+    assert [times.needs_trial(v, {}) for v in study.variants.values()] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
     assert Times(study, 1).needs_trial(study.variants["dense"], {})
     # Finished runs know better, unless they had another number of jobs.
     dense = study.variants["dense"]
@@ -106,6 +111,9 @@ def test_only_what_is_left_is_counted(write_study: WriteStudy) -> None:
     assert estimate_line([found, found], 1) == (
         "10 runs to do, about 3 min 8 s with 1 job (measured by trial steps, as finished runs took)"
     )
+    # A finished run knows better than the trial before it.
+    known = estimate(study, results | {("cp", 1): took(30) | {"loss": 3.0}}, times)
+    assert known.ways == {"runs"}
     # Of a run that goes on what it has taken is over.
     left = time_left(study, results, times, {("cp", 1): 8.0})
     assert left == pytest.approx(found.seconds - 8)
@@ -215,3 +223,27 @@ def test_a_signal_ends_a_trial_and_the_same_command_goes_on(tmp_path: Path, data
     last = "polyad: error: interrupted; the same command goes on where it stood"
     assert err.splitlines()[-1] == last
     assert run(["study", str(path), "--dry-run"]) == 0
+
+
+def test_no_trial_begins_after_the_time_is_over(
+    write_study: WriteStudy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study = load_study(write_study(common=STEPS))
+    take_trials({"": study}, {"": Times(study, 1)}, until=0.0)
+    assert "the time is over: 2 trials left out" in capfd.readouterr().err
+    assert not (study.folder / TIMES).exists()
+
+
+def test_adapters_of_another_variants_run_are_checked_before_that_is_there(
+    write_study: WriteStudy,
+) -> None:
+    path = write_study(
+        variants={"dense": None, "lora": {"adapt.lora": {"rank": 2}}},
+        from_runs={"lora": {"checkpoint.init_from": "dense"}},
+    )
+    study = load_study(path)
+    assert [run["variant"] for run in planned(study)["runs"]] == ["dense", "lora"]
+    (study.folder).mkdir()
+    times = Times(study, 1)
+    take_trials({"": study}, {"": times})
+    assert math.isfinite(times.of_run(study.variants["lora"], {}))
