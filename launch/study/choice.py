@@ -5,6 +5,7 @@ import statistics
 from typing import Any
 
 from launch.records import Records
+from train.errors import RunError
 from train.study.study import Run, Study, Variant
 
 Results = dict[tuple[str, int], dict[str, Any]]
@@ -61,6 +62,9 @@ def choose(study: Study, results: Results) -> dict[str, Variant]:
 
     Returns:
         By the names of variants in the file; those whose sweep is not finished are left out.
+
+    Raises:
+        RunError: every point of a grid diverged.
     """
     chosen = {}
     for group, variants in study.groups.items():
@@ -71,6 +75,11 @@ def choose(study: Study, results: Results) -> dict[str, Variant]:
         known = [score for score in scores if score is not None]
         if len(known) == len(variants):
             best = max(known) if study.task.higher_is_better else min(known)
+            if math.isinf(best):
+                raise RunError(
+                    f"{study.file}: grid: no point of {group} has a finite validation: take other "
+                    f"values, or take {group} out"
+                )
             chosen[group] = variants[known.index(best)]
     return chosen
 

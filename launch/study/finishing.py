@@ -9,7 +9,7 @@ from launch.output import say, strict
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.choice import validation_score
 from launch.study.folder import write_json
-from launch.study.jobs import Work
+from launch.study.jobs import CommandFailed, Work
 from launch.study.measures import Measure, forget
 from launch.study.plan import newest_step
 from launch.study.progress import trained_line
@@ -31,27 +31,40 @@ def finishing(run: Run, jobs: int) -> Work:
         Commands of `polyad`.
 
     Returns:
-        Its result, which is written; what of it is not finite is None.
+        Its result, which is written; what of it is not finite is None, of a point of a grid that
+        diverged every score: others are better.
 
     Raises:
-        RunError: its first score is not finite.
+        RunError: its first score is not finite, and no other point is tried with its seed.
+        CommandFailed: training failed otherwise, or diverged where no other point is tried.
     """
     started, from_step = time.monotonic(), newest_step(run)
     if _is_trained(run):
         say(trained_line(run))
     else:
-        yield "train", run.study.config.base, *run.overrides
+        try:
+            yield "train", run.study.config.base, *run.overrides
+        except CommandFailed:
+            if not (run.is_swept and _has_diverged(run)):
+                raise
+            return _keep(run, _result(run, None) | {"seconds": None, "jobs": jobs})
     scores = run.result_file.with_suffix(".evaluation")
     which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
     yield "evaluate", str(run.folder), *which, "--json", str(scores)
-    result: dict[str, Any] = strict(_result(run, json.loads(scores.read_text(encoding="utf-8"))))
     # Of the whole run, for the time that others will take.
-    result["seconds"] = time.monotonic() - started if from_step == 0 else None
-    result["jobs"] = jobs
-    forget(run)
-    write_json(run.result_file, result)
+    seconds = time.monotonic() - started if from_step == 0 else None
+    evaluation = json.loads(scores.read_text(encoding="utf-8"))
+    result = _keep(run, _result(run, evaluation) | {"seconds": seconds, "jobs": jobs})
     scores.unlink()
     return result
+
+
+def _keep(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a result; what was measured of an earlier one is no longer true."""
+    kept: dict[str, Any] = strict(dict(result))
+    forget(run)
+    write_json(run.result_file, kept)
+    return kept
 
 
 def measuring(measure: Measure) -> Work:
@@ -76,19 +89,34 @@ def measuring(measure: Measure) -> Work:
     return {"seconds": time.monotonic() - started}
 
 
-def _result(run: Run, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+def _has_diverged(run: Run) -> bool:
+    """Whether a run ended since too many steps in a row were not finite."""
+    if not (run.folder / "metrics.jsonl").exists():
+        return False
+    most = run.variant.config.train.max_skipped_steps
+    last = read_records(run.folder)[-most:]
+    not_finite = [each["skipped"] and None in (each["loss"], each["grad_norm"]) for each in last]
+    return len(last) == most and all(not_finite)
+
+
+def _result(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """By what was evaluated; None: it diverged."""
     scores_of, unit = run.study.task.scores, run.study.task.unit.name
-    if evaluation[scores_of[0].name] is None:
+    records = read_records(run.folder)
+    if evaluation is None:
+        names = (*(score.name for score in scores_of), f"{unit}s_scored")
+        evaluation = dict.fromkeys(names) | {"step": records[-1]["step"]}
+    elif evaluation[scores_of[0].name] is None and not run.is_swept:
         raise RunError(
             f"{run}: its {scores_of[0].title} on the {run.study.config.split} split is not finite"
         )
-    records = read_records(run.folder)
+    validation = None if evaluation[scores_of[0].name] is None else validation_score(run, records)
     return {
         "variant": run.variant.group,
         "point": run.variant.point,
         "seed": run.seed,
         "from_runs": run.source_names,
-        "validation": validation_score(run, records),
+        "validation": validation,
         **{score.name: evaluation[score.name] for score in scores_of},
         f"{unit}s_scored": evaluation[f"{unit}s_scored"],
         "step": evaluation["step"],

@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -18,10 +18,19 @@ from launch.machine import threads_of_each
 from train.errors import RunError, stopped
 
 Work = Generator[tuple[str, ...], None, dict[str, Any]]
-"""Yields the words of a command of `polyad`, goes on once that has ended well, returns a result."""
+"""Yields the words of a command of `polyad`, goes on once that has ended well, returns a result.
+Where it did not end well `CommandFailed` comes out of the yield; a work that lets it pass fails."""
 Of = TypeVar("Of")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The environment variable with the GPUs that a process sees."""
+
+
+class CommandFailed(Exception):
+    """A command of a work ended with a status that is not 0."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def shared_cores(jobs: int) -> dict[str, str]:
@@ -126,25 +135,27 @@ class Jobs(Generic[Of]):
         while True:
             child, status = self._children.wait()
             going = next(each for each in self._going if each.child is child)
-            if self._children.signal or status:
+            if self._children.signal or status in STOPPED:
                 self._end(going, status)
-            if (result := self._goes_on(going)) is not None:
+            if (result := self._goes_on(going, status)) is not None:
                 self._going.remove(going)
                 return going.of, result
 
-    def _goes_on(self, going: _Going[Of]) -> dict[str, Any] | None:
-        """Starts the next command of a work; its result if there is none."""
+    def _goes_on(self, going: _Going[Of], status: int = 0) -> dict[str, Any] | None:
+        """Starts the next command of a work, after one with this status; its result at the end."""
         try:
-            words = next(going.work)
+            words = going.work.throw(CommandFailed(status)) if status else next(going.work)
         except StopIteration as end:
             return dict(end.value)
+        except CommandFailed:
+            self._end(going, status)
         prefix = f"{going.name}: " if self.number > 1 else ""
         going.command = words[0]
         gpu = gpu_of(going.place) if self.number > 1 else {}
         going.child = self._children.start(words, prefix=prefix, variables=gpu)
         return None
 
-    def _end(self, first: _Going[Of], status: int) -> None:
+    def _end(self, first: _Going[Of], status: int) -> NoReturn:
         """Ends all, after one has ended that was not to, or a signal came."""
         self._children.end_all()
         several = len(self._going) > 1

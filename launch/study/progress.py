@@ -175,6 +175,8 @@ def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, An
     """What a run came to, beside the baseline's of the same seed where that is finished."""
     name, beside = run.study.config.baseline, ""
     first, *others = run.study.task.scores[:2]
+    if result[first.name] is None:
+        return f"{run}: diverged in step {result['step']}: another point of the grid is better"
     if baseline is not None and run.variant.group != name:
         difference = result[first.name] - baseline[first.name]
         beside = f" ({difference:+.{first.digits}f} beside {name})"

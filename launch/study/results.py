@@ -36,7 +36,8 @@ def summarize(
         RunError: runs were scored on different tokens.
     """
     units, scores = f"{plan['unit']}s", [score["name"] for score in plan["scores"]]
-    scored = {result[f"{units}_scored"] for result in results}
+    known = (result[f"{units}_scored"] for result in results)
+    scored = {each for each in known if each is not None}  # None: a point that diverged
     if len(scored) > 1:
         raise RunError(f"runs were scored on different numbers of {units}: {sorted(scored)}")
     averaged = [*scores, "training_loss", f"{units}_per_second"]

@@ -1,5 +1,6 @@
 """A study's comparison as tables, for a terminal or a page."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -109,6 +110,8 @@ def _grid_rows(result: Mapping[str, Any]) -> list[Row]:
         cells = []
         for point in points:
             score = "" if of.get(point) is None else f"{of[point]:.{digits}f}"
+            if math.isinf(of.get(point) or 0.0):
+                score = "not finite"
             cells.append(f"{score} best" if point == best else score)
         rows.append((name, *cells))
     return rows

@@ -195,6 +195,11 @@ class Run:
         return f"{task}{self.variant.group}{point}, seed {self.seed}"
 
     @property
+    def is_swept(self) -> bool:
+        """Whether it is of one of several points of a grid that are tried with its seed."""
+        return bool(self.variant.point) and self.seed in self.study.swept_seeds
+
+    @property
     def folder(self) -> Path:
         """The run's own, as `run.folder`."""
         return run_folder(self.study.folder, self.variant.name, self.seed)

@@ -10,7 +10,7 @@ from launch.study.results import over_tasks, summarize
 from launch.study.tables import result_table
 from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_results import plan, result
-from train.errors import ConfigError
+from train.errors import ConfigError, RunError
 from train.study.reading import load_study
 from train.study.study import Study
 
@@ -109,6 +109,9 @@ def test_a_run_without_a_finite_validation_is_worse_than_any(study: Study) -> No
     found = results_of(dense_1=[1.0, None], dense_2=[90.0, 90.0])
     assert choose(study, found)["dense"].point == "learning_rate=0.2"
     assert grids(study, found)["dense"]["learning_rate=0.1"] == math.inf
+    none_is_finite = results_of(dense_1=[1.0, None], dense_2=[None, 1.0])
+    with pytest.raises(RunError, match="no point of dense has a finite validation"):
+        choose(study, none_is_finite)
 
 
 def test_the_validation_is_the_last_one_or_the_best_that_was_kept(write_study: WriteStudy) -> None:
