@@ -44,8 +44,8 @@ def finishing(run: Run, jobs: int) -> Work:
     else:
         try:
             yield "train", run.study.config.base, *run.overrides
-        except CommandFailed:
-            if not (run.is_swept and _has_diverged(run)):
+        except CommandFailed as failed:
+            if not (failed.status == 1 and run.is_swept and _has_diverged(run)):
                 raise
             return _keep(run, _result(run, None) | {"seconds": None, "jobs": jobs})
     scores = run.result_file.with_suffix(".evaluation")
