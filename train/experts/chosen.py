@@ -27,8 +27,10 @@ def choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[Rout
         return [routed[0], routed[len(routed) // 2], routed[-1]]
     by_block: dict[str, list[RoutedLayer]] = {}
     for layer in routed:
+        if not layer.in_block:  # a whole network of experts, or a head
+            continue
         by_block.setdefault(str(layer.block), []).append(layer)
-    if list(blocks) == [EVERY] and by_block:
+    if list(blocks) == [EVERY] and routed:
         return routed
     for block in blocks:
         if block not in by_block:
@@ -56,7 +58,7 @@ def check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None
             if expert not in names:
                 form = " (LEVEL.EXPERT)" if len(layer.levels) > 1 else ""
                 raise ConfigError(
-                    f"--experts: {expert} is not allowed: block {layer.block} has {names[0]} to "
+                    f"--experts: {expert} is not allowed: {layer.title} has {names[0]} to "
                     f"{names[-1]}{form}"
                 )
 

@@ -11,6 +11,7 @@ that was read, and of labels.
 Shapes: S experts, Y classes, G groups of samples, D draws. All measures take further axes in front.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -135,20 +136,25 @@ def measured(
     *,
     at_once: int = 10,
     lowest: float = 0.0,
+    highest: float = math.inf,
 ) -> Measured:
-    """One measure that is never below a number; see `intervals`.
+    """One measure that is never outside two numbers; see `intervals`.
 
     Args:
         measure: of sums over samples; further axes in front are draws.
         sums_G: of each group, [G, ...].
         samples: in all groups together.
         at_once: draws that are held at a time.
-        lowest: the number.
+        lowest: the lower number.
+        highest: the other.
+
+    Returns:
+        Without an interval where an end is not finite, as where no draw has enough to go by.
     """
     value, low, high = intervals(measure, sums_G, samples, at_once=at_once)
-    if low is None or high is None:
+    if low is None or high is None or not np.isfinite([low, high]).all():
         return Measured(float(value), None, None, samples)
-    return Measured(float(value), max(lowest, float(low)), float(high), samples)
+    return Measured(float(value), max(lowest, float(low)), min(highest, float(high)), samples)
 
 
 def groups_of_samples(samples: int, numbers: int) -> tuple[int, Tensor]:

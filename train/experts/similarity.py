@@ -43,13 +43,12 @@ class LevelSimilarity:
     tokens: int
     """On which."""
     sums_GEE: Matrix
-    """Of each group the sums of cosines and the HSIC of all pairs, [G, 2, E, E]."""
+    """Of each group the sums of cosines, the HSIC and the tokens of all pairs, [G, 3, E, E]."""
 
     @property
     def cosine_EE(self) -> Matrix:
         """The mean cosine of each pair; NaN where nothing was read."""
-        cosine_EE: Matrix = self.sums_GEE[:, 0].sum(0) / (self.tokens or np.nan)
-        return cosine_EE
+        return _cosine(self.sums_GEE.sum(0))
 
     @property
     def cka_EE(self) -> Matrix:
@@ -59,7 +58,7 @@ class LevelSimilarity:
     @property
     def cosine(self) -> Measured:
         """The mean over pairs of two experts."""
-        return self._measured(lambda sums: _of_pairs(sums[..., 0, :, :]) / max(1, self.tokens))
+        return self._measured(lambda sums: _of_pairs(_cosine(sums)))
 
     @property
     def cka(self) -> Measured:
@@ -67,7 +66,7 @@ class LevelSimilarity:
         return self._measured(lambda sums: _of_pairs(_cka(sums[..., 1, :, :])))
 
     def _measured(self, measure: Any) -> Measured:
-        found = measured(measure, self.sums_GEE, len(self.sums_GEE), lowest=-1.0)
+        found = measured(measure, self.sums_GEE, len(self.sums_GEE), lowest=-1.0, highest=1.0)
         return found._replace(samples=self.tokens)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +112,7 @@ class ExpertSimilarity:
         """Of each layer's levels the sums, and the experts that they are of."""
         for layer in layers:
             compared = [_compared(size) for size in layer.levels]
-            self._levels[layer.name] = [(zeros(groups, 2, len(e), len(e)), e) for e in compared]
+            self._levels[layer.name] = [(zeros(groups, 3, len(e), len(e)), e) for e in compared]
 
     @torch.no_grad()
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
@@ -146,12 +145,13 @@ class ExpertSimilarity:
         found: dict[str, list[LevelSimilarity]] = {}
         for layer in self._layers:
             tokens = int(summed(self._tokens[layer.name]).sum())
+            read_G = summed(self._tokens[layer.name]).cpu().numpy() > 0  # groups that are too small
             first = np.cumsum([0, *layer.levels])
             found[layer.name] = [
                 LevelSimilarity(
                     experts=[layer.expert_name(int(first[level]) + e) for e in experts],
                     tokens=tokens,
-                    sums_GEE=summed(sums).cpu().numpy(),
+                    sums_GEE=summed(sums).cpu().numpy()[read_G],
                 )
                 for level, (sums, experts) in enumerate(self._levels[layer.name])
             ]
@@ -159,7 +159,7 @@ class ExpertSimilarity:
 
 
 def _sums(outputs_END: Tensor) -> Tensor:
-    """Of each pair of experts the sum of cosines over tokens, and the HSIC, [2, E, E]."""
+    """Of each pair of experts the sum of cosines over tokens, the HSIC, the tokens, [3, E, E]."""
     directions_ED = normalize(outputs_END, dim=-1).flatten(1)
     outputs_END = outputs_END - outputs_END.mean(1, keepdim=True)  # for rounding alone
     kernels_ENN = outputs_END @ outputs_END.mT
@@ -170,7 +170,15 @@ def _sums(outputs_END: Tensor) -> Tensor:
     totals_E = rows_EN.sum(-1)
     means_EE = totals_E.outer(totals_E) / ((tokens - 1) * (tokens - 2))
     hsic_EE = traces_EE + means_EE - 2 / (tokens - 2) * (rows_EN @ rows_EN.T)
-    return torch.stack([directions_ED @ directions_ED.T, hsic_EE / (tokens * (tokens - 3))])
+    hsic_EE /= tokens * (tokens - 3)
+    return torch.stack([directions_ED @ directions_ED.T, hsic_EE, torch.full_like(hsic_EE, tokens)])
+
+
+def _cosine(sums_EE: Matrix) -> Matrix:
+    """Of sums [..., 3, E, E] the mean cosine of each pair; NaN where nothing was read."""
+    tokens_EE = np.where(sums_EE[..., 2, :, :] > 0, sums_EE[..., 2, :, :], np.nan)
+    cosine_EE: Matrix = sums_EE[..., 0, :, :] / tokens_EE
+    return cosine_EE
 
 
 def _cka(hsic_EE: Matrix) -> Matrix:

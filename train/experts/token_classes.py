@@ -78,7 +78,7 @@ def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> np
     character_V = np.full(tokenizer.vocab_size, CHARACTERS.index("other"))
     for token in tokens.tolist():
         if token != tokenizer.end_of_text_id:
-            character_V[token] = character_class(tokenizer.decode([token]))
+            character_V[token] = character_class(tokenizer.text_within(token))
     return character_V
 
 
@@ -173,7 +173,10 @@ def _by_position(ids_BT: Tensor) -> Tensor:
 
 def _position_names(length: int) -> list[str]:
     edges = [-(-length * number // BINS) for number in range(BINS + 1)]
-    return [f"{first} to {last - 1}" for first, last in itertools.pairwise(edges)]
+    return [
+        f"{first} to {last - 1}" if first < last else "none"
+        for first, last in itertools.pairwise(edges)
+    ]
 
 
 def _frequency_names() -> list[str]:

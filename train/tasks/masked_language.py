@@ -54,7 +54,7 @@ class MaskedProbe(Dataset[Tensor]):
     def __init__(self, windows: list[MaskedWindows], tokens: int) -> None:
         whole = [(part, number) for part in windows for number in range(part.num_full)]
         self._length = windows[0].sequence_length
-        count = min(len(whole), max(1, -(-tokens // self._length)))
+        count = min(len(whole), max(1, -(-tokens // (self._length - 2))))  # but for two marks
         self._chosen = [whole[number * len(whole) // count] for number in range(count)]
 
     def __len__(self) -> int:

@@ -91,6 +91,9 @@ class SentencePieceTokenizer(Tokenizer):
                 documents[-1].append(int(token))
         return self.end_of_text.join(self._processor.decode(part) for part in documents)
 
+    def _is_special(self, token: int) -> bool:
+        return bool(self._processor.is_control(token) or self._processor.is_unknown(token))
+
     def file_bytes(self) -> bytes:
         """Gives the model, byte for byte."""
         return self._model

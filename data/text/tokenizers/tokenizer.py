@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -190,6 +191,36 @@ class Tokenizer:
             Their text.
         """
         return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def text_within(self, token: int) -> str:
+        """The text that a token stands for within a text.
+
+        Args:
+            token: Its id.
+
+        Returns:
+            With a blank before it, if it has one, and without a mark that it goes on with a word;
+            empty of a special token.
+        """
+        if self._is_special(token):
+            return ""
+        return self.decode([*self._before, token]).removeprefix(self.decode(self._before))
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """A letter: what stands first in a text is decoded otherwise than what follows it."""
+        try:
+            return self.encode("a")
+        except DataError:  # a vocabulary of words without it, and without one for unknown words
+            return []
+
+    def _is_special(self, token: int) -> bool:
+        return token in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder().items()
+        return frozenset(number for number, each in added if each.special)
 
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id."""

@@ -29,3 +29,12 @@ def test_experts_are_columns_of_all_levels():
     check_experts(LAYERS, ["0.2", "1.1"])
     with pytest.raises(ConfigError, match=r"--experts: 1.2 is not allowed: block 1 has 0.0 to 1.1"):
         check_experts(LAYERS, ["0.2", "1.2"])
+
+
+def test_a_model_whose_experts_are_whole_networks_has_no_blocks_of_them():
+    mixture = [RoutedLayer(name="mixture", levels=(5,))]
+    assert choose_layers(mixture, ["all"]) == mixture
+    with pytest.raises(ConfigError, match="--layers: 0 is not allowed: no block of this run has"):
+        choose_layers(mixture, ["0"])
+    with pytest.raises(ConfigError, match=r"--experts: 9 is not allowed: mixture has 0 to 4"):
+        check_experts(mixture, ["9"])

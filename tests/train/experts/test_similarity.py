@@ -1,6 +1,7 @@
 """How alike experts are: outputs of single experts, cosines and centred kernel alignment."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,3 +172,22 @@ def test_few_batches_tokens_and_experts_are_read():
     level = compared(outputs)
     assert level.tokens == 16 * 128
     assert (len(level.experts), level.experts[0], level.experts[-1]) == (64, "0", "69")
+
+
+@pytest.mark.parametrize("last", [20, 3])
+def test_a_smaller_last_batch_leaves_the_interval_narrow(last):
+    """Of nearly equal experts: a draw is divided by its own tokens, and too few are left out."""
+    torch.manual_seed(0)
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(2,))
+    similarity = ExpertSimilarity([layer], samples=16 * 8, batch_size=8)
+    for batch in range(16):
+        tokens = 128 if batch < 15 else last
+        outputs = torch.randn(tokens, 6)
+        both = torch.stack([outputs, outputs + 0.1 * torch.randn(tokens, 6)])
+        decision = SimpleNamespace(output=lambda _, expert, rows, both=both: both[expert][rows])
+        similarity.add(layer.name, decision, torch.full((tokens,), batch * 8))
+    (found,) = similarity.result()[layer.name]
+    assert found.tokens == 15 * 128 + (last if last > 3 else 0)
+    for measure in (found.cosine, found.cka):
+        assert 0.95 < measure.low <= measure.value <= measure.high <= 1.0
+        assert measure.high - measure.low < 0.01

@@ -2,8 +2,12 @@
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
+from data.text.tokenizers.tokenizer import Tokenizer
+from data.text.tokenizers.wordpiece import wordpiece
 from train.experts.token_classes import (
     BINS,
     CHARACTERS,
@@ -11,6 +15,7 @@ from train.experts.token_classes import (
     _by_position,
     _position_names,
     character_class,
+    character_classes,
     equal_mass,
 )
 
@@ -74,3 +79,30 @@ def test_moved_labels_are_those_of_the_same_window():
         assert set(moved[:4]) <= {6, 7, 8, 9, -1}
     alone = shifts(labels[1:], torch.tensor([4]))  # whatever the other windows of the batch are
     assert torch.equal(alone[:, 0], found[:, 1])
+
+
+def test_a_part_of_a_word_is_of_its_letters_and_a_special_token_of_nothing():
+    words = {
+        "##ty": "letters",
+        "##7": "digits",
+        ".": "punctuation",
+        "word": "letters",
+        "#": "punctuation",
+    }
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {token: i for i, token in enumerate([*special, "a", *words])}
+    tokenizer = Tokenizer(wordpiece(vocabulary, lowercase=False).to_str(), "[SEP]")
+    found = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
+    for token, expected in words.items():
+        assert CHARACTERS[found[vocabulary[token]]] == expected, token
+    assert {CHARACTERS[found[vocabulary[token]]] for token in special} == {"other"}
+
+
+def test_a_blank_alone_is_white_space():
+    """SentencePiece's mark of a blank, which is left out at the beginning of a text."""
+    backend = tokenizers.Tokenizer(models.Unigram([("</s>", 0.0), ("\u2581", -1.0), ("a", -1.0)]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(backend.to_str(), "</s>")
+    found = character_classes(tokenizer, np.arange(3))
+    assert [CHARACTERS[each] for each in found] == ["other", "space or newline", "letters"]

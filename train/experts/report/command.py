@@ -15,6 +15,7 @@ from model.mumoe.config import MuMoEConfig
 from model.smoe.config import SparseMoEConfig
 from parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
 from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
+from parallel.checkpoint.manifest import CheckpointError
 from parallel.weights import open_checkpoint
 from train.config.describe import active_expert_parameters, expert_parameters
 from train.config.run import RunConfig, load_config
@@ -145,8 +146,11 @@ def _run_config(run: Path) -> RunConfig:
 
 
 def _best(run: Path) -> Path | None:
-    """The best checkpoint of a run that marks one."""
-    return best_checkpoint(run) if (run / "checkpoints" / BEST_FILE).is_file() else None
+    """The best checkpoint of a run that marks one, if it is still there."""
+    try:
+        return best_checkpoint(run) if (run / "checkpoints" / BEST_FILE).is_file() else None
+    except CheckpointError:
+        return None
 
 
 def _checkpoint(run: Path, step: int | None, *, best: bool) -> Path:

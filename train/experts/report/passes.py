@@ -233,8 +233,12 @@ def _held_out(
     weights: Checkpoint, data: str | None, split: SplitName, what: str
 ) -> tuple[RunConfig, Task[Any]]:
     """The configuration of a checkpoint, and its task with the data that is read."""
-    changed = () if data is None else (f"data.path={json.dumps(data)}",)
-    config = parse_config(weights.config_yaml, changed, origin=str(weights.folder / "config.yaml"))
+    where = str(weights.folder / "config.yaml")
+    config = parse_config(weights.config_yaml, (), origin=where)
+    if data is not None:
+        instead = ("data.mixture=null",) if isinstance(config.data, DataConfig) else ()
+        changed = (f"data.path={json.dumps(data)}", *instead)
+        config = parse_config(weights.config_yaml, changed, origin=where)
     try:
         task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
         task.check_split(split)
