@@ -211,13 +211,27 @@ def test_too_many_steps_that_are_not_finite_end_the_run(workers, config, tmp_pat
     # The learning rate throws the weights so far that every later loss overflows.
     name, text, status = workers(2).run(
         run_expecting_error, config, "optimizer.learning_rate=1e6", "train.max_skipped_steps=2",
-        "optimizer.clip_grad_norm=0", "train.steps=50",
+        "optimizer.clip_grad_norm=0", "train.steps=50", "checkpoint.every=1",
+        "checkpoint.keep_last=1",
     )[0]  # fmt: skip
     assert (name, status) == ("RunError", 1)
     assert "2 steps in a row" in text
-    last = records(tmp_path / "run")[-1]
+    *before, last = records(tmp_path / "run")
     assert last["skipped"]
     assert last["loss"] is None
+    # What may be damaged does not take the place of a good checkpoint.
+    good = [line["step"] for line in before if not line["skipped"]][-1]
+    assert text.endswith(f"the last checkpoint is of step {good}")
+    (kept,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert kept.name == f"step-{good:08d}"
+
+
+def test_a_run_that_fails_before_any_checkpoint_says_so(workers, config):
+    _, text, _ = workers(1).run(
+        run_expecting_error, config, "optimizer.learning_rate=1e6", "train.max_skipped_steps=2",
+        "optimizer.clip_grad_norm=0", "train.steps=50", "checkpoint.every=0",
+    )[0]  # fmt: skip
+    assert text.endswith("; there is no checkpoint yet")
 
 
 def refused(workers, config, *overrides):

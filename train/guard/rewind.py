@@ -82,6 +82,6 @@ class Rewind:
         earlier = self._start(checkpoint)
         for each in fields(TrainState):
             setattr(state, each.name, getattr(earlier, each.name))
-        state.left_out = left_out
+        state.left_out, state.unfinished = left_out, None
         restore_random_numbers(self._seed, state, checkpoint, self._engine.world)
         return self._batches(state)

@@ -30,7 +30,7 @@ def check_room(
     """
     every = checkpoint.every or steps
     coming = math.ceil(steps / every) - step // every
-    if coming <= 0:
+    if coming <= 0 or step >= steps:
         return
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free

@@ -103,6 +103,8 @@ class TrainLoop:
         self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
         self._guard = SpikeGuard(config.monitor, config.folder, hooks.sources, metrics)
         self._saved_at = state.step
+        self._owes_save = False
+        """Whether a checkpoint was due in a step that was skipped, and none was applied since."""
         self._timer = StepTimer()
         self._pending: Pending | None = None
         self._told = 0
@@ -120,8 +122,11 @@ class TrainLoop:
         try:
             signal = self._train()
         except BaseException:
-            if self._pending is not None and self._pending.issued.exchanged.arrived:
-                self._write(self._close(self._pending))
+            pending = self._pending
+            known = pending is not None and pending.issued.exchanged.arrived
+            record = self._close(pending) if pending is not None and known else None
+            if record is not None and self._metrics is not None:
+                self._metrics.write(record)  # others may be elsewhere: nothing here waits for them
             raise
         with self._hooks.stop.saving():
             self._hooks.checkpoints.finish()
@@ -133,7 +138,10 @@ class TrainLoop:
         if state.unfinished is not None:
             unfinished, state.unfinished = state.unfinished, None
             memory = _memory_record(*memory_of_process(self._world.device))
+            self._saved_at = -1  # the checkpoint of this step has that it was not judged
             self._finish(unfinished | memory, saves=False)
+            if state.unfinished is None:
+                self._save()
         self._timer = StepTimer()  # the first step starts here, not in the constructor
         with profiler(self._config.log.profile, self._config.folder, self._world) as tick:
             while state.step < self._config.train.steps and not self._is_over():
@@ -167,7 +175,7 @@ class TrainLoop:
         config, step = self._config, pending.step
         done = step == config.train.steps
         due = _due(step, config.validate_every, done) or _due(step, config.save_every, done)
-        return due or self._guard.holds or not pending.issued.result.applied
+        return due or self._owes_save or self._guard.holds or not pending.issued.result.applied
 
     def _issue(self) -> "Pending":
         """Issues one step; its numbers are read when the next one is under way."""
@@ -311,7 +319,7 @@ class TrainLoop:
                 self._engine.train()
             if self._is_over() and self._metrics is not None:
                 self._metrics.say(f"polyad: {why_it_is_over(state, config.patience)}")
-        saves = saves and reason is None and _due(state.step, config.save_every, done)
+        saves = saves and reason is None and self._saves_now(record["skipped"], done)
         if reason is None and ((better and config.keep_best) or self._is_over()):
             saves, self._saved_at = True, -1  # also where this step was saved before it was judged
         if saves and hooks.fluctuation is not None:
@@ -321,11 +329,21 @@ class TrainLoop:
         self._write(record)
         if reason is not None:
             hooks.checkpoints.finish()
-            raise RunError(
-                f"step {state.step}: {reason}; the last checkpoint is of step {self._saved_at}"
-            )
+            saved = f"the last checkpoint is of step {self._saved_at}"
+            saved = saved if self._saved_at > 0 else "there is no checkpoint yet"
+            raise RunError(f"step {state.step}: {reason}; {saved}")
         if saves:
             self._save()
+
+    def _saves_now(self, skipped: bool, done: bool) -> bool:
+        """Whether a checkpoint is due; one that is due in a skipped step waits for the next step.
+
+        Steps may be skipped since the weights are damaged, and a checkpoint of them would take the
+        place of a good one. If they are not, a skipped step has changed nothing.
+        """
+        due = self._owes_save or _due(self._state.step, self._config.save_every, done)
+        self._owes_save = due and skipped and not done
+        return due and not self._owes_save
 
     def _save(self) -> None:
         """Writes a checkpoint, unless this step was saved with the same state."""

@@ -1,6 +1,7 @@
 """What a run reports: the console line, metrics.jsonl and trackers, the same numbers."""
 
 import json
+import math
 import resource
 import sys
 from collections import deque
@@ -270,6 +271,10 @@ def console_line(
         parts.append(f"val {record[validation_score]:.4f}")
     parts += console_summary(record)
     if record["skipped"]:
-        parts.append(f"SKIPPED ({record['skipped_steps']} so far)")
+        numbers = (record["loss"], record["grad_norm"])
+        is_spike = all(each is not None and math.isfinite(each) for each in numbers)
+        parts.append(
+            "SKIPPED (spike)" if is_spike else f"SKIPPED ({record['skipped_steps']} so far)"
+        )
     parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)

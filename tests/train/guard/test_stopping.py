@@ -96,6 +96,7 @@ def test_in_a_validation_the_next_start_does_it(forks, config, tmp_path, last):
     assert json.loads(state.read_text())["unfinished"]["step"] == 4
     options[3:5] = ["evaluation.batch_size=64", "evaluation.stride=8"]  # quicker, and may change
     assert forks.start(tmp_path, ["train", str(config), *options]).wait() == [0, 0]
+    assert not json.loads(state.read_text()).get("unfinished")  # no third start does it again
     ours = records(tmp_path / "run")
     whole = [*options, f"run.folder={tmp_path / 'whole'}"]
     assert forks.start(tmp_path, ["train", str(config), *whole]).wait() == [0, 0]

@@ -1,6 +1,7 @@
 """What a run reports: rates, lines, and records that survive a crash."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,13 +34,17 @@ def test_a_line_has_progress_rate_and_time_left():
     several = console_line(RECORD, 20, 75, TOKEN, "validation_loss", nodes=4)
     rate = RECORD["tokens_per_second"]
     assert f"{rate:,.0f} tok/s ({rate / 4:,.0f} a node)" in several
-    skipped = console_line(
-        RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None},
-        20,
-        75,
-        TOKEN,
-        "validation_loss",
+    skipped, spike = (
+        console_line(
+            RECORD | {"skipped": True, "skipped_steps": 2, "mfu": None, "loss": loss},
+            20,
+            75,
+            TOKEN,
+            "validation_loss",
+        )
+        for loss in (math.nan, 9.0)
     )
+    assert "SKIPPED (spike)" in spike
     assert "SKIPPED (2 so far)" in skipped
     assert "mfu" not in skipped
 
