@@ -49,7 +49,12 @@ class MixerConfig(ImageModelSettings):
         widths = {TOKENS: self.num_patches, CHANNELS: self.hidden_size}
         for key, feed_forward in self._given().items():
             check_feed_forward(
-                key, feed_forward, width=widths[key], num_heads=None, layers=self.num_layers
+                key,
+                feed_forward,
+                width=widths[key],
+                num_heads=None,
+                layers=self.num_layers,
+                bias=self.bias,
             )
         return self
 

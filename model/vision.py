@@ -172,7 +172,13 @@ class ImageModelSettings(ImageSettings):
 
 
 def check_feed_forward(
-    key: str, feed_forward: FeedForwardConfig, *, width: int, num_heads: int | None, layers: int
+    key: str,
+    feed_forward: FeedForwardConfig,
+    *,
+    width: int,
+    num_heads: int | None,
+    layers: int,
+    bias: bool,
 ) -> None:
     """Checks a feed-forward against its model.
 
@@ -182,13 +188,14 @@ def check_feed_forward(
         width: Of what it reads.
         num_heads: Of the model's attention; None without attention.
         layers: L.
+        bias: Whether the model's layers have one.
 
     Raises:
         ValueError: They do not fit.
     """
     try:
         feed_forward.check_model(num_layers=layers, num_heads=num_heads, causal=False)
-        feed_forward.of_model(width=width, bias=True)
+        feed_forward.of_model(width=width, bias=bias)
     except SectionError as error:
         raise ValueError(error.within(key)) from None
 

@@ -69,6 +69,7 @@ class ViTConfig(ImageModelSettings):
             width=self.hidden_size,
             num_heads=self.num_heads,
             layers=self.num_layers,
+            bias=self.bias,
         )
         return self
 

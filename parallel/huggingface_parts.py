@@ -27,6 +27,8 @@ class PartsWeights(FolderWeights):
         super().__init__(folder, tensors, {}, HuggingFaceError)
         self._fresh: nn.Module | None = None
         """The model whose new weights start as in any new model; None: no weight is new."""
+        self.seed = 0
+        """That new weights start from; a run sets its own."""
 
     @abstractmethod
     def is_new(self, name: str) -> bool:
@@ -40,7 +42,7 @@ class PartsWeights(FolderWeights):
         """The initial value of a buffer of a new head: such a model has no others."""
         if self._fresh is None or not self.is_new(name):
             raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
-        return initial_value(self._fresh, name, 0)
+        return initial_value(self._fresh, name, self.seed)
 
     def read(
         self,
@@ -63,7 +65,7 @@ class PartsWeights(FolderWeights):
 
     def _value(self, name: str) -> torch.Tensor:
         if self._fresh is not None and self.is_new(name):
-            return initial_value(self._fresh, name, 0)
+            return initial_value(self._fresh, name, self.seed)
         shape, parts = self._shapes[name], self.parts(name)
         if not parts.names:
             return torch.zeros(shape)

@@ -20,7 +20,7 @@ class EmergentMoEConfig(Config):
 
     kind: Literal["emoe"] = "emoe"
     """Which feed-forward this is."""
-    num_experts: Annotated[int, Field(ge=2)] = 16
+    num_experts: Annotated[int, Field(ge=2, le=2**31 - 1)] = 16
     """Experts E of a block: groups of equal size of its inner units. Divides the inner width."""
     top_k: Count = 8
     """Experts K that a token uses; all of them are the dense feed-forward."""

@@ -69,7 +69,7 @@ def fit(factorization: str, sizes: Sizes, dense_CO: Tensor, first_input_factor: 
     paths, rank = _paths(factorization, sizes), sizes.rank
     rows, outputs = dense_CO.shape
     u_CS, value_S, v_SO = torch.linalg.svd(dense_CO.double(), full_matrices=False)
-    kept = min(paths * rank, len(value_S))
+    kept = min(paths * rank, int((value_S > 1e-12 * value_S[0]).sum()))
     root_K = value_S[:kept].sqrt()
     # Component k is the (k // P)-th of path k % P.
     left_CRP = first_input_factor.double().view(rows, paths, rank).transpose(1, 2).contiguous()

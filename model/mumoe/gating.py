@@ -104,8 +104,9 @@ class SoftmaxFirst(nn.Module):
         Args:
             progress: Share of the run's steps that are done.
         """
-        if progress < 1:
-            self.is_softmax.fill_(progress + 1e-9 < self.share)
+        # A run that is made longer later does not go back to softmax.
+        if self.share - 1e-9 <= progress < 1:
+            self.is_softmax.zero_()
             self.buffers_changed()
 
     def forward(self, scores_MN: Tensor) -> Tensor:

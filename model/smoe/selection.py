@@ -88,7 +88,8 @@ class TopK(nn.Module):
             first, last = self.config.top_k, self.config.final_top_k
             # Every K from the first to the last is used for an equal share of the run.
             grown = first + int(progress * (last - first + 1) + 1e-9)
-            self.num_selected.fill_(min(grown, last))
+            # A run that is made longer once it is done keeps what it has.
+            self.num_selected.fill_(max(self.top_k, min(grown, last)))
             self.buffers_changed()
 
     def forward(self, scores_NE: Tensor) -> Selected:

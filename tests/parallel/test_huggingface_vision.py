@@ -69,6 +69,13 @@ def test_a_backbone_gets_a_new_head(transformers, tmp_path, pooler):
     wanted = weights.config.model_copy(update={"num_classes": 7, "head_bias": -2.0})
     weights.check_config(wanted)
     assert torch.equal(weights.whole("head.bias"), torch.full((7,), -2.0))
+    experts = {"kind": "mumoe", "num_experts": [4], "rank": 3}
+    weights.check_config(type(wanted).model_validate(wanted.model_dump() | {"head": experts}))
+    factor = "head.layer.output_factor"
+    starts = [weights.whole(factor)]
+    weights.seed = 1  # of the run
+    starts.append(weights.whole(factor))
+    assert not torch.equal(*starts)
     model = load_model(tmp_path / "dino")
     x = model.embed(IMAGES)
     for block in model.blocks:

@@ -19,9 +19,11 @@ from train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """In the names of what a graph of tokens has."""
-OF_STEPS = (f"{GRAPH}started", ".gate.activation.is_softmax")
-"""How the names end of buffers that go by the steps of a run: whether a graph is on, and which
-activation a gate has."""
+OF_STEPS = (
+    f"{GRAPH}started", ".gate.activation.is_softmax", ".router.selection.num_selected",
+)  # fmt: skip
+"""How the names end of buffers that go by the steps of a run: whether a graph is on, which
+activation a gate has, and how many experts are selected."""
 
 
 def model_of(config: RunConfig) -> nn.Module:

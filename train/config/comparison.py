@@ -13,6 +13,8 @@ from model.mumoe.config import MuMoEConfig
 from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 
+MOST = 2**31 - 1
+"""Experts of a sparse mixture, at most."""
 SPARSE_TOP_K = 2
 """Experts of a token in the sparse mixture that is compared with."""
 
@@ -38,7 +40,7 @@ def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
     inner = feed_forward.inner_size(model.hidden_size)
     full_rank = min(model.hidden_size, inner)
     others: dict[str, FeedForwardConfig] = {"dense": DenseFeedForwardConfig(hidden_size=inner)}
-    if experts > 1:
+    if 1 < experts <= MOST:  # of more there is no sparse layer
         for name, top_k in (("dense MoE", experts), (f"MoE, top {SPARSE_TOP_K}", SPARSE_TOP_K)):
             others[name] = SparseMoEConfig(
                 num_experts=experts, top_k=top_k, expert_hidden_size=inner

@@ -166,7 +166,7 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
     feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SelectingConfig):
         return None
-    blocks = range(len(config.model.block_feed_forwards()))
+    blocks = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
     routed = [block for block in blocks if feed_forward.routes(block)]
     sparse = feed_forward
     if isinstance(feed_forward, EmergentMoEConfig):

@@ -15,6 +15,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.contents import CONFIG_FILE
 from parallel.checkpoint.verification import newest_that_opens, shared
 from parallel.dims import Dims
+from parallel.huggingface_parts import PartsWeights
 from parallel.weights import Weights, check_fits, open_weights
 from train.config.adaptation import begins_anew, graph_statistics, model_of
 from train.config.distillation import check_teacher
@@ -227,6 +228,8 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
+    if isinstance(weights, PartsWeights):
+        weights.seed = config.seed
     anew = begins_anew(task, weights, config.model)
     check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
     if anew and (lost := [name for name in of_base(model_of(config)) if name.startswith(anew)]):

@@ -275,7 +275,7 @@ def check_sample_similarity(config: RunConfig) -> None:
     head = getattr(config.model, "head", None)
     kinds = {config.model.kind, getattr(head, "kind", head)}
     if config.model.kind != "mixture":
-        kinds.add(config.model.known_feed_forward().kind)
+        kinds |= {each.kind for each in config.model.feed_forwards().values()}
     if not kinds & {"smoe", "emoe", "mumoe", "mixture"}:
         raise ConfigError(
             f"loss.sample_similarity: is not allowed with {_kinds(config)}, which has no experts "

@@ -160,6 +160,8 @@ class Factored(FromDense):
                 reasons.append(f"the matrices of {which} have rank {rank} of {full}")
         if (dense := activation_of(self._config)) != "gelu":
             reasons.append(f"experts have exact GELU, and the dense layers {dense}")
+        if self._feed_forward.gate_std and self._factorizing.start.noise:
+            reasons.append(f"the gate starts uneven (gate_std {self._feed_forward.gate_std:g})")
         said = ["at first its outputs are the dense model's, but for rounding"]
         if reasons:
             said = [f"at first its outputs are not the dense model's: {'; '.join(reasons)}"]

@@ -209,7 +209,7 @@ def tried(
 def _few_layers(config: RunConfig) -> int | None:
     """A number of blocks after which they repeat; None if they never do."""
     feed_forward = config.model.known_feed_forward()
-    placement = getattr(feed_forward, "placement", 1)
+    placement = getattr(feed_forward, "placement", getattr(feed_forward, "blocks", 1))
     return 2 * placement if isinstance(placement, int) else None
 
 

@@ -104,3 +104,12 @@ def test_a_matrix_of_zeros_leaves_nothing_out(name):
     layer, error, _ = fitted_layer(name, torch.zeros(21, 14, dtype=torch.float64), rank=3)
     assert error == 0.0
     assert not full_tensor(name, layer).any()
+
+
+@every_fitted
+def test_components_without_use_can_learn(name):
+    """Of a matrix of zeros all of them: they begin as in a new run, and add nothing."""
+    layer, error, first = fitted_layer(name, torch.zeros(21, 14), rank=6)
+    assert error == 0
+    assert torch.equal(layer.input_factor.float(), first)
+    assert not layer.output_factor.any()

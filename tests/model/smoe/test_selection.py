@@ -126,6 +126,13 @@ def test_k_grows_at_the_step_that_it_should_in_spite_of_rounding():
         assert module.top_k == min(1 + step, 22)
 
 
+def test_k_does_not_shrink_where_a_run_is_made_longer():
+    module = selection(top_k=1, final_top_k=4)
+    for progress in (1.0, 0.5):
+        module.update(torch.full((4,), 0.25), progress)
+        assert module.top_k == 4
+
+
 def test_k_stays_without_a_final_one():
     module = selection(top_k=2)
     module.update(torch.full((4,), 0.25), 1.0)

@@ -189,3 +189,9 @@ def test_a_graph_is_named_with_what_was_chosen_of_it() -> None:
     ):
         described = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))
         assert f"linear score, {said}\n" in description_table(described) + "\n"
+
+
+def test_more_experts_than_a_sparse_layer_has_are_compared_with_the_dense_model_alone() -> None:
+    feed_forward = {"kind": "mumoe", "num_experts": [256] * 4, "rank": 8}
+    model = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))["model"]
+    assert list(model["factorized_experts"]["compared"]) == ["this run", "dense"]
