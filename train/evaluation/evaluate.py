@@ -1,6 +1,5 @@
 """`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -10,16 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from data.config import DataConfig
 from data.errors import DataError
-from data.images.config import ImageDataConfig
 from data.images.noise import GaussianNoise
-from data.sequences.config import SequenceDataConfig
 from data.text.attack import WordSwap, write_attacked
 from data.text.manifest import SplitName
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import Choice, load_model, open_checkpoint
+from train.config.held_out import data_overrides
 from train.config.run import RunConfig, parse_config
 from train.config.smaller import to_evaluate
 from train.config.text import flatten
@@ -120,7 +117,7 @@ def open_evaluated(
     saved = checkpoint.folder / "config.yaml"
     original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
     if data is not None:
-        overrides = (*overrides, *_data_overrides(original, data))
+        overrides = (*overrides, *data_overrides(original, data))
     config = parse_config(checkpoint.config_yaml, overrides, origin=f"{saved} with overrides")
     _refuse_other_keys(original, config)
     task = task_class(config.data.kind).open_held_out(config.for_task(), checkpoint)
@@ -242,14 +239,6 @@ def _attacked(
         said = {"kind": "word-swap", "rate": attack.rate, "seed": attack.seed}
         said |= {"words": text.words, "replaced": text.replaced}
         yield task.attacked(split, text.stream, text.info), said
-
-
-def _data_overrides(config: RunConfig, data: str) -> list[str]:
-    """What puts the folder of `--data` in the place of the run's."""
-    if not isinstance(config.data, DataConfig | ImageDataConfig | SequenceDataConfig):
-        raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")
-    instead = ["data.mixture=null"] if isinstance(config.data, DataConfig) else []
-    return [f"data.path={json.dumps(data)}", *instead]
 
 
 def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from parallel.dims import LayoutError
+from train.config.held_out import data_overrides
 from train.config.names import OURS, plain
 from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
@@ -391,3 +392,10 @@ def test_every_key_has_a_description():
             assert sections or field.description, f"{owner.__name__}.{name}"
 
     check(RunConfig)
+
+
+def test_other_data_stand_in_the_place_of_a_mixture():
+    mixture = "data={mixture: [{path: a, weight: 1}, {path: b, weight: 2}]}"
+    config = parse(mixture)
+    found = parse_config(config.to_yaml(), data_overrides(config, "c"), origin="run.yaml")
+    assert (found.data.path, found.data.mixture) == ("c", None)

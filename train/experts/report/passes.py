@@ -1,6 +1,5 @@
 """What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from data.errors import DataError
 from data.text.manifest import SplitName
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
+from train.config.held_out import data_overrides
 from train.config.run import RunConfig, parse_config
 from train.console import Progress
 from train.errors import ConfigError
@@ -236,9 +236,7 @@ def _held_out(
     where = str(weights.folder / "config.yaml")
     config = parse_config(weights.config_yaml, (), origin=where)
     if data is not None:
-        instead = ("data.mixture=null",) if isinstance(config.data, DataConfig) else ()
-        changed = (f"data.path={json.dumps(data)}", *instead)
-        config = parse_config(weights.config_yaml, changed, origin=where)
+        config = parse_config(weights.config_yaml, data_overrides(config, data), origin=where)
     try:
         task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
         task.check_split(split)
