@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from model.bert import BertConfig
 from model.huggingface import HuggingFaceError
-from model.huggingface_vision import ACTIVATIONS, Parts, Shape
+from model.huggingface_vision import ACTIVATIONS, Parts, Shape, activation_of, in_their_names
 
 PREFIX = "bert."
 """Before the names of the encoder and of the pooler, but in files that `BertModel` saved."""
@@ -137,15 +137,12 @@ def config_from_huggingface(
     for key in ("quantization_config", "pruned_heads"):
         if tree.get(key):
             raise HuggingFaceError(f"{origin}: {key}: is not supported; it has to be absent")
-    activation = tree.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise HuggingFaceError(f"{origin}: hidden_act: {activation!r} is not supported; {known}")
     dropouts = [tree.get(key, 0.1) for key in _DROPOUTS]
     values = {ours: tree.get(theirs, usual) for theirs, (ours, usual) in _KEYS.items()}
+    if values["vocab_size"] is None:  # null means that of the data, which weights do not have
+        raise HuggingFaceError(f"{origin}: vocab_size: None: a number of at least 1 is needed")
     values |= {
-        "layer_norm_epsilon": float(values["layer_norm_epsilon"]),
-        "activation": ACTIVATIONS[activation],
+        "activation": activation_of(tree, "gelu", origin),
         "dropout": dropouts[0] if dropouts[0] == dropouts[1] else 0.0,
         "feed_forward": {"kind": "dense", "hidden_size": tree.get("intermediate_size", 3072)},
         "head": _head_of(tree, shape_of),
@@ -153,12 +150,8 @@ def config_from_huggingface(
     try:
         return BertConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ")
-        where = ".".join(map(str, first["loc"]))
-        named = {ours: theirs for theirs, (ours, _) in _KEYS.items()}
-        key = f"{named.get(where, where)}: " if where else ""
-        raise HuggingFaceError(f"{origin}: {key}{reason}") from None
+        named = {theirs: ours for theirs, (ours, _) in _KEYS.items()}
+        raise HuggingFaceError(f"{origin}: {in_their_names(error, named)}") from None
 
 
 def _head_of(tree: dict[str, Any], shape_of: Callable[[str], Shape | None]) -> dict[str, Any]:
@@ -167,7 +160,7 @@ def _head_of(tree: dict[str, Any], shape_of: Callable[[str], Shape | None]) -> d
         return {"kind": "language"}
     classifier = shape_of("classifier.weight")
     pooler = shape_of("pooler.dense.weight") is not None
-    if classifier is not None and pooler:
+    if classifier and pooler:
         return {
             "kind": "classification", "num_classes": classifier[0],
             "dropout": tree.get("classifier_dropout"),

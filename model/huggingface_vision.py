@@ -29,6 +29,12 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
 """Ours, by transformers' name."""
+_KEYS = {
+    "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads", "image_size": "image_size", "patch_size": "patch_size",
+    "num_channels": "channels", "layer_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+"""Keys of transformers' ViT and CLIP, and ours."""
 IGNORED = re.compile(
     r"pooler\.dense\..*|text_model\..*|logit_scale|(visual|text)_projection\..*|.*position_ids"
 )
@@ -184,9 +190,40 @@ def config_from_files(
             return _mixer_config(shape_of, origin)
         return _vit_config(tree, shape_of, origin, library)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ")
-        raise HuggingFaceError(f"{origin}: {'.'.join(map(str, first['loc']))}: {reason}") from None
+        raise HuggingFaceError(f"{origin}: {in_their_names(error, _KEYS)}") from None
+
+
+def in_their_names(error: ValidationError, names: Mapping[str, str]) -> str:
+    """The first fault of a configuration that was read from other keys.
+
+    Args:
+        error: Of ours.
+        names: Of their keys ours.
+    """
+    first = error.errors()[0]
+    reason = first["msg"].removeprefix("Value error, ")
+    ours = ".".join(map(str, first["loc"]))
+    theirs = {each: name for name, each in names.items()}
+    theirs["feed_forward.dense.hidden_size"] = "intermediate_size"
+    return f"{theirs.get(ours, ours)}: {first['input']!r:.60}: {reason}" if ours else reason
+
+
+def activation_of(tree: Mapping[str, Any], usual: str, origin: str) -> str:
+    """Our name of the activation of a config.json.
+
+    Args:
+        tree: Its content.
+        usual: What transformers takes where it says nothing.
+        origin: What to call it in errors.
+
+    Raises:
+        HuggingFaceError: There is no such activation here.
+    """
+    name = tree.get("hidden_act", usual)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise HuggingFaceError(f"{origin}: hidden_act: {name!r} is not supported; {known}")
+    return ACTIVATIONS[name]
 
 
 def _vit_config(
@@ -194,40 +231,39 @@ def _vit_config(
 ) -> ViTConfig:
     clip = library is _CLIP
     values = tree.get("vision_config", tree) if clip else tree
-    sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    if not isinstance(values, dict):
+        raise HuggingFaceError(f"{origin}: vision_config: {values!r} is not an object of keys")
+    usual = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
              "image_size": 224, "patch_size": 32 if clip else 16, "num_channels": 3,
-             "intermediate_size": 3072}  # fmt: skip
-    found = {key: values.get(key, default) for key, default in sizes.items()}
-    activation = values.get("hidden_act", "quick_gelu" if clip else "gelu")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise HuggingFaceError(f"{origin}: hidden_act: {activation!r} is not supported; {known}")
+             "layer_norm_eps": 1e-5 if clip else 1e-12}  # fmt: skip
     if values.get("qkv_bias", True) is not True:
         raise HuggingFaceError(f"{origin}: qkv_bias: False is not supported; True is")
     head = None if clip else shape_of("classifier.weight")
-    return ViTConfig(
-        image_size=found["image_size"],
-        patch_size=found["patch_size"],
-        channels=found["num_channels"],
-        num_classes=head[0] if head else 1,
-        num_layers=found["num_hidden_layers"],
-        hidden_size=found["hidden_size"],
-        num_heads=found["num_attention_heads"],
-        pre_norm=clip,
-        layer_norm_epsilon=float(values.get("layer_norm_eps", 1e-5 if clip else 1e-12)),
-        activation=ACTIVATIONS[activation],  # type: ignore[arg-type]
-        feed_forward=DenseFeedForwardConfig(hidden_size=found["intermediate_size"]),
+    return ViTConfig.model_validate(
+        {ours: values.get(theirs, usual[theirs]) for theirs, ours in _KEYS.items()}
+        | {
+            "num_classes": head[0] if head else 1,
+            "pre_norm": clip,
+            "activation": activation_of(values, "quick_gelu" if clip else "gelu", origin),
+            "feed_forward": {
+                "kind": "dense",
+                "hidden_size": values.get("intermediate_size", 3072),
+            },
+        }
     )
 
 
 def _mixer_config(shape_of: Callable[[str], Shape | None], origin: str) -> MixerConfig:
-    def known(name: str) -> Shape:
+    def known(name: str, axes: int = 2) -> Shape:
         shape = shape_of(name)
-        if shape is None:
-            raise HuggingFaceError(f"{origin}: no tensor {name}, which a Mixer of timm has")
+        if shape is None or len(shape) != axes:
+            found = "no such tensor" if shape is None else f"the shape is {list(shape)}"
+            raise HuggingFaceError(
+                f"{origin}: {name}: {found}; a Mixer of timm has one of {axes} axes"
+            )
         return shape
 
-    width, channels, patch, _ = known("stem.proj.weight")
+    width, channels, patch, _ = known("stem.proj.weight", 4)
     tokens, patches = known("blocks.0.mlp_tokens.fc1.weight")
     layers = 1
     while shape_of(f"blocks.{layers}.norm1.weight") is not None:

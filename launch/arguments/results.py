@@ -11,12 +11,7 @@ def evaluate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="CHECKPOINT_OR_RUN", help="a run means its newest checkpoint")
     add("--data", metavar="DIR", help="prepared data; default: what the run was trained on")
-    add(
-        "--best",
-        action="store_true",
-        help="of a run with checkpoint.keep_best: the checkpoint of its best validation in place "
-        "of the newest",
-    )
+    _best_argument(parser)
     add("--split", choices=("validation", "test", "train"), default="validation")
     add("--json", metavar="FILE", help="write the result to FILE as JSON; - is standard output")
     add(
@@ -229,6 +224,15 @@ def _steer_argument(parser: Parser, about: str) -> None:
     )
 
 
+def _best_argument(parser: Parser) -> None:
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="of a run with checkpoint.keep_best: the checkpoint of its best validation in place "
+        "of the newest",
+    )
+
+
 def _weights_argument(parser: Parser) -> None:
     parser.add_argument(
         "--weights",
@@ -308,6 +312,7 @@ def generate_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run, or a folder of weights")
     add("--prompt", required=True, metavar="TEXT", help="the text that is continued")
+    _best_argument(parser)
     _base_argument(parser)
     add(
         "--max-tokens",

@@ -125,6 +125,8 @@ def _check_evaluation(options: Namespace) -> None:
         raise UsageError(f"--base: {options.base} is not allowed with --compare")
     if len(in_place) > 1:
         raise UsageError(f"{in_place[1]}: is not allowed with {in_place[0]}")
+    if options.robustness is not None and options.split != "validation":
+        raise UsageError(f"--split: {options.split} is not allowed with --robustness")
     if options.robustness is not None and options.robustness[0] not in ROBUSTNESS_SETS:
         raise UsageError(
             f"--robustness: {options.robustness[0]!r} is not allowed; "
@@ -250,6 +252,7 @@ def generate(options: Namespace) -> None:
     from launch.machine import prepare_environment
 
     prepare_environment()
+    from parallel.checkpoint.checkpoint import best_checkpoint
     from train.evaluation.generate import Sampling, generate
     from train.experts.steering import effect_lines, parse_steering
 
@@ -263,7 +266,7 @@ def generate(options: Namespace) -> None:
                 stdout.flush()
 
         result = generate(
-            options.path,
+            best_checkpoint(options.path) if options.best else options.path,
             options.prompt,
             tokenizer=options.tokenizer,
             max_tokens=options.max_tokens,

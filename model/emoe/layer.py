@@ -69,6 +69,10 @@ class EmergentMoE(SparseMoE):
         assert isinstance(keys_EFD, Tensor)
         return self.dispatcher.of_all_experts(mean_keys(keys_EFD))
 
+    def parameters_by_expert(self) -> list[nn.Parameter]:
+        """See `SparseMoE.parameters_by_expert`; the output bias is every token's."""
+        return list(self.experts.parameters())
+
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias, once for each token."""
         assert self.output_bias is not None

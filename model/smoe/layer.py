@@ -102,6 +102,11 @@ class SparseMoE(FeedForward):
         weights_NE = spread(selected, self.config.num_experts)
         return torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
 
+    def parameters_by_expert(self) -> list[nn.Parameter]:
+        """Parameters [E, ...] of which a token uses those of its experts alone."""
+        experts = list(self.experts.parameters())
+        return experts if self.output_bias is None else [*experts, self.output_bias]
+
     def gate_columns(self) -> list[Tensor]:
         """The columns of the score, [E, D]: there is one level of experts."""
         return [self.router.score.columns(self.hidden_means())]

@@ -155,6 +155,33 @@ def test_timms_own_mixer_computes_the_same(tmp_path):
         torch.testing.assert_close(ours, theirs(images), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"model_type": "vit", "hidden_act": ["gelu"]}, r"hidden_act: \['gelu'\] is not supported"),
+        ({"model_type": "vit", "layer_norm_eps": None}, "layer_norm_eps: None: Input should be a"),
+        ({"model_type": "vit", "num_attention_heads": "x"}, "num_attention_heads: 'x': Input"),
+        ({"model_type": "vit", "intermediate_size": 0}, "intermediate_size: 0: Input should be"),
+        ({"model_type": "clip", "vision_config": None}, "vision_config: None is not an object"),
+    ],
+)
+def test_a_configuration_that_is_no_models_is_one_line(tmp_path, about, message):
+    save_file({"classifier.weight": torch.zeros(2, 24)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(HuggingFaceError, match=message) as raised:
+        open_weights(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_tensors_of_a_mixer_with_other_axes_are_one_line(tmp_path):
+    folder = timm_mixer(tmp_path / "timm")
+    stored = load_file(folder / "model.safetensors")
+    for name in ("stem.proj.weight", "blocks.0.mlp_channels.fc1.weight"):
+        save_file(stored | {name: torch.zeros(3)}, folder / "model.safetensors")
+        with pytest.raises(HuggingFaceError, match=rf"{name}: the shape is \[3\]; a Mixer of timm"):
+            open_weights(folder)
+
+
 def test_another_model_a_strange_tensor_and_a_missing_one_are_one_line(tmp_path):
     folder = timm_mixer(tmp_path / "timm")
     weights = open_weights(folder)

@@ -11,6 +11,7 @@ from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
 from model.smoe.config import SparseMoEConfig
 from model.smoe.experts import Experts
+from model.smoe.layer import SparseMoE
 from parallel.dims import Dims
 from train.config.adaptation import counts, in_words, model_of
 from train.config.comparison import comparison_rows, experts_compared
@@ -94,14 +95,13 @@ def describe(
     samples = train.steps * train.global_batch_size
     flops = config.model.flops_per_unit()
     experts = expert_parameters(model)
-    active = active_expert_parameters(model)
     return {
         "run": config.run.folder,
         "unit": unit,
         "model": {
             "kind": config.model.kind,
             "parameters": parameters,
-            "active_parameters": parameters - experts + active,
+            "active_parameters": parameters - unused_parameters(model),
             "experts": _experts(config),
             "factorized_experts": experts_compared(config.model),
             "adapted": adapted if adapted["frozen"] else None,
@@ -153,13 +153,15 @@ def expert_parameters(model: nn.Module, *, trained: bool = False) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad or not trained)
 
 
-def active_expert_parameters(model: nn.Module) -> int:
-    """Counts those of them that one token uses."""
-    return sum(
-        count_parameters(module) * module.config.top_k // module.config.num_experts
-        for module in model.modules()
-        if isinstance(module, Experts)
-    )
+def unused_parameters(model: nn.Module) -> int:
+    """Counts the parameters of the experts that one token does not use, output biases included."""
+    unused = 0
+    for module in model.modules():
+        if isinstance(module, SparseMoE):
+            of_all = sum(parameter.numel() for parameter in module.parameters_by_expert())
+            config = module.experts.config
+            unused += of_all * (config.num_experts - config.top_k) // config.num_experts
+    return unused
 
 
 def _experts(config: RunConfig) -> dict[str, Any] | None:

@@ -248,6 +248,19 @@ def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path
 
 
 @pytest.mark.distributed
+def test_the_best_checkpoint_is_taken_where_it_is_asked_for(finished, tmp_path, capfd):
+    command = ["generate", str(tmp_path / "run"), "--prompt", "x", "--max-tokens", "2"]
+    shutil.copytree(finished, tmp_path / "run")
+    assert polyad([*command, "--best"]) == 2
+    assert "no checkpoint is marked as the best" in capfd.readouterr().err
+    first, *_, last = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    (tmp_path / "run/checkpoints/best").write_text(first)
+    for options, name in (((), last), (("--best",), first)):
+        assert polyad([*command, *options, "--json", "-"]) == 0
+        assert json.loads(capfd.readouterr().out)["checkpoint"].endswith(name)
+
+
+@pytest.mark.distributed
 def test_an_empty_prompt_begins_a_document(finished, prepared):
     result = generate(finished, "", max_tokens=3, sampling=GREEDY)
     assert result["prompt_ids"] == [prepared.tokenizer().end_of_text_id]

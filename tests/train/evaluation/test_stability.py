@@ -182,6 +182,10 @@ def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monke
             ("--compare", ".", "--attack", "word-swap", "--rate", "0"),
             "is not allowed with --compare",
         ),
+        (
+            ("--robustness", "a", ".", "--split", "test"),
+            "--split: test is not allowed with --robustness",
+        ),
         (("--compare", "nowhere"), "nowhere: there is no such folder"),
     ],
 )

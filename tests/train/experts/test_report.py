@@ -120,8 +120,8 @@ def test_the_page_tells_the_runs_numbers(runs, tmp_path):
     assert result["routing"][key]["entropy"] == lines[-1][f"routing/{key}/entropy"]
     model = load_model(runs["smoe"])
     assert result["parameters"] == sum(p.numel() for p in model.parameters())
-    # Two of four experts: each 2 x 32 x 32 weights and 32 biases.
-    assert result["parameters"] - result["active_parameters"] == 2 * (2 * 32 * 32 + 32)
+    # Two of four experts: each 2 x 32 x 32 weights and 2 x 32 biases.
+    assert result["parameters"] - result["active_parameters"] == 2 * (2 * 32 * 32 + 2 * 32)
     text = (tmp_path / "page.html").read_text()
     for value in (f"{result['parameters']:,}", f"{lines[-1]['tokens']:,}", "of 6"):
         assert value in text
@@ -301,6 +301,10 @@ def test_bad_input_is_one_line(runs, prepared_path, tmp_path, capfd):
     assert "blocks with experts are 1" in refused(runs["smoe"], "--layers", 0)
     assert "no block of this run has experts" in refused(dense, "--layers", 0)
     assert "the run has no experts" in refused(dense, "--experts", 0)
+    for option, value in (("--data", prepared_path), ("--split", "test")):
+        line = refused(dense, option, value)
+        assert f"{option}: {value} is not allowed" in line
+        assert "has no experts, so its report reads no data" in line
     line = refused(mumoe, "--experts", "0.1,0.6")
     assert "--experts: 0.6 is not allowed: block 0 has 0.0 to 1.1 (LEVEL.EXPERT)" in line
     assert "block 1 has 0 to 3" in refused(runs["smoe"], "--experts", 4)

@@ -56,13 +56,12 @@ def trained(request, workers, tmp_path_factory):
     return root / "run"
 
 
-def test_a_dense_model_has_scores_of_classes_alone(workers, tmp_path):
+def train_one_step(workers, tmp_path, **changes):
     source = made.class_folders(tmp_path / "all", 8)
     prepare_images(str(source), tmp_path / "out", held_out=0.4, report=lambda x: None)
-    model = MODELS["vit"] | {"feed_forward": {"kind": "dense"}}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({
-        "run": {"folder": str(tmp_path / "run")}, "model": model,
+        "run": {"folder": str(tmp_path / "run")}, "model": MODELS["vit"] | changes,
         "data": {"kind": "images", "path": str(tmp_path / "out")},
         "train": {
             "steps": 1, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
@@ -70,6 +69,10 @@ def test_a_dense_model_has_scores_of_classes_alone(workers, tmp_path):
         "log": {"trackers": []},
     }))  # fmt: skip
     workers(1).run(run, config)
+
+
+def test_a_dense_model_has_scores_of_classes_alone(workers, tmp_path):
+    train_one_step(workers, tmp_path, feed_forward={"kind": "dense"})
     result = report(tmp_path / "run", top=2)
     assert result["classes"]["experts"] == {}
     assert sum(each["images"] for each in result["classes"]["per_class"].values()) == 10
@@ -77,6 +80,16 @@ def test_a_dense_model_has_scores_of_classes_alone(workers, tmp_path):
     assert page.count('class="picture n') == 2
     assert 'id="by-class"' not in page
     assert 'id="layers"' not in page
+
+
+def test_a_head_of_experts_is_named_and_read(workers, tmp_path):
+    head = {"kind": "mumoe", "num_experts": [6], "rank": 4}
+    train_one_step(workers, tmp_path, feed_forward={"kind": "dense"}, head=head)
+    result = report(tmp_path / "run", top=2)
+    words = "head: muMoE of 6 experts, cp of rank 4, entmax15 gate; dense"
+    assert result["model"].endswith(words)
+    assert words in (tmp_path / "run" / "report.html").read_text()
+    assert list(result["classes"]["experts"]) == list(result["images"]["layers"]) == ["head"]
 
 
 def coefficients(trained, layer_name):

@@ -17,6 +17,7 @@ from train.config.run import RunConfig, load_config
 from train.errors import ConfigError
 from train.evaluation.evaluate import evaluate
 from train.exchange.convert import convert
+from train.experts.report.command import report
 from train.tasks.registry import open_task
 
 pytestmark = pytest.mark.distributed
@@ -108,6 +109,9 @@ def test_routing_of_text_is_probed_in_whole_windows(workers, tmp_path, pieces):
     config = config_of(tmp_path, pieces, **changes)
     assert workers(2).run(run, config) == [6, 6]
     assert any("fluctuation" in key for record in records(tmp_path / "run") for key in record)
+    assert report(tmp_path / "run")["text"] is None
+    with pytest.raises(ConfigError, match=r"--data: .* has data.kind: masked_text, so its report"):
+        report(tmp_path / "run", data=str(pieces))
 
 
 def loaded(folder: Path, data: Path, *overrides: str, **changes) -> RunConfig:

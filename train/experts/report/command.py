@@ -1,8 +1,8 @@
 """`polyad report`: what a run has learned and what its experts do, as one HTML page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.files import partial_of, write_whole
 from data.images.config import ImageDataConfig
@@ -12,18 +12,20 @@ from model.build import build_model, count_parameters
 from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
 from model.mumoe.config import MuMoEConfig
+from model.mumoe.head import MuMoEHeadConfig
 from model.smoe.config import SparseMoEConfig
+from model.vision import ImageModelSettings
 from parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
 from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from parallel.checkpoint.manifest import CheckpointError
 from parallel.weights import open_checkpoint
-from train.config.describe import active_expert_parameters, expert_parameters
+from train.config.describe import unused_parameters
 from train.config.run import RunConfig, load_config
 from train.console import Progress
 from train.errors import ConfigError
 from train.experts.chosen import check_experts, choose_layers
 from train.experts.kept_activation import Kept
-from train.experts.probing import routed_layers
+from train.experts.probing import routed_head, routed_layers
 from train.experts.report.content import Report
 from train.experts.report.history import METRICS_FILE, History, read_history
 from train.experts.report.image_pass import ImageChoice
@@ -82,7 +84,8 @@ def report(
     _check_output(target)
     history = _history(run)
     model = build_model(weights.model_config())
-    routed = routed_layers(model)
+    head = routed_head(model)
+    routed = routed_layers(model) + ([] if head is None else [head])
     chosen = choose_layers(routed, layers)
     check_experts(chosen, experts)
     if knockout and not (chosen and config.data.kind == "text"):
@@ -90,6 +93,11 @@ def report(
         raise ConfigError(f"--knockout: is not allowed: {run} {lacking}")
     if knockout and tokens == 0:
         raise ConfigError("--knockout: is not allowed with --tokens 0, which reads nothing")
+    what = _what_is_read(config, has_experts=bool(chosen))
+    if what is None:
+        other_split = None if split == "validation" else split
+        asked = {"--data": data, "--split": other_split, "--experts": " ".join(experts)}
+        _check_unread(run, config, asked)
     text, images, classes = None, None, None
     named = tuple(dict.fromkeys(experts))
     kept: dict[str, Kept] = {}
@@ -97,31 +105,30 @@ def report(
     by_class = chosen if layers else routed
     if tokens == 0:
         pass
-    elif isinstance(config.data, SequenceDataConfig):
+    elif what == "sequences":
         classes = pass_over_sequences(weights, by_class, limit=tokens, examples=top, **read)
-    elif isinstance(config.data, ImageDataConfig) and (chosen or config.data.kind == "images"):
+    elif what == "images":
         limit = min(tokens or ImageChoice.limit, ImageChoice.limit)
         image_choice = ImageChoice(top=top, experts=named, limit=limit)
         images = pass_over_images(weights, chosen, image_choice, every_layer=by_class, **read)
         classes = images.classes
-    elif chosen and config.data.kind == "text":
+    elif what == "text":
         choice = Choice(top=top, experts=named)
         limit = tokens or TOKENS
         text = pass_over_text(weights, chosen, choice, limit=limit, knockout=knockout, **read)
-    held, task = expert_parameters(model), task_class(config.data.kind)
     parameters = count_parameters(model)
     result = Report(
         run=run.resolve().name if run.name in ("", ".", "..") else str(run),
         kind=_in_words(config),
         is_sparse=isinstance(config.model.known_feed_forward(), SelectingConfig),
         parameters=parameters,
-        active_parameters=parameters - held + active_expert_parameters(model),
+        active_parameters=parameters - unused_parameters(model),
         checkpoint=str(weights.folder),
         checkpoint_step=weights.training_step,
         is_best=_best(run) == weights.folder,
         total_steps=config.train.steps,
         history=history,
-        task=task,
+        task=task_class(config.data.kind),
         routed=routed,
         text=text,
         images=images,
@@ -130,6 +137,28 @@ def report(
     )
     write_whole(target, render(result))
     return {"output": str(target), **result.to_json()}
+
+
+def _what_is_read(
+    config: RunConfig, *, has_experts: bool
+) -> Literal["sequences", "images", "text"] | None:
+    """What a page says of held-out data; None: nothing, it is made of `metrics.jsonl` alone."""
+    if isinstance(config.data, SequenceDataConfig):
+        return "sequences"
+    if isinstance(config.data, ImageDataConfig):
+        return "images" if has_experts or config.data.kind == "images" else None
+    return "text" if has_experts and config.data.kind == "text" else None
+
+
+def _check_unread(run: Path, config: RunConfig, asked: Mapping[str, object]) -> None:
+    """Refuses options that say what is read, where nothing is."""
+    masked = config.data.kind == "masked_text"
+    why = f"has data.kind: {config.data.kind}" if masked else "has no experts"
+    for option, value in asked.items():
+        if value:
+            raise ConfigError(
+                f"{option}: {value} is not allowed: {run} {why}, so its report reads no data"
+            )
 
 
 def _run_config(run: Path) -> RunConfig:
@@ -194,7 +223,7 @@ def _check_output(target: Path) -> None:
 
 def _in_words(config: RunConfig) -> str:
     model, feed_forward = config.model, config.model.known_feed_forward()
-    words = model.in_words()
+    words = model.in_words() + _head_in_words(config)
     if isinstance(feed_forward, SparseMoEConfig):
         experts = f"sparse experts: {feed_forward.num_experts}, {feed_forward.top_k} a token"
         graph = "no graph" if feed_forward.graph == "none" else f"{feed_forward.graph} graph"
@@ -205,12 +234,19 @@ def _in_words(config: RunConfig) -> str:
             f"{feed_forward.used_experts()} a token, {feed_forward.score} score"
         )
     if isinstance(feed_forward, MuMoEConfig):
-        levels = " x ".join(f"{number:,}" for number in feed_forward.num_experts)
-        return (
-            f"{words}; muMoE: {levels} experts, {feed_forward.factorization} of rank "
-            f"{feed_forward.rank}, {feed_forward.gate} gate"
-        )
+        return f"{words}; muMoE: {_factorized(feed_forward)}"
     return f"{words}; dense"
+
+
+def _head_in_words(config: RunConfig) -> str:
+    model = config.model
+    head = model.known_head() if isinstance(model, ImageModelSettings) else None
+    return f", head: muMoE of {_factorized(head)}" if isinstance(head, MuMoEHeadConfig) else ""
+
+
+def _factorized(config: MuMoEConfig | MuMoEHeadConfig) -> str:
+    levels = " x ".join(f"{number:,}" for number in config.num_experts)
+    return f"{levels} experts, {config.factorization} of rank {config.rank}, {config.gate} gate"
 
 
 def report_line(result: dict[str, Any]) -> str:
