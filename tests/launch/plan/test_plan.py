@@ -101,6 +101,16 @@ def test_the_fastest_layouts_are_looked_for(capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("blocks", ["3", "[5]"])
+def test_layouts_of_groups_of_units_in_some_blocks_are_looked_for(
+    capfd: pytest.CaptureFixture[str], blocks: str
+) -> None:
+    groups = f"model.feed_forward={{kind: emoe, num_experts: 16, blocks: {blocks}}}"
+    two = ("--processes-per-node", "2", *SMALL, "model.num_layers=6", groups)
+    assert planned(GPT2, *two, "--search", capfd=capfd)["layouts"]
+
+
+@pytest.mark.slow
 def test_a_figure_shows_up_to_1024_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scaling.svg"
     result = planned(GPT2, "--device", "h200", "--figure", str(path), *SMALL, capfd=capfd)
