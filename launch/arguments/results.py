@@ -175,7 +175,8 @@ def study_arguments(parser: Parser) -> None:
         "study",
         type=Path,
         metavar="STUDY",
-        help="a YAML file; the same command again continues the study",
+        help="a YAML file; the same command again continues the study. Or a results.json that a "
+        "study wrote: it is shown again, without its runs",
     )
     add(
         "--dry-run",

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 from launch.machine import is_main
 from launch.output import check_json_path, only_results_on_stdout, show
@@ -165,6 +166,7 @@ def study(options: Namespace) -> None:
 
     prepare_environment()
     from launch.study.figure import check_figure, figure
+    from launch.study.folder import kept_result
     from launch.study.page import check_page, page
     from launch.study.progress import plans_table
     from launch.study.run import compare_finished, describe_study, study
@@ -183,7 +185,9 @@ def study(options: Namespace) -> None:
             show(plan, plans_table(plan), options.json, stdout)
             return
         try:
-            if options.beside is None:
+            if _is_kept(options.study):
+                result = kept_result(options.study)
+            elif options.beside is None:
                 result = study(options.study, options.jobs, options.budget)
             elif (known := compare_finished(options.study, options.beside)) is not None:
                 result = known
@@ -202,15 +206,23 @@ def study(options: Namespace) -> None:
 
 def _check_study(options: Namespace) -> None:
     """Which options of `polyad study` go together."""
-    if options.beside is None:
-        return
-    for option, given in (
-        ("--dry-run", options.dry_run),
-        ("--jobs", options.jobs > 1),
-        ("--budget", options.budget is not None),
-    ):
-        if given:
-            raise UsageError(f"--beside: {options.beside} is not allowed with {option}")
+    training = {
+        "--dry-run": options.dry_run,
+        "--jobs": options.jobs > 1,
+        "--budget": options.budget is not None,
+    }
+    given = [option for option, is_given in training.items() if is_given]
+    if options.beside is not None and given:
+        raise UsageError(f"--beside: {options.beside} is not allowed with {given[0]}")
+    if options.beside is not None:
+        given.append("--beside")
+    if _is_kept(options.study) and given:
+        raise UsageError(f"{given[0]}: is not allowed with {options.study}, which is a result")
+
+
+def _is_kept(study: Path) -> bool:
+    """Whether it is a result that was kept, and no study."""
+    return study.suffix == ".json"
 
 
 def convert(options: Namespace) -> None:

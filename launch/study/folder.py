@@ -7,6 +7,7 @@ runs/VARIANT/seed-N/    run folders; beside each that is finished its result, se
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,13 @@ from train.study.config import StudyData
 from train.study.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
+RESULT_KEYS = (
+    "study", "baseline", "scores", "variants", "finished", "higher_is_better", "about",
+)  # fmt: skip
+"""Keys that every result has, with tasks or without."""
+SPREAD = {"mean", "deviation"}
+INTERVAL = SPREAD | {"low", "high"}
+"""Numbers of a mean and its interval, as `train.study.paired` has them."""
 
 
 def check_folder(study: Study) -> None:
@@ -176,6 +184,27 @@ def check_sources(run: Run, result: Mapping[str, Any]) -> None:
                 f"{name}, and {run.folder} is from {before}: set grid_seeds to the seeds that "
                 f"chose that, or remove {run.result_file} and {run.folder}"
             )
+
+
+def kept_result(path: Path) -> dict[str, Any]:
+    """A result as `polyad study` wrote it: its `results.json`, wherever that is kept.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    return {key: _restored(value) for key, value in _read(path, RESULT_KEYS).items()}
+
+
+def _restored(value: Any) -> Any:
+    """With the NaN of means and intervals that are none, which JSON has as null."""
+    if isinstance(value, list):
+        return [_restored(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _restored(each) for key, each in value.items()}
+    if found.keys() >= SPREAD:
+        found |= {key: math.nan for key in INTERVAL & found.keys() if found[key] is None}
+    return found
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class World:
             self._train(options.config, options.overrides, self._is_started(name, options))
         if name == "validate" and not options.without_data:
             self._train(options.config, options.overrides, is_started=False)
-        if name == "study":
+        if name == "study" and options.study.suffix != ".json":
             self._study(options.study, is_started=not options.dry_run)
         if name == "prepare" and (options.dry_run or options.begin or options.part is not None):
             return  # a step before the one that makes it
