@@ -1,4 +1,4 @@
-"""What needs scikit-learn, which is part of the extra `images`."""
+"""What needs scikit-learn."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,7 @@ def _sklearn(module: str, what: str) -> Any:
         return importlib.import_module(f"sklearn.{module}")
     except ImportError:
         raise DataError(
-            f"{what}: needs scikit-learn, which is not installed; install the extra images, as in "
-            f"pip install polyad[images]"
+            f"{what}: needs scikit-learn, which cannot be imported"
         ) from None
 
 

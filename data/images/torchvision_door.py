@@ -19,8 +19,8 @@ from data.errors import DataError
 from data.images.config import RandAugmentConfig
 
 _MISSING = (
-    "data.augmentation.randaugment: needs torchvision, which is not installed; install the extra "
-    "images, as in pip install polyad[images], or set it to null"
+    "data.augmentation.randaugment: needs torchvision, which is not installed; `pip "
+    "install -c constraints.txt -e '.[images]'` installs it; or set it to null"
 )
 
 

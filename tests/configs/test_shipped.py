@@ -203,6 +203,7 @@ EXPECTED_STUDIES = {
         dict.fromkeys(("dense", "dense-larger"), 2_615_424)
         | dict.fromkeys(("cp", "cp-large"), 2_612_688),
     ),
+    "mumoe-longest.yaml": (6, {"dense-larger": 2_615_424, "cp-large": 2_612_688}),
     "mumoe-muon.yaml": (
         51,
         {"cp-twice-rank": 3_744_288, "single": 2_617_888, "single-wide": 4_387_968}
