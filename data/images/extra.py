@@ -12,9 +12,7 @@ def _sklearn(module: str, what: str) -> Any:
     try:
         return importlib.import_module(f"sklearn.{module}")
     except ImportError:
-        raise DataError(
-            f"{what}: needs scikit-learn, which cannot be imported"
-        ) from None
+        raise DataError(f"{what}: needs scikit-learn, which cannot be imported") from None
 
 
 def average_precision(is_positive: Sequence[int], scores: Sequence[float]) -> float:
