@@ -265,16 +265,36 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: has no buffer {name}")
         return self.whole(name, BUFFER)
 
-    def restore_random_states(self, device: torch.device) -> bool:
-        """Continues this rank's random numbers; False if the checkpoint has none for this rank."""
-        prefix = f"rank-{comm.rank():05d}."
+    def restore_random_states(self, world: comm.World) -> bool:
+        """Continues this rank's random numbers.
+
+        Processes that share layers have to draw the same ones, and others different ones, so those
+        of another layout are left alone.
+
+        Args:
+            world: this process.
+
+        Returns:
+            Whether the checkpoint has them: False on all processes, or on none.
+
+        Raises:
+            DamagedCheckpoint: they are none of torch's.
+        """
+        there = {
+            name for name, f in self.tensors.items() if name.endswith(".torch") and RANDOM in f
+        }
+        parallel = self.section("parallel")
+        shared = parallel.get("tensor_parallel_size", 1) if isinstance(parallel, dict) else 1
+        if there != {f"rank-{rank:05d}.torch" for rank in range(world.size)}:
+            return False
+        if shared != world.tensor_parallel_size:
+            return False
+        device, prefix = world.device, f"rank-{world.rank:05d}."
         stored = {
             name: self.whole(name, RANDOM)
             for name, fields in self.tensors.items()
             if name.startswith(prefix) and RANDOM in fields
         }
-        if f"{prefix}torch" not in stored:
-            return False
         try:
             torch.set_rng_state(stored[f"{prefix}torch"])
             if device.type == "cuda" and f"{prefix}cuda" in stored:

@@ -224,7 +224,7 @@ def train(case: Case) -> dict[str, Any]:
     engine, world = build_engine(case, None if checkpoint is None else resumed(case, checkpoint))
     comm.seed_random(5, case.first_step, world)
     if checkpoint is not None:
-        checkpoint.restore_random_states(world.device)
+        checkpoint.restore_random_states(world)
     losses, norms, applied, routing = [], [], [], []
     for step in range(case.first_step, case.last_step):
         batches = batches_of(step, world, case)
@@ -247,7 +247,12 @@ def train(case: Case) -> dict[str, Any]:
         routing.append(routing_record(outcome.routing))
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
-    return {"losses": losses, "norms": norms, "applied": applied, "routing": routing}
+    return {
+        "losses": losses, "norms": norms, "applied": applied, "routing": routing,
+        "rank": (world.tensor_parallel_rank, world.data_parallel_rank),
+        "norm_weight": engine.module.final_norm.weight.detach().float().cpu().clone(),
+        "next_draw": torch.rand(1).item(),
+    }  # fmt: skip
 
 
 def go_back(case: Case) -> tuple[float, float]:
@@ -288,10 +293,11 @@ def poisoned(engine: Engine, case: Case, world: comm.World) -> Iterator[None]:
 
 
 def model_yaml(case: Case) -> str:
-    """The part of a config that `load_model` reads."""
+    """The parts of a config that are read with a checkpoint."""
     import yaml
 
-    return yaml.safe_dump({"model": case.model.model_dump(mode="json")})
+    parallel = {"tensor_parallel_size": case.tensor}
+    return yaml.safe_dump({"model": case.model.model_dump(mode="json"), "parallel": parallel})
 
 
 def resave(case: Case) -> None:

@@ -107,6 +107,27 @@ def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kin
     assert steps == {3.0}
 
 
+@everyday(
+    ("before", "after"),
+    [(a, b) for a in ("1", "DP 2", "TP 2", "TP 2 x DP 2") for b in ("DP 2", "TP 2", "TP 2 x DP 2")],
+    keep=[("1", "TP 2"), ("DP 2", "TP 2"), ("TP 2", "DP 2")],
+)
+def test_processes_that_share_layers_drop_the_same_on_any_layout(workers, tmp_path, before, after):
+    case = on("dense", before, 0).but(first_step=0, last_step=2, dropout=0.2, save_to=str(tmp_path))
+    saved = workers(SHAPES[before][0]).run(train, case)
+    path = str(tmp_path / "step-00000002")
+    case = on("dense", after, 0).but(first_step=2, last_step=5, dropout=0.2, resume=path)
+    found = workers(SHAPES[after][0]).run(train, case)
+    assert len({each["norm_weight"].numpy().tobytes() for each in found}) == 1
+    draws = {each["rank"]: each["next_draw"] for each in found}
+    for (_, data), draw in draws.items():
+        assert draw == draws[0, data]
+        assert all(draw != draws[0, other] for _, other in draws if other != data)
+    loaded = workers(SHAPES[after][0]).run(train, case.but(last_step=2))
+    goes_on = [each["next_draw"] for each in saved] == [each["next_draw"] for each in loaded]
+    assert goes_on == (before == after)
+
+
 @everyday(("kind", "shape", "stage"), TRAINED, keep=[("smoe", "EP 2", 2), ("emoe", "TP 2", 3)])
 def test_training_goes_on_alike(workers, reference, kind, shape, stage):
     path, expected = reference(kind)

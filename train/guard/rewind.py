@@ -30,10 +30,10 @@ def add_batches_left_out(state: TrainState, folder: Path, world: comm.World) -> 
 def restore_random_numbers(
     seed: int, state: TrainState, checkpoint: Checkpoint | None, world: comm.World
 ) -> None:
-    """Restores dropout's generators; without a saved state seeds them by (seed, step, rank)."""
+    """Restores dropout's generators; without those of this layout seeds them by seed and step."""
     comm.seed_random(seed, state.step, world)
     if checkpoint is not None:
-        checkpoint.restore_random_states(world.device)
+        checkpoint.restore_random_states(world)
 
 
 class Rewind:
