@@ -77,8 +77,10 @@ class World:
 def environment_world_size() -> int:
     """Processes that torchrun started, 1 without it; reads the environment only.
 
+    `WORLD_SIZE` alone is enough: a run may be described for as many as it will have.
+
     Raises:
-        LayoutError: the environment has only some of torchrun's variables.
+        LayoutError: the environment has a rank, and only some of torchrun's other variables.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         value = os.environ.get(name)
@@ -143,15 +145,25 @@ def initialize(
 ) -> World:
     """Joins the processes that torchrun started, or makes a world of one; may be called again.
 
-    Collectives run over NCCL where there is a GPU for every local process, else over gloo.
+    Collectives run over NCCL where there is a GPU, else over gloo.
 
     Args:
         timeout_minutes: how long a collective waits.
         tensor_parallel_size: processes that share every layer.
         expert_parallel_size: data-parallel processes that have different experts.
+
+    Raises:
+        LayoutError: the environment names processes that are not there, or this host has more
+            processes than GPUs.
     """
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
+    if on_gpu and local_rank >= torch.cuda.device_count():
+        raise LayoutError(
+            f"LOCAL_RANK: {local_rank} in the environment is not allowed: this host has "
+            f"{torch.cuda.device_count()} GPUs, for as many processes; with CUDA_VISIBLE_DEVICES= "
+            f"they compute on the CPU"
+        )
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -159,6 +171,11 @@ def initialize(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
     if not dist.is_initialized():
+        if "RANK" not in os.environ and environment_world_size() > 1:
+            raise LayoutError(
+                f"WORLD_SIZE: {os.environ['WORLD_SIZE']} in the environment, but RANK is missing, "
+                f"and this process is alone: unset it, or start with `polyad launch` or torchrun"
+            )
         os.environ.setdefault(_RECORDER, f"{RECORDED}")
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
         if on_gpu:  # NCCL connects at once, and no collective has to guess the device
@@ -308,13 +325,6 @@ def size() -> int:
 def barrier() -> None:
     """Waits for all processes."""
     dist.barrier()
-
-
-def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The mean of a tensor over all processes; any shape, the same on each."""
-    total = values.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from train.experts.fluctuation import FluctuationLog
 from train.guard.data_check import DataCheck
 from train.guard.memory import RunMemory
 from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers
-from train.guard.run_folder import RunLock
+from train.guard.run_folder import RunLock, put_back_replaced
 from train.guard.stopping import StopSignals
 from train.guard.stragglers import Stragglers
 from train.guard.watchdog import Watchdog
@@ -68,6 +68,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
     )
     allow_tf32(config.train.tf32, world.device)
+    put_back_replaced(Path(config.run.folder), world)
     plan = plan_together(inputs, world)
     lock = RunLock(plan.folder, world)
     plan = with_verified(plan)

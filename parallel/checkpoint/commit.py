@@ -3,10 +3,12 @@
 Imports no torch: the process that writes snapshots does it, or the training process itself.
 """
 
+import contextlib
 import json
 import re
 import secrets
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from parallel.checkpoint.manifest import (
 )
 from parallel.checkpoint.storage import (
     discard,
+    reason_of,
     remove_file,
     remove_tree,
     rename,
@@ -32,7 +35,7 @@ from parallel.checkpoint.tensor_bytes import RawTensor, write_tensors
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LATEST_FILE, BEST_FILE = "latest", "best"
-LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted")
+LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted", ".step-*.replaced")
 
 
 class Piece(NamedTuple):
@@ -144,14 +147,21 @@ def commit(
     folder = staging.parent
     final = folder / step_folder(step)
     write_rest(staging, step, shards, others)
-    # The folder exists if this step was saved before, and was damaged or the run went back.
-    replaced = set_aside(final) if final.exists() else None
-    rename(staging, final)
-    if replaced is not None:
-        remove_tree(replaced)
+    # The folder exists if this step was saved before, and was damaged, not judged, or the run went
+    # back. Until the new one has its name, the old one can be put back: see `put_back`.
+    replaced = set_aside(final, "replaced") if final.exists() else None
+    try:
+        rename(staging, final)
+    except OSError:
+        if replaced is not None and not final.exists():
+            with contextlib.suppress(OSError):  # the next start of the run does it
+                rename(replaced, final)
+        raise
     replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
     if keep.best is not None and (folder / step_folder(keep.best) / MANIFEST_FILE).is_file():
         replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
+    if replaced is not None:
+        _remove(replaced, remove_tree)
     prune(folder, step, keep)
     return final
 
@@ -173,7 +183,7 @@ def prune(folder: Path, step: int, keep: Retention) -> None:
     for path in before:
         for_ever = (keep.every and _step(path) % keep.every == 0) or _step(path) == keep.best
         if path not in newest and not for_ever:
-            discard(path)
+            _remove(path, discard)
 
 
 def point_at_newest(folder: Path) -> None:
@@ -185,11 +195,37 @@ def point_at_newest(folder: Path) -> None:
         remove_file(folder / LATEST_FILE)
 
 
+def put_back(folder: Path) -> None:
+    """Gives checkpoints their names again whose replacement a crash has cut short."""
+    for path in replaced_checkpoints(folder):
+        final = folder / path.name.removeprefix(".").removesuffix(".replaced")
+        if not final.exists():
+            rename(path, final)
+
+
+def replaced_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that stepped aside for another one of the same step, and were not removed."""
+    return sorted(folder.glob(".step-*.replaced"))
+
+
 def remove_leftovers(folder: Path) -> None:
     """Removes what a crash left of checkpoints that were never committed, or half removed."""
+    put_back(folder)
     for pattern in LEFT_BY_CRASHES:
         for path in folder.glob(pattern):
-            remove_tree(path)
+            _remove(path, remove_tree)
+
+
+def _remove(path: Path, way: Callable[[Path], None]) -> None:
+    """Removes what is not needed any more; if that fails, a run does not end for it."""
+    try:
+        way(path)
+    except OSError as error:
+        print(
+            f"polyad: warning: {path}: cannot be removed now: {reason_of(error)}; the next start "
+            f"of the run tries again",
+            file=sys.stderr,
+        )
 
 
 def _step(path: Path) -> int:

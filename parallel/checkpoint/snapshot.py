@@ -1,5 +1,6 @@
 """A copy of what a process would write, in memory that another process writes to the disk."""
 
+import contextlib
 import json
 import math
 import mmap
@@ -47,7 +48,8 @@ class SnapshotWriter:
             os.ftruncate(descriptor, self.nbytes)
             memory = mmap.mmap(descriptor, self.nbytes)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # a kernel without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
             if pinned:
                 _pin(self._bytes)
@@ -142,7 +144,8 @@ class SnapshotWriter:
             self._copying = None
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # an order that a dead process did not read
+                pipe.close()
         self._process.wait()
 
 

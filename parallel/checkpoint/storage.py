@@ -106,9 +106,14 @@ def remove_tree(path: Path) -> None:
     os.rmdir(path)
 
 
-def set_aside(path: Path) -> Path:
-    """Renames a folder, before it is removed, so that no half of it passes for a checkpoint."""
-    aside = path.with_name(f".{path.name}.deleted")
+def set_aside(path: Path, ending: str = "deleted") -> Path:
+    """Renames a folder, before it is removed, so that no half of it passes for a checkpoint.
+
+    Args:
+        path: the folder.
+        ending: of its new name.
+    """
+    aside = path.with_name(f".{path.name}.{ending}")
     if aside.exists():
         remove_tree(aside)
     rename(path, aside)

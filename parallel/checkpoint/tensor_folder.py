@@ -98,11 +98,11 @@ class TensorFolder:
 
     def _files(self) -> list[Path]:
         index, single = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
+        if single.is_file():  # first, as transformers looks: it leaves an older index beside it
+            return [single]
         if index.is_file():
             listed: WeightMap = read_form(index, WeightMap, self._error)
             return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
-        if single.is_file():
-            return [single]
         raise self._error(_no_weights(self.folder))
 
     def _file(self, path: Path) -> Any:

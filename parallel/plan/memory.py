@@ -3,8 +3,7 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +51,6 @@ class Memory:
         self.largest: Counter[str] = Counter()
         self._total = self._highest = 0
         self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
-        self._kind: str | None = None
 
     def __call__(self, operation: Operation) -> None:
         """Counts the memory that an operation has taken."""
@@ -64,16 +62,7 @@ class Memory:
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in given and storage not in self._blocks and storage.nbytes():
-                self._add(storage, self._kind or _kind_by_place())
-
-    @contextmanager
-    def all_of(self, kind: str) -> Iterator[None]:
-        """A context in which whatever is taken is of a kind."""
-        outer, self._kind = self._kind, kind
-        try:
-            yield
-        finally:
-            self._kind = outer
+                self._add(storage, _kind_by_place())
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Says what the memory of tensors is for."""

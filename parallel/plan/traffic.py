@@ -32,8 +32,6 @@ KINDS = {
     "recv": "recv",
 }
 """What the field calls them, by what torch's dispatcher does."""
-_WRITTEN_WHOLE = {"allgather", "allgather_base", "allgather_into_tensor_coalesced"}
-"""Those whose first argument is what all have together."""
 _SECOND_READ = {"reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"}
 _SECOND_READ |= {"alltoall", "alltoall_base"}
 

@@ -93,8 +93,8 @@ def record_saves(case: Case, folder: str, steps: list[int], last: int, way: str)
         audited(path.parent) as seen,
         saving(engine, path, last, way=way) as save,
     ):
-        for step in steps:
-            change(engine, step)
+        for number, step in enumerate(steps, start=1):
+            change(engine, number)
             save(step)
             comm.barrier()
             ends.append(time.monotonic_ns())

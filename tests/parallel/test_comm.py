@@ -1,5 +1,9 @@
 """Collectives: how long they wait."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from parallel import comm
@@ -66,6 +70,20 @@ def test_worlds_that_do_not_know_of_one_another_are_refused(environment, words, 
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert all(word in message for word in words), message
+
+
+def test_a_world_size_without_a_rank_is_refused_where_training_would_begin():
+    code = "from parallel import comm\ntry: comm.initialize()\nexcept ValueError as e: print(e)"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK")}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith("WORLD_SIZE: 2 in the environment, but RANK is missing")
+    assert len(found.stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

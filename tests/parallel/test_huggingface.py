@@ -1,6 +1,7 @@
 """A Hugging Face folder as a source of weights: boxes, layouts, and what is refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,15 @@ def test_other_tensors_are_refused_by_name(folder, tmp_path, change, words):
     assert all(word in str(caught.value) for word in [str(tmp_path), *words]), str(caught.value)
 
 
+def test_an_index_of_shards_that_are_gone_is_not_read_beside_a_whole_file(folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, tmp_path)
+    index = {"weight_map": {"transformer.wte.weight": "model-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours, theirs = HuggingFaceWeights(tmp_path), HuggingFaceWeights(folder)
+    assert torch.equal(ours.whole("token_embedding.weight"), theirs.whole("token_embedding.weight"))
+
+
 def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     refused(tmp_path, "neither model.safetensors")
@@ -175,6 +185,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     whole = (folder / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
     refused(tmp_path, "model.safetensors: is damaged")
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"transformer.wte.weight": "../x.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(tmp_path, "wte.weight: '../x.safetensors': the plain name of a file in")

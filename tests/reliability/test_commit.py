@@ -11,7 +11,7 @@ import os
 import pytest
 
 from model.gpt2 import GPT2Config
-from parallel.checkpoint.commit import complete_checkpoints, remove_leftovers
+from parallel.checkpoint.commit import complete_checkpoints, put_back, remove_leftovers
 from parallel.checkpoint.manifest import CheckpointError, Manifest
 from tests.helpers.disk import Disk, write_tree
 from tests.helpers.saving import failing_save, record_saves, save_in_little_room
@@ -19,7 +19,11 @@ from tests.helpers.training import Case
 
 pytestmark = pytest.mark.distributed
 
-STEPS, LAST = [1, 2], 1  # the second save removes the first
+LAST = 1
+STEPS = {
+    "the next": [1, 2],
+    "the same": [1, 1],
+}  # the second save removes the first, or replaces it
 TINY = GPT2Config(num_layers=1, hidden_size=12, num_heads=2, sequence_length=9, vocab_size=31)
 CASE = Case(stage=1, model=TINY)
 # By the training process itself, or from a snapshot: there a thread takes the place of the writing
@@ -40,26 +44,27 @@ def way(request):
 def recorded(workers, tmp_path_factory):
     made = {}
 
-    def record(way):
-        if way not in made:
+    def record(way, steps="the next"):
+        if (way, steps) not in made:
             root = tmp_path_factory.mktemp("recorded")
-            arguments = (CASE, str(root / "checkpoints"), STEPS, LAST, way)
+            arguments = (CASE, str(root / "checkpoints"), STEPS[steps], LAST, way)
             ranks = workers(2).run(record_saves, *arguments)
-            made[way] = {
+            made[way, steps] = {
                 "root": root,
+                "steps": STEPS[steps],
                 "operations": sorted(o for rank in ranks for o in rank["operations"]),
-                "ends": [max(rank["ends"][n] for rank in ranks) for n in range(len(STEPS))],
+                "ends": [max(rank["ends"][n] for rank in ranks) for n in range(2)],
                 "trees": ranks[0]["trees"],
                 "ranks": ranks,
             }
-        return made[way]
+        return made[way, steps]
 
     return record
 
 
-@pytest.fixture
-def recording(recorded, way):
-    return recorded(way)
+@pytest.fixture(params=list(STEPS))
+def recording(recorded, way, request):
+    return recorded(way, request.param)
 
 
 def replay(recording, operations, folder, *, every_write):
@@ -73,9 +78,8 @@ def replay(recording, operations, folder, *, every_write):
             leaves it: after a power cut nothing new is found there.
     """
     disk, seen = Disk(str(recording["root"])), set()
-    expected = {
-        step: contents_of(tree, step) for step, tree in zip(STEPS, recording["trees"], strict=True)
-    }
+    saved = list(zip(recording["steps"], recording["trees"], strict=True))
+    expected = [(step, contents_of(tree, step)) for step, tree in saved]
     for number, operation in enumerate(operations):
         disk.apply(operation)
         committed = sum(operation[0] >= end for end in recording["ends"])
@@ -100,16 +104,18 @@ def contents_of(tree, step):
 
 def check(folder, committed, expected):
     """Whether a run would go on from a complete checkpoint, as new as was promised."""
+    put_back(folder)
     found = complete_checkpoints(folder)
     steps = [int(path.name[5:]) for path in found]
-    if committed and (not steps or steps[-1] < STEPS[committed - 1]):
+    if committed and (not steps or steps[-1] < expected[committed - 1][0]):
         raise BrokenPromise(f"{committed} saves had ended, and {steps} are found")
     for path, step in zip(found, steps, strict=True):
         try:
             Manifest(path).verify()
         except CheckpointError as error:
             raise BrokenPromise(str(error)) from None
-        if {file.name: file.read_bytes() for file in path.iterdir()} != expected[step]:
+        content = {file.name: file.read_bytes() for file in path.iterdir()}
+        if (step, content) not in expected[max(0, committed - 1) :]:
             raise BrokenPromise(f"{path} is another one than was saved")
     if folder.is_dir():
         remove_leftovers(folder)
@@ -175,6 +181,15 @@ def test_the_proof_notices_a_checkpoint_that_is_removed_file_by_file(recorded, t
     ]
     with pytest.raises(BrokenPromise):
         replay(recording, operations, tmp_path, every_write=False)
+
+
+def test_the_proof_notices_a_replaced_checkpoint_that_is_not_put_back(
+    recorded, tmp_path, monkeypatch
+):
+    recording = recorded("synchronous", "the same")
+    monkeypatch.setitem(globals(), "put_back", lambda folder: None)
+    with pytest.raises(BrokenPromise):
+        replay(recording, recording["operations"], tmp_path, every_write=False)
 
 
 def test_nothing_changes_the_disk_but_what_was_recorded(recording):

@@ -139,6 +139,17 @@ def test_a_writer_dies_with_the_process_that_trains(state):
     assert not alive or alive[0].status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_writer_that_died_between_two_saves_says_so_and_is_closed():
+    from parallel.checkpoint.snapshot import SnapshotWriter
+
+    writer = SnapshotWriter(1000)
+    os.kill(writer.process_id, signal.SIGKILL)
+    os.waitid(os.P_PID, writer.process_id, os.WEXITED | os.WNOWAIT)
+    writer.order({"do": "write", "staging": "/nowhere", "rank": 0, "tensors": []})
+    assert "its writing process ended with status -9" in writer.answer(wait=True)["error"]
+    writer.close()  # what was ordered is still in the pipe's buffer
+
+
 def test_a_writer_ignores_what_a_terminal_or_a_scheduler_sends():
     from parallel.checkpoint.snapshot import SnapshotWriter
 

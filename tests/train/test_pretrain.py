@@ -308,6 +308,24 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_goes_on(workers, con
     assert workers(2).run(run, config) == [6, 6]
 
 
+def test_a_run_goes_on_from_a_checkpoint_whose_replacement_was_cut_short(workers, config, tmp_path):
+    assert workers(2).run(run, config) == [6, 6]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in checkpoints.glob("step-*"):
+        path.rename(checkpoints / f".{path.name}.replaced")
+    with (tmp_path / "run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is in use by another start of this run" in refused(workers, config)
+    assert not list(checkpoints.glob("step-*"))
+    assert workers(2).run(run, config, "train.steps=7") == [7, 7]
+    steps = [
+        json.loads(x)["step"] for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == list(range(1, 8))
+    assert (checkpoints / "step-00000006" / "manifest.json").is_file()
+    assert not list(checkpoints.glob(".step*"))
+
+
 def test_a_folder_that_cannot_be_locked_is_refused_on_all_processes(workers, config, tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)  # as a file system without locks: an OSError
     assert ".lock" not in refused(workers, config)

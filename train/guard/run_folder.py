@@ -11,6 +11,8 @@ from pydantic import AfterValidator
 from data.errors import check_path
 from model.config import Config
 from parallel import comm
+from parallel.checkpoint.commit import put_back, replaced_checkpoints
+from parallel.checkpoint.storage import reason_of
 from train.errors import ConfigError
 from train.guard.lease import Lease, LeaseTaken
 
@@ -110,3 +112,30 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def put_back_replaced(folder: Path, world: comm.World) -> None:
+    """Finishes what a crash cut short while a checkpoint was replaced by another of its step.
+
+    Args:
+        folder: the run's.
+        world: this process. All call this together.
+
+    Raises:
+        ConfigError: on every process, if another start of the run is still going, or the disk does
+            not let it.
+    """
+    checkpoints = folder / "checkpoints"
+    if not comm.from_main(bool(replaced_checkpoints(checkpoints)) if world.is_main else None):
+        return
+    lock = RunLock(folder, world)
+    reason = ""
+    if world.is_main:
+        try:
+            put_back(checkpoints)
+        except OSError as error:
+            reason = reason_of(error)
+    reason = comm.from_main(reason)
+    lock.release()
+    if reason:
+        raise ConfigError(f"run.folder: {folder}: a checkpoint cannot be put back: {reason}")

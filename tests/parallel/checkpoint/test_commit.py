@@ -1,13 +1,20 @@
 """Which checkpoints stay: by hand."""
 
+import errno
+import os
+import shutil
+
 import pytest
 import torch
 
+from parallel.checkpoint import storage
 from parallel.checkpoint.commit import (
     Retention,
     complete_checkpoints,
     prune,
+    put_back,
     remove_leftovers,
+    replaced_checkpoints,
     step_folders,
 )
 from parallel.checkpoint.writer import save_weights
@@ -54,6 +61,38 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     steps = [99_999_999, 100_000_000, 5]
     make(tmp_path, steps, [])
     assert [int(path.name[5:]) for path in step_folders(tmp_path)] == sorted(steps)
+
+
+def test_a_replaced_checkpoint_is_put_back_unless_there_is_a_new_one(tmp_path):
+    make(tmp_path, [3, 6], [])
+    (tmp_path / "step-00000006").rename(tmp_path / ".step-00000006.replaced")
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / ".step-00000003.replaced")
+    put_back(tmp_path)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [
+        "step-00000003",
+        "step-00000006",
+    ]
+    assert [path.name for path in replaced_checkpoints(tmp_path)] == [".step-00000003.replaced"]
+    remove_leftovers(tmp_path)
+    assert not replaced_checkpoints(tmp_path)
+
+
+def test_what_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capfd):
+    make(tmp_path, [3, 6], [])
+
+    def busy(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(storage.os, "rmdir", busy)
+    prune(tmp_path, 6, Retention(1))
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000006"]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"polyad: warning: {tmp_path / 'step-00000003'}: cannot be removed now")
+    remove_leftovers(tmp_path)
+    assert "the next start of the run tries again" in capfd.readouterr().err
+    monkeypatch.undo()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]
 
 
 def test_leftovers_of_crashes_go_and_nothing_else(tmp_path):
