@@ -59,7 +59,8 @@ def _number(name: str, otherwise: int = 1) -> int:
 
 
 END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
-"""The environment variable that says which process a child of `launch.child` is to end with."""
+"""The environment variable that says which process this one is to end with: its parent. Its number
+may be 1, in a container."""
 
 
 def end_with_launcher() -> bool:
@@ -78,7 +79,7 @@ def end_with_launcher() -> bool:
         return launched
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() == 1 or (parent is not None and os.getppid() != int(parent)):  # ended before
+    if parent is not None and os.getppid() != int(parent):  # it ended before
         sys.exit(128 + signal.SIGTERM)
     return launched
 

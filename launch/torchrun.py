@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from launch.machine import END_WITH_PARENT
 from launch.signals import answer_first_signal_only, stop_at_signals
 from train.errors import Stopped, one_line
 
@@ -39,6 +40,7 @@ def main() -> int:
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     with tempfile.TemporaryDirectory(prefix="polyad-") as folder:
         os.environ[STOP_FILE] = str(Path(folder) / "stop")
+        os.environ[END_WITH_PARENT] = str(os.getpid())  # of the workers
         return _run() or _stopped()
 
 

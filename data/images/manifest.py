@@ -58,6 +58,8 @@ class ImageManifest(Config):
     """Empty: images have no domains."""
     splits: dict[str, ImageSplitInfo]
     shards: list[Shard]
+    stamp: str = ""
+    """A digest of when files of images were written last; empty: it is not known."""
     held_out: str | None = None
     """What was held out of what; None: the splits are the data set's own."""
     request: str

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,8 +24,20 @@ from data.images.manifest import (
 from data.images.shards import ROW, Entry, Rows, Shard
 from data.images.sources.found import Found
 from data.images.sources.opening import open_images
+from data.images.sources.raw import MNIST
 from data.images.splits import Listed, missing_classes, split_images
 from data.progress import Progress, Report
+
+QUICK = ("folder", "raw")
+"""Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or
+labels be in files that are no shards."""
+INDEX = re.compile(rf"({'|'.join(SPLITS)})\.(npy|ends\.npy|names|attributes\.npy|domains\.npy)")
+"""Files of the index."""
+OURS = re.compile(
+    rf"({INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
+    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)})(\.partial)?|files"
+)
+"""All that a prepared folder holds."""
 
 
 def prepare_images(
@@ -65,7 +78,7 @@ def prepare_images(
     _check_output(output, request, overwrite)
     progress = Progress(report)
     found = open_images(source, output, domains=domains)
-    kept = _kept(output, request, found.shards)
+    kept = _kept(output, source, request, found)
     if kept is not None:
         progress.say(f"{output}: was prepared from the same images; it is kept")
         return kept
@@ -85,7 +98,9 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
     manifest = output / MANIFEST_FILE
     if not manifest.exists():
         others = [e.name for e in output.iterdir()] if output.is_dir() else []
-        foreign = [name for name in others if not _ours(name)]
+        foreign = [name for name in others if not OURS.fullmatch(name)]
+        if f"{MANIFEST_FILE}.partial" not in others and not overwrite:  # nothing of ours was begun
+            foreign += [name for name in others if INDEX.fullmatch(name)]
         if output.exists() and (not output.is_dir() or foreign):
             what = f"holds {foreign[0]}" if foreign else "is a file"
             raise DataError(f"--output: {output}: {what}, and is not a folder of prepared images")
@@ -98,23 +113,26 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
         raise DataError(f"--output: {output}: holds other prepared data; --overwrite replaces it")
 
 
-def _ours(name: str) -> bool:
-    ends = (".npy", ".names", ".partial", "-ubyte")
-    return name in (MANIFEST_FILE, "files") or name.endswith(ends)
-
-
-def _kept(output: Path, request: str, shards: Sequence[Shard]) -> ImageManifest | None:
+def _kept(output: Path, source: str, request: str, found: Found) -> ImageManifest | None:
     """The manifest of a folder that was made from the same request and files."""
     try:
         manifest = ImageManifest.read(output)
     except DataError:
         return None
-    if manifest.request != request or manifest.shards != list(shards):
+    if (manifest.request, manifest.shards) != (request, list(found.shards)):
         return None
-    if any(shard.kind == "folder" for shard in shards):
-        return None  # files may have come or gone: listing them is quick
+    if manifest.stamp != _stamp(found.shards) or any(s.kind in QUICK for s in found.shards):
+        return None
+    if found.class_names and _class_names(source, found, {}) != manifest.class_names:
+        return None
     complete = all((output / name).is_file() for name in manifest.files)
     return manifest if complete else None
+
+
+def _stamp(shards: Sequence[Shard]) -> str:
+    """A digest of when the files of images were written last."""
+    times = [os.stat(shard.path).st_mtime_ns for shard in shards if shard.kind not in QUICK]
+    return hashlib.sha256(json.dumps(times).encode()).hexdigest()
 
 
 def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
@@ -227,29 +245,34 @@ def _written(
             for split, each in splits.items()
         },
         shards=list(found.shards),
+        stamp=_stamp(found.shards),
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),
         files={path.stem: record_of(path) for path in written},
     )
+    new = _write(output / MANIFEST_FILE, partial(_put, manifest.to_json().encode()))
     if _stands(output, manifest):
         for path in written:
             path.unlink()
-        return manifest
-    (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some of the new files
-    for path in written:
-        path.replace(output / path.stem)
-    text = manifest.to_json().encode()
-    _write(output / MANIFEST_FILE, partial(_put, text)).replace(output / MANIFEST_FILE)
+        if ImageManifest.read(output) == manifest:
+            new.unlink()
+            return manifest
+    else:
+        (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some new files
+        for path in written:
+            path.replace(output / path.stem)
+    new.replace(output / MANIFEST_FILE)
     return manifest
 
 
 def _stands(output: Path, manifest: ImageManifest) -> bool:
-    """Whether a folder has this very manifest, and the files that it vouches for."""
+    """Whether a folder's manifest says the same, and the files that it vouches for are there."""
     try:
-        same = ImageManifest.read(output) == manifest
+        there = ImageManifest.read(output)
     except DataError:
         return False
+    same = there.model_copy(update={"stamp": manifest.stamp}) == manifest
     files = ((output / name, record) for name, record in manifest.files.items())
     return same and all(path.is_file() and record_of(path) == record for path, record in files)
 

@@ -154,6 +154,57 @@ def test_an_index_that_says_the_same_is_not_written_again(tmp_path):
     assert sum(each.images for each in more.manifest.splits.values()) == 25
 
 
+def test_other_labels_in_files_of_the_same_size_are_read(tmp_path):
+    cifar = tmp_path / "cifar"
+    cifar.mkdir()
+    pixels = np.zeros((10, 3072), np.uint8)
+
+    def write(first):
+        labels = (np.arange(10, dtype=np.uint8)[:, None] + first) % 10
+        for batch in range(1, 6):
+            content = np.concatenate([labels, pixels], axis=1).tobytes()
+            (cifar / f"data_batch_{batch}.bin").write_bytes(content)
+
+    write(0)
+    before = contents(prepared(cifar, tmp_path / "c", held_out=0.1))
+    write(3)
+    after = prepared(cifar, tmp_path / "c", held_out=0.1)
+    assert sorted(label for _, label in contents(after)) == sorted(label for _, label in before)
+    first = after.split("train")
+    assert int(first.labels[0]) == (int(first.name_of(0).rsplit(" ", 1)[1]) + 3) % 10
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_file_that_was_written_anew_is_listed_again(tmp_path, kind):
+    source = SOURCES[kind](tmp_path)
+    first = prepared(source, tmp_path / "out", held_out=0.25)
+    manifest = tmp_path / "out" / "manifest.json"
+    before = manifest.stat().st_mtime_ns, (tmp_path / "out" / "train.npy").stat().st_mtime_ns
+    os.utime(source, (1, 1))
+    said = []
+    prepare_images(str(source), tmp_path / "out", held_out=0.25, report=said.append)
+    assert not any("it is kept" in line for line in said)
+    assert manifest.stat().st_mtime_ns != before[0]
+    assert (tmp_path / "out" / "train.npy").stat().st_mtime_ns == before[1]  # it says the same
+    prepare_images(str(source), tmp_path / "out", held_out=0.25, report=said.append)
+    assert "it is kept" in said[-1]
+    assert contents(ImageData.open(tmp_path / "out")) == contents(first)
+
+
+def test_arrays_of_a_user_are_not_replaced(tmp_path):
+    source = made.zipped(tmp_path / "all.zip")
+    (tmp_path / "mine").mkdir()
+    for name in ("train.npy", "features.npy"):
+        (tmp_path / "mine" / name).write_bytes(b"mine")
+        with pytest.raises(DataError, match=rf"--output: .*/mine: holds {name}, and is not a"):
+            prepared(source, tmp_path / "mine")
+        (tmp_path / "mine" / name).unlink()
+    prepared(source, tmp_path / "mine")
+    # A crash between the old manifest and the new one leaves this, and the same command goes on.
+    (tmp_path / "mine" / "manifest.json").rename(tmp_path / "mine" / "manifest.json.partial")
+    assert prepared(source, tmp_path / "mine").manifest.splits["train"].images
+
+
 def test_a_moved_or_changed_file_is_noticed(tmp_path):
     source = made.zipped(tmp_path / "all.zip")
     data = prepared(source, tmp_path / "out")
