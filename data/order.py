@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -27,6 +28,8 @@ SMALL = 2**18
 """Samples of an epoch up to which each process makes its own: sooner done than a file is opened."""
 UNUSED_DAYS = 7
 """After which an order of any run is deleted."""
+WHOLE = "arrays.txt"
+"""Lists the files of an order."""
 _EPOCHS_KEPT = 2  # a batch, and what workers fetch ahead, may straddle the end of an epoch
 
 
@@ -92,9 +95,10 @@ class EpochOrders:
         """The folder of an epoch, made if it is not there; without `wait` perhaps by another."""
         root = node_folder("orders")
         folder = root / f"{self._key}-{epoch}"
-        if not folder.exists():
+        if not _is_whole(folder):
             with _locked(root / f"{self._key}.lock", wait=wait) as locked:
-                if locked and not folder.exists():
+                if locked and not _is_whole(folder):
+                    _delete(folder)
                     _write(folder, self._build(epoch))
                     self._forget(root, epoch)
         if wait:
@@ -111,7 +115,7 @@ class EpochOrders:
             over = key == self._key and number.isdecimal() and int(number) <= epoch - _EPOCHS_KEPT
             with contextlib.suppress(OSError):
                 if over or path.stat().st_mtime < old:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    _delete(path)
 
     def __getstate__(self) -> dict[str, object]:
         # A worker maps, or makes, its own: sending them would take longer.
@@ -125,11 +129,31 @@ def _write(folder: Path, arrays: Arrays) -> None:
         there.mkdir()
         for name, array in arrays.items():
             np.save(there / f"{name}.npy", array)
+        (there / WHOLE).write_text("\n".join(arrays))
         there.rename(folder)
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether all files are there: what cleans temporary folders up may take some of them."""
+    try:
+        names = (folder / WHOLE).read_text().splitlines()
+    except OSError:
+        return False
+    return all((folder / f"{name}.npy").is_file() for name in names)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a folder, first its name, or a file; nothing if it is not there."""
+    if path.is_dir():
+        old = path.with_name(f".old-{secrets.token_hex(4)}")
+        path.rename(old)
+        shutil.rmtree(old)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _mapped(folder: Path) -> Arrays:
-    return {path.stem: np.load(path, mmap_mode="r") for path in folder.iterdir()}
+    return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
 OURS = frozenset(
     {
+        ".lease",
         ".lock",
         ".watch",
         "checkpoints",

@@ -121,6 +121,12 @@ def _read_csv(file: Path, wanted: Sequence[str]) -> Table:
                         f"{file}, line {reader.line_num}: has not as many values as the "
                         f"{len(present)} columns of the first line"
                     )
+                if delimiter == "\t" and any("\t" in value for value in row.values()):
+                    raise DataError(
+                        f"{file}, line {reader.line_num}: a value that begins with a quotation "
+                        f"mark holds a tab: several columns may have become one; as .jsonl the "
+                        f"table would be clear"
+                    )
                 for name, values in columns.items():
                     values.append(row[name])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -130,6 +136,7 @@ def _read_csv(file: Path, wanted: Sequence[str]) -> Table:
 
 def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
     rows: list[dict[str, Any]] = []
+    number = 0
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -142,7 +149,7 @@ def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{file}, line {len(rows) + 1}: cannot be read: {error}") from None
+        raise DataError(f"{file}, line {max(1, number)}: cannot be read: {error}") from None
     present = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) for row in rows] for name in wanted if name in present}
     return Table(str(file), columns, present)

@@ -160,7 +160,7 @@ def read_jsonl(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Pa
         DataError: A line is not such an object, or the compressed file is damaged.
     """
     with path.open("rb") as raw:
-        compressed = path.suffix == ".gz"
+        compressed = path.suffix.lower() == ".gz"
         file: Any = gzip.GzipFile(fileobj=raw) if compressed else raw
         try:
             raw.seek(extent.start)

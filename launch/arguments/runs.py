@@ -4,6 +4,9 @@ from pathlib import Path
 
 from launch.parser import Parser, positive
 
+PLANNED = {"imbalance": 1.0, "storage": 2.0, "failures": 50_000.0}
+"""What `polyad plan` assumes unless it is told."""
+
 
 def config_arguments(parser: Parser) -> None:
     """The configuration, and keys of it."""
@@ -109,21 +112,21 @@ def plan_arguments(parser: Parser) -> None:
     add(
         "--imbalance",
         type=float,
-        default=1.0,
+        default=PLANNED["imbalance"],
         metavar="X",
         help="rows of experts that the busiest process gets, over the mean of all; default 1",
     )
     add(
         "--storage",
         type=float,
-        default=2.0,
+        default=PLANNED["storage"],
         metavar="GB",
         help="GB a second that a node writes to the folder of checkpoints; default 2",
     )
     add(
         "--failures",
         type=float,
-        default=50_000.0,
+        default=PLANNED["failures"],
         metavar="HOURS",
         help="hours between two failures of one GPU with its share of a node; default 50,000",
     )

@@ -5,13 +5,26 @@ from pathlib import Path
 from launch.arguments.runs import override_arguments
 from launch.parser import Parser, non_negative, positive
 
+TEXT = {"source": "python-stdlib", "tokenizer": "train:8192", "megabytes": 8.0}
+"""What `polyad bench data` reads unless it is told."""
+
 
 def bench_data_arguments(parser: Parser) -> None:
     """Those of `polyad bench data`."""
     add = parser.add_argument
-    add("--source", default="python-stdlib", help="where the text is from, as for polyad prepare")
-    add("--tokenizer", default="train:8192", help="train:VOCAB_SIZE or a tokenizer.json")
-    add("--megabytes", type=float, default=8.0, metavar="N", help="size of the text; default 8")
+    add(
+        "--source",
+        default=TEXT["source"],
+        help="where the text is from, as for polyad prepare",
+    )
+    add("--tokenizer", default=TEXT["tokenizer"], help="train:VOCAB_SIZE or a tokenizer.json")
+    add(
+        "--megabytes",
+        type=float,
+        default=TEXT["megabytes"],
+        metavar="N",
+        help="size of the text; default 8",
+    )
     add("--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default 5")
     add(
         "--config",

@@ -8,8 +8,18 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
+from launch.bench.arguments import TEXT
 from launch.output import check_json_path, only_results_on_stdout, show
 from launch.parser import UsageError
+
+
+def _check_images(options: Namespace) -> None:
+    """Refuses what is of text beside `--images`."""
+    for name, usual in {**TEXT, "config": None, "consumption": None}.items():
+        if getattr(options, name) != usual:
+            raise UsageError(f"--{name}: {getattr(options, name)} is not allowed with --images")
+    if options.overrides:
+        raise UsageError(f"{options.overrides[0]}: is not allowed with --images")
 
 
 def bench_data(options: Namespace) -> None:
@@ -19,6 +29,7 @@ def bench_data(options: Namespace) -> None:
     prepare_environment()
     check_json_path(options.json)
     if options.images is not None:
+        _check_images(options)
         from data.errors import user_path
         from launch.bench.images import bench_images, images_table
 

@@ -76,15 +76,15 @@ def _folder(config: "RunConfig", world: "World") -> dict[str, Any]:
     from parallel import comm
 
     with contextlib.ExitStack() as stack:
-        place = None
+        place, reason = "", ""
         if world.is_main:
-            with contextlib.suppress(OSError):
+            try:
                 place = str(stack.enter_context(probe_folder(Path(config.run.folder))))
-            comm.from_main(place)
-        else:
-            place = comm.from_main(None)
-        if place is None:
-            return {}
+            except OSError as error:
+                reason = f"{error.filename or config.run.folder}: {error.strerror}"
+        place, reason = comm.from_main((place, reason))
+        if reason:
+            return {"error": f"run.folder: {config.run.folder}: cannot be written to: {reason}"}
         return shared_folder_facts(Path(place), world)
 
 

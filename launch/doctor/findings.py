@@ -123,9 +123,12 @@ def _data(facts: Sequence[dict[str, Any]]) -> list[Finding]:
 
 def _folder(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     def ranks(wrong: Callable[[dict[str, Any]], bool]) -> list[int]:
-        seen = {rank: each["folder"] for rank, each in enumerate(facts) if each.get("folder")}
-        return [rank for rank, folder in seen.items() if wrong(folder)]
+        return [rank for rank, each in enumerate(facts) if wrong(each["folder"])]
 
+    if not all(each.get("folder") for each in facts):  # no run was named
+        return []
+    if error := facts[0]["folder"].get("error"):
+        return [Finding(True, error)]
     found = []
     if blind := ranks(lambda seen: not seen["seen"]):
         found.append(

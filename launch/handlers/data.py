@@ -10,6 +10,9 @@ from launch.parser import UsageError
 
 def prepare(options: Namespace) -> None:
     """`polyad prepare`."""
+    from launch.machine import prepare_environment
+
+    prepare_environment()
     given = vars(options)
     images, held_out, domains = (given.pop(name) for name in ("images", "held_out", "domains"))
     if images is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.arguments.runs import PLANNED
 from launch.machine import end_with_launcher, prepare_environment, share_cores
 from launch.parser import UsageError
 from launch.via.agent import STANDALONE
@@ -139,6 +140,11 @@ def check_options(options: Namespace) -> None:
     for name in ("search", "figure"):
         if getattr(options, name):
             raise UsageError(f"--{name}: is not allowed with --device {HERE}, which is one layout")
+    for name, usual in PLANNED.items():
+        if getattr(options, name) != usual:
+            raise UsageError(
+                f"--{name}: {getattr(options, name):g} is not allowed with --device {HERE}"
+            )
 
 
 def become_processes(options: Namespace) -> None:

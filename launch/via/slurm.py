@@ -210,13 +210,24 @@ def script_text(
     return _SCRIPT.format(
         directives="\n".join(directives),
         workplace=shlex.quote(os.getcwd()),
-        exports="".join(f"{line}\n" for line in exports),
+        exports="".join(f"{line}\n" for line in [*python_path(job.image), *exports]),
         processes=processes_per_node,
         cpus=cpus,
         container="".join(f" {shlex.quote(word)}" for word in options),
         on_each_node=shlex.join([*inside, "bash", "-c", _ON_EACH_NODE]),
         agent=shlex.join([python, *agent[1:]]),
     )
+
+
+def python_path(image: str | None) -> list[str]:
+    """Lines of a script, for files of its workplace that are called as Polyad's packages.
+
+    Args:
+        image: of the container that Python runs in, if it does.
+    """
+    root = shlex.quote(str(Path(__file__).resolve().parents[2]))
+    here = [] if image else [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{root}']
+    return ["export PYTHONSAFEPATH=1", *here]
 
 
 def directive_path(launch_folder: Path, option: str) -> str:

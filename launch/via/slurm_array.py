@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data.text.parts.part import ranges
 from data.text.parts.plan import LAUNCH_FOLDER
-from launch.via.slurm import SlurmJob, directive_path, job_name
+from launch.via.slurm import SlurmJob, directive_path, job_name, python_path
 from launch.via.submission import SubmissionError, hand_in
 
 AFTER = "--kill-on-invalid-dep=yes"
@@ -106,6 +106,7 @@ class ArrayJobs:
         return _SCRIPT.format(
             directives="\n".join(directives),
             workplace=shlex.quote(os.getcwd()),
+            exports="".join(f"{line}\n" for line in python_path(self.job.image)),
             number=_NUMBER if array else "",
             cpus=self.job.cpus_per_node or '"${SLURM_CPUS_ON_NODE:-1}"',
             container="".join(f" {shlex.quote(word)}" for word in options),
@@ -119,7 +120,7 @@ _SCRIPT = """\
 {directives}
 
 cd {workplace} || exit 1
-{number}exec srun --ntasks=1 --cpus-per-task={cpus}{container} \\
+{exports}{number}exec srun --ntasks=1 --cpus-per-task={cpus}{container} \\
   {command}
 """
 

@@ -147,8 +147,11 @@ def run_over_ssh(run: SshRun) -> int:
     check_hosts(run, list(run.hosts))
     hosts = list(run.hosts)
     for start in range(run.restarts + 1):
-        ended = _Start(run, hosts).watch()
+        started = _Start(run, hosts)
+        ended = started.watch()
         status = next((each for each in ended.values() if each), 0)
+        if started.signals:  # nobody wants it to start again
+            return 128 + started.signals[0] if status == LOST else status
         lost = _lost_hosts(run, hosts, ended) if status in (1, LOST) else []
         if not lost:
             return status

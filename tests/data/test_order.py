@@ -100,6 +100,19 @@ def test_epochs_that_are_over_and_orders_long_unused_are_deleted(tmp_path, place
     assert other(3)[0]["numbers"][3] == np.random.default_rng(0).permutation(SAMPLES)[3]
 
 
+def test_an_order_of_which_files_were_taken_is_made_again(tmp_path, place):
+    build = Build(tmp_path / "notes")
+    arrays, _ = EpochOrders(build, SAMPLES, "a")(7)
+    expected = arrays["numbers"].tolist()
+    (file,) = place.glob("*-0/numbers.npy")
+    file.unlink()
+    arrays, _ = EpochOrders(build, SAMPLES, "a")(7)
+    assert arrays["numbers"].tolist() == expected
+    assert build.made() == [0, 0]
+    assert file.is_file()
+    assert not list(place.glob(".old-*"))
+
+
 def test_another_run_has_another_order(tmp_path):
     build = Build(tmp_path / "notes")
     for identity in (("text", 1), ("text", 2), ("text", 1)):

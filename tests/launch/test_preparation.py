@@ -100,6 +100,22 @@ def test_images_have_no_parts(
     assert "is of text, and is not allowed with --images" in line
 
 
+def test_files_that_are_called_as_our_packages_are_not_imported(text: Path, tmp_path: Path) -> None:
+    for name in ("data", "train", "launch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    polyad = Path(sys.executable).with_name("polyad")
+    command = [polyad, *words(text, tmp_path / "out"), "--parts", "2", "--processes", "2"]
+    hidden = ("PYTHONSAFEPATH", "PYTHONPATH")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    done = subprocess.run(
+        command,
+        **{"cwd": tmp_path, "env": environment, "check": False},
+        **{"capture_output": True, "text": True},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "manifest.json").is_file()
+
+
 def test_steps_of_the_command_make_the_folder(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,23 @@ def test_word_of_a_stop_is_left_for_our_agent_alone(
     assert _stopped() == 138
     forget_stop()  # the next start of the workers
     assert _stopped() == 0
+
+
+def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_path: Path) -> None:
+    unshare = shutil.which("unshare")
+    if (
+        unshare is None
+        or subprocess.run([unshare, "-pf", "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("a process cannot be the first of its own here: it needs unshare and root")
+    words = ("--standalone", "--nproc-per-node", "1", "-m", "launch", "train", "nothing.yaml")
+    done = subprocess.run(
+        [unshare, "-pf", sys.executable, "-m", "launch.torchrun", *words],
+        **{"check": False, "capture_output": True, "text": True},
+        env={k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}},
+    )
+    assert "nothing.yaml: there is no such file" in done.stderr
+    assert done.returncode == 2
 
 
 def start(config: Path, *overrides: str, restarts: int = 3) -> "subprocess.Popen[str]":

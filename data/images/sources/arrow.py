@@ -41,7 +41,10 @@ def open_arrow(root: Path) -> Found:
 
 def _class_names(root: Path) -> list[str] | None:
     for about in sorted(root.rglob("dataset_info.json")):
-        features = json.loads(about.read_text(encoding="utf-8")).get("features") or {}
+        try:
+            features = json.loads(about.read_text(encoding="utf-8")).get("features") or {}
+        except (ValueError, AttributeError, OSError) as error:
+            raise DataError(f"{about}: cannot be read: {str(error)[:120]}") from None
         for label in LABELS:
             if names := features.get(label, {}).get("names"):
                 return [str(name) for name in names]
@@ -74,6 +77,13 @@ def _entries(file: Path, shard: int) -> Iterator[Entry]:
             label = next((name for name in LABELS if name in names), None)
             if image is None or label is None:
                 raise DataError(f"{file}: has no columns of images and labels; it has {names}")
+            if not pa.types.is_struct(batch[image].type):
+                raise DataError(f"{file}: the column {image} holds no images of `datasets`")
+            if not pa.types.is_integer(batch[label].type):
+                raise DataError(
+                    f"{file}: the column {label} holds {batch[label].type}, and no numbers of "
+                    f"classes"
+                )
             content = batch[image].field("bytes")
             if content.null_count:
                 raise DataError(

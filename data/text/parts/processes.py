@@ -114,10 +114,12 @@ def _listen(
     said: "Queue[tuple[int, dict[str, Any] | None]]",
 ) -> None:
     assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            said.put((number, json.loads(line)))
-    said.put((number, None))
+    try:
+        with process.stdout as lines:
+            for line in lines:
+                said.put((number, json.loads(line)))
+    finally:  # else nobody would see that it has ended
+        said.put((number, None))
 
 
 def _check_ended(number: int, status: int) -> None:
@@ -137,9 +139,11 @@ def main() -> int:
 
     told = json.load(sys.stdin)
     sent = time.monotonic()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
 
     def send(**message: Any) -> None:
-        print(json.dumps(message), flush=True)
+        print(json.dumps(message), file=answers, flush=True)
 
     def update(read: int, tokens: int) -> None:
         nonlocal sent

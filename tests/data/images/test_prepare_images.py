@@ -279,6 +279,24 @@ def test_images_without_a_class_are_refused(tmp_path):
         prepared(tmp_path / "a.tar", tmp_path / "out")
 
 
+def test_arrow_files_of_other_columns_are_one_line(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    image = {"bytes": made.encoded(made.picture(0, 0)), "path": "a.jpg"}
+    words = {"image": [image], "label": ["cat"]}
+    features = {"image": datasets.Image(), "label": datasets.Value("string")}
+    saved = datasets.Dataset.from_dict(words, features=datasets.Features(features))
+    saved.save_to_disk(str(tmp_path / "words"))
+    with pytest.raises(DataError, match="the column label holds string, and no numbers of"):
+        prepared(tmp_path / "words", tmp_path / "out")
+    datasets.Dataset.from_dict({"image": ["a"], "label": [1]}).save_to_disk(str(tmp_path / "paths"))
+    with pytest.raises(DataError, match="the column image holds no images"):
+        prepared(tmp_path / "paths", tmp_path / "out")
+    about = next((tmp_path / "paths").rglob("dataset_info.json"))
+    about.write_text("{")
+    with pytest.raises(DataError, match=r"dataset_info.json: cannot be read"):
+        prepared(tmp_path / "paths", tmp_path / "out")
+
+
 def test_labels_out_of_range_are_refused(tmp_path):
     path = made.webdataset(tmp_path / "a.tar")
     (tmp_path / "classes.txt").write_text("ant\nbee")

@@ -78,6 +78,21 @@ def test_a_share_is_held_out_evenly(tmp_path):
     assert both == sorted(table.column("text"))
 
 
+def test_a_quotation_mark_swallows_no_rows_of_tabs(tmp_path):
+    (tmp_path / "rows.tsv").write_text('text\tlabel\n"Hello there\t0\nhe said bye"\t1\nplain\t0\n')
+    with pytest.raises(DataError, match=r"rows.tsv, line 3: a value that begins with a quotation"):
+        read_tables(str(tmp_path / "rows.tsv"), Schema())
+    (tmp_path / "rows.tsv").write_text('text\tlabel\n"he said ""bye"""\t1\nplain "x"\t0\n')
+    table = read_tables(str(tmp_path / "rows.tsv"), Schema())["train"]
+    assert table.column("text") == ['he said "bye"', 'plain "x"']
+
+
+def test_a_fault_in_json_lines_is_in_its_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n\n\n{nonsense\n')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 4: cannot be read"):
+        read_tables(str(tmp_path / "rows.jsonl"), Schema())
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -74,6 +74,11 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         (change("device.xid", ["NVRM: Xid (1): 79"], 0), False, ["node-1: NVRM: Xid"]),
         (change("data", {"error": "data.path: d: is damaged"}, 2), True, ["node-2: data.path: d"]),
         (change("data", {"fingerprint": "gg"}, 2), True, ["the data differs", "gg on node-2"]),
+        (
+            change("folder", {"error": "run.folder: d: cannot be written to"}, 0, 1, 2, 3),
+            True,
+            ["run.folder: d: cannot be written to"],
+        ),
         (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 do not see"]),
         (change("folder.renamed", False, 2), True, ["renamed is not seen on node-2"]),
         (change("folder.lock", "taken", 2), False, ["lock of node-1 does not hold on node-2"]),

@@ -164,6 +164,7 @@ def test_operations_of_this_machine_are_timed(polyad: Polyad) -> None:
         (["--check", "2"], ["--check", "cpu-here"]),
         (["--device", "cpu-here", "--nodes", "2"], ["--nodes: 2", "cpu-here"]),
         (["--device", "cpu-here", "--search"], ["--search", "cpu-here"]),
+        (["--device", "cpu-here", "--storage", "3"], ["--storage: 3", "cpu-here"]),
         (["--figure", "x.png"], ["x.png", ".svg"]),
         (["--json", "no/such/folder/x.json"], ["--json", "no/such/folder"]),
         (["--nodes", "3", "parallel.tensor_parallel_size=16"], ["tensor_parallel_size: 16", "24"]),

@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from launch.cli import run as command
+from launch.via import ssh
 from parallel.checkpoint.commit import complete_checkpoints
 from tests.helpers.hosts import Host, SshServers, several_hosts
 from tests.launch.conftest import ROOT, SMALL
@@ -204,6 +207,22 @@ def test_a_failure_names_its_host_and_ends_all(
     (ended,) = [line for line in said.splitlines() if " ended first: status 1" in line]
     assert ended.split()[1] in {host.alias for host in cluster[0]}
     assert left_over(cluster[0]) == []
+
+
+def test_after_a_signal_nothing_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that is lost may be the reason for the signal: a node that goes down."""
+    ended = {"a": ssh.LOST, "b": 143}
+
+    def watch(start: Any) -> dict[str, int]:
+        start.signals.append(signal.SIGTERM)
+        return ended
+
+    monkeypatch.setattr(ssh, "check_hosts", lambda run, hosts: None)
+    monkeypatch.setattr(ssh._Start, "watch", watch)
+    run = SimpleNamespace(hosts=["a", "b"], restarts=3)
+    assert ssh.run_over_ssh(run) == 143
+    ended["a"] = 1
+    assert ssh.run_over_ssh(run) == 1
 
 
 @pytest.mark.slow
