@@ -23,7 +23,8 @@ from data.text.tokenizers.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int64]
 MASKED, RANDOM = 0.8, 0.1
 """Shares of the chosen tokens that become [MASK], and a random token."""
-# The last word of a random stream's seed: other streams of a run have three words.
+# The last word of a random stream's seed. A seed is filled up with zeros, so sample 0's masks begin
+# as the order of documents of its epoch does, which has three words.
 _TRAINING, _SCORING = 0, 1
 
 

@@ -120,6 +120,8 @@ class Launch:
             raise LaunchError("--processes-per-node: is missing; only a hostfile says it elsewhere")
         if self.config is None and self.via not in ("local", "torchrun"):
             raise LaunchError(f"CONFIG: is missing; --via {self.via} needs the file of a run")
+        if self.via == "torchrun":
+            _check_least(self.min_nodes, self.nodes or 1)
         if (self.nodes or 1) > 1 and self.via == "local":
             raise LaunchError(
                 f"--nodes: {self.nodes} is not allowed with --via local, which starts processes of "
@@ -258,6 +260,18 @@ class Launch:
         return run_over_ssh(run)
 
 
+def _check_least(min_nodes: int | None, nodes: int) -> int:
+    """The least number of hosts of a run.
+
+    Raises:
+        LaunchError: it is more than all.
+    """
+    least = nodes if min_nodes is None else min_nodes
+    if not 1 <= least <= nodes:
+        raise LaunchError(f"--min-nodes: {least} is not allowed; 1 to the number of hosts, {nodes}")
+    return least
+
+
 def _fitting_sizes(
     config: "RunConfig", nodes: int, processes: int, min_nodes: int | None
 ) -> list[int]:
@@ -265,9 +279,7 @@ def _fitting_sizes(
     from parallel.dims import LayoutError
     from train.config.rules import validate
 
-    least = nodes if min_nodes is None else min_nodes
-    if not 1 <= least <= nodes:
-        raise LaunchError(f"--min-nodes: {least} is not allowed; 1 to the number of hosts, {nodes}")
+    least = _check_least(min_nodes, nodes)
     sizes = []
     for size in range(nodes, least - 1, -1):
         try:

@@ -57,6 +57,10 @@ def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Poly
         (["--via", "ssh", "--hostfile", "x"], ["CONFIG: is missing", "--via ssh"]),
         (["--via", "slurm"], ["CONFIG: is missing", "--via slurm"]),
         (["none.yaml"], ["none.yaml: there is no such file"]),
+        (
+            ["--via", "torchrun", "--nodes", "2", "--min-nodes", "5", "--rdzv-endpoint", "a:1"],
+            ["--min-nodes: 5 is not allowed", "the number of hosts, 2"],
+        ),
     ],
 )
 def test_what_it_cannot_look_at_is_one_line(
