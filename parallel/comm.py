@@ -27,11 +27,8 @@ TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 """The variables that say how many tasks something has started, this process or its agent in one."""
 RECORDED = 2000
 """Collectives that PyTorch's flight recorder keeps."""
-_dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-_RECORDER = "TORCH_FR_BUFFER_SIZE"
-if _dump is None:  # before PyTorch 2.13, and of NCCL alone
-    _dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    _RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The variables that say how many; which one counts depends on PyTorch's version."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,8 @@ def initialize(
                 f"WORLD_SIZE: {os.environ['WORLD_SIZE']} in the environment, but RANK is missing, "
                 f"and this process is alone: unset it, or start with `polyad launch` or torchrun"
             )
-        os.environ.setdefault(_RECORDER, f"{RECORDED}")
+        for name in _RECORDERS:
+            os.environ.setdefault(name, f"{RECORDED}")
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
         if on_gpu:  # NCCL connects at once, and no collective has to guess the device
             options["device_id"] = device
@@ -239,7 +237,12 @@ def collectives_recorded() -> bytes:
 
     Can be called from any thread, while another waits. Empty before there is a group.
     """
-    return b"" if _dump is None or not dist.is_initialized() else bytes(_dump())
+    if not dist.is_initialized():
+        return b""
+    # NCCL has a recorder of its own; the other one, which some versions lack, has those of gloo.
+    name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    return b"" if dump is None else bytes(dump())
 
 
 def collectives_waited_for(recorded: bytes) -> list[str]:

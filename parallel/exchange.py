@@ -92,7 +92,7 @@ class RowExchange:
         """Computes the experts of all rows; see `Dispatcher.compute`."""
         # The only place where the CPU waits for the GPU.
         counts.wait()
-        send, receive = counts.numbers.tolist()
+        send, receive = counts.numbers.cpu().tolist()  # one copy, where they are not there yet
         num_rows, num_sent = rows_MD.shape[0], sum(map(sum, send))
         if plan.drops:
             rows_MD = rows_MD[:num_sent]

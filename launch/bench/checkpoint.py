@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from launch.bench.device import now
 from launch.output import align
 from model.build import build_model
 from model.gpt2 import GPT2Config
@@ -109,14 +110,14 @@ class _Trainer:
         self.engine = engine
         generator = torch.Generator().manual_seed(0)
         shape = (batch_size, sequence_length + 1)
-        self._tokens = torch.randint(50, shape, generator=generator)
+        self._tokens = torch.randint(50, shape, generator=generator).to(engine.device)
 
     def step(self) -> float:
         """Does a step; returns its seconds."""
-        started = time.perf_counter()
+        started = now(self.engine.device)
         batches = iter([TextBatch.of(self._tokens)])
         train_step(self.engine, text_losses, batches, 1, LEARNING_RATE)
-        return time.perf_counter() - started
+        return now(self.engine.device) - started
 
 
 def _engine(config: GPT2Config, batch_size: int) -> Engine:

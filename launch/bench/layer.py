@@ -211,7 +211,8 @@ def passes(
         ended = now(inputs.device)
         layer.zero_grad(set_to_none=True)
         inputs.grad = None
-        taken = torch.tensor([half - started, ended - half], dtype=torch.float64)
+        seconds = [half - started, ended - half]
+        taken = torch.tensor(seconds, dtype=torch.float64, device=inputs.device)
         return tuple((comm.max_over_ranks(taken) if together else taken).tolist())
 
     return run

@@ -26,7 +26,10 @@ from train.errors import STOP_SIGNALS
 LOOK_AGAIN = 5.0
 """Seconds between two looks for hosts that did not answer."""
 
-FORWARDED = ("POLYAD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "HF_", "UCX_", "FI_")
+FORWARDED = (
+    "POLYAD_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "HF_", "UCX_", "FI_",
+)  # fmt: skip
 """Beginnings of the names of variables that hosts get as this command has them."""
 
 

@@ -174,6 +174,8 @@ def _pin(memory: torch.Tensor) -> None:
     if int(register(memory.data_ptr(), memory.numel(), 0)):
         line = f"{memory.numel() / 1e9:.1f} GB for snapshots cannot be page-locked"
         print(f"polyad: warning: {line}; they take longer", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and the next kernel has it
+            torch.zeros(1, device="cuda")
 
 
 def _room(chunk: Chunk) -> int:

@@ -4,13 +4,16 @@ import math
 
 import torch
 
+from data.config import DataSettings
 from data.progress import Progress
 from data.text.tokenizers.tokenizer import Tokenizer
 from model.build import build_model
 from parallel.adapted import AdaptedCheckpoint
+from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.tensor_folder import differing_shapes
 from parallel.fragments import persistent_buffers
 from parallel.weights import Weights
+from train.config.run import parse_config
 from train.errors import ConfigError
 from train.exchange.change import Change, Changed
 from train.tasks.class_names import class_names_of
@@ -30,6 +33,7 @@ class Checked:
         self.notes: list[str] = []
         self.change = change
         self.adapted = weights if isinstance(weights, AdaptedCheckpoint) else None
+        self._opened = weights
         self._weights: Weights | Changed = weights
         if change:
             self._weights = change.of(weights)
@@ -54,6 +58,14 @@ class Checked:
     def class_names(self) -> list[str] | None:
         """The names of the classes of a checkpoint that was trained on images."""
         return class_names_of(self.folder)
+
+    @property
+    def data(self) -> DataSettings | None:
+        """What the run that trained them says of its data; None of other libraries' weights."""
+        if not isinstance(self._opened, Checkpoint):
+            return None
+        origin = str(self._opened.folder / "config.yaml")
+        return parse_config(self._opened.config_yaml, origin=origin).data
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""

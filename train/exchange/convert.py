@@ -18,7 +18,7 @@ from train.exchange.change import Change
 from train.exchange.checked import Checked
 from train.exchange.split import Merging, is_split
 from train.exchange.upcycle import Upcycling
-from train.exchange.writers import FORMATS, WRITERS, Format
+from train.exchange.writers import FORMATS, WRITERS, Format, write_classes
 
 
 def convert(
@@ -82,6 +82,8 @@ def convert(
         _refuse_more_than_fits(weights.bytes, destination, change)
     with closing(weights.progress), _staging(destination) as staging:
         WRITERS[to](weights, staging, destination)
+        if to in ("huggingface", "safetensors"):
+            write_classes(weights, staging)
         weights.progress.finish(weights.bytes_read)
     weights.note_what_was_made()
     config, tokenizer = weights.config, weights.tokenizer

@@ -214,7 +214,7 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
     run = RunConfig(
         run=RunFolderConfig(folder=f"runs/{destination.name}"),
         model=config,
-        data=_data_of(config),
+        data=weights.data or _data_of(config),
         train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
     )
     state = TrainState(
@@ -254,6 +254,13 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
         )
     _write_json(staging / ADAPTER_CONFIG_FILE, tree)
     write_safetensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
+
+
+def write_classes(weights: Checked, staging: Path) -> None:
+    """Writes the names of the classes beside weights, as a checkpoint has them."""
+    if weights.class_names is not None:
+        text = json.dumps(weights.class_names, ensure_ascii=False)
+        (staging / CLASSES_FILE).write_text(text, encoding="utf-8")
 
 
 def _write_json(path: Path, tree: dict[str, Any]) -> None:

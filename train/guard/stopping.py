@@ -22,6 +22,8 @@ from typing import Any
 from parallel import comm
 from train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
 
+LAUNCHER_ENDS = 0.25
+"""Seconds within which a launcher that was killed is gone."""
 FAILED = 1000
 """What `agreed` gives if `fail` was called on some process: above every signal's number."""
 
@@ -168,9 +170,21 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal, self._signal or number
+        if number == signal.SIGTERM and not again and self._launcher_was_killed():
+            os._exit(128 + number)
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
         if not self._saving and (twice or (self._at_once and not again)):
             raise stopped(number, self._kept())
+
+    def _launcher_was_killed(self) -> bool:
+        """Whether a signal came of that: the run may be started again at once, and two starts must
+        not write to the same folder. The kernel sends it while the launcher is still ending."""
+        until = time.monotonic() + LAUNCHER_ENDS
+        while self._launched and time.monotonic() < until:
+            if os.getppid() != self._launcher:
+                return True
+            time.sleep(0.01)
+        return False
 
     def _watch(self) -> None:
         """Runs in the thread: waits for a signal, and then until the grace period is over."""
@@ -190,9 +204,7 @@ class StopSignals:
                 number, ends = asked[0], time.monotonic() + self._grace
                 if comm.peer_has_failed():  # torchrun ends the others; the peer printed its error
                     os._exit(128 + number)
-                if self._launched and os.getppid() != self._launcher:
-                    # The launcher was killed, and the run may be started again at once: two
-                    # starts must not write to the same folder.
+                if self._launcher_was_killed():
                     os._exit(128 + number)
         if not comm.environment_rank():
             line = stopped(number, f"the step did not end within {self._grace:g} s; {self._kept()}")

@@ -10,7 +10,7 @@ from train.tasks.task import Batch
 
 
 def allow_tf32(allowed: bool, device: torch.device) -> None:
-    """Sets how a GPU multiplies fp32 matrices; does nothing on a CPU.
+    """Sets how a GPU multiplies and convolves in fp32; does nothing on a CPU.
 
     torch has three settings for this. torch.compile understands this one in every release; with
     `fp32_precision` alone the compiler of 2.10 and 2.13 ends in an error.
@@ -21,6 +21,7 @@ def allow_tf32(allowed: bool, device: torch.device) -> None:
     """
     if device.type == "cuda":  # the same call would change oneDNN's products on a CPU
         torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
 
 
 class Prefetch(Generic[Batch]):

@@ -61,6 +61,21 @@ def finished(workers, folders, tmp_path_factory):
     return folder / "run"
 
 
+def test_a_converted_run_is_scored_as_the_run_itself(workers, finished, folders, tmp_path):
+    """Its pixels are normalized as they were, and its classes have their names."""
+    convert(finished, tmp_path / "same", "safetensors")
+    for source, to in ((finished, "split"), (tmp_path / "same", "back")):
+        change = CHANGES["split"] if to == "split" else None
+        convert(source, tmp_path / to, "polyad", change)
+        assert (tmp_path / to / "classes.json").is_file()
+    convert(finished, tmp_path / "theirs", "huggingface")
+    assert json.loads((tmp_path / "theirs" / "classes.json").read_text()) == list(made.CLASSES)
+    (ours,) = workers(1).run(evaluation, finished)
+    (split,) = workers(1).run(evaluation, tmp_path / "split")
+    assert split["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert split["images_scored"] == ours["images_scored"]
+
+
 @everyday("name", ["split", "adapted", "copies", "dense"], keep=["split"])
 def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
     workers, finished, folders, tmp_path, name

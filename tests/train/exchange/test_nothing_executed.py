@@ -177,7 +177,10 @@ def test_in_a_folder_of_transformers(trained, tmp_path, marker, capfd):
             folder = tmp_path / "planted"
             shutil.copytree(tmp_path / "theirs", folder)
             (folder / name).write_bytes(content)
-            if name == "pytorch_model.bin":
+            if name in (
+                "pytorch_model.bin",
+                "model.safetensors.index.json",
+            ):  # else they are not read
                 (folder / "model.safetensors").unlink()
             command = ["convert", folder, tmp_path / "out", "--to", "polyad"]
             status = assert_one_line_or_fine(command, capfd)
