@@ -27,8 +27,10 @@ TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "P
 """The variables that say how many tasks something has started, this process or its agent in one."""
 RECORDED = 2000
 """Collectives that PyTorch's flight recorder keeps."""
-_RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""The variables that say how many; which one counts depends on PyTorch's version."""
+_DUMP, _DUMP_OF_NCCL = "_dump_fr_trace_json", "_dump_nccl_trace_json"
+_HAS_DUMP = hasattr(torch._C._distributed_c10d, _DUMP)
+_RECORDER = "TORCH_FR_BUFFER_SIZE" if _HAS_DUMP else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""The variable that says how many; older versions of PyTorch know the second alone."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,7 @@ def initialize(
                 f"WORLD_SIZE: {os.environ['WORLD_SIZE']} in the environment, but RANK is missing, "
                 f"and this process is alone: unset it, or start with `polyad launch` or torchrun"
             )
-        for name in _RECORDERS:
-            os.environ.setdefault(name, f"{RECORDED}")
+        os.environ.setdefault(_RECORDER, f"{RECORDED}")
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
         if on_gpu:  # NCCL connects at once, and no collective has to guess the device
             options["device_id"] = device
@@ -240,7 +241,7 @@ def collectives_recorded() -> bytes:
     if not dist.is_initialized():
         return b""
     # NCCL has a recorder of its own; the other one, which some versions lack, has those of gloo.
-    name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
+    name = _DUMP_OF_NCCL if dist.get_backend() == "nccl" else _DUMP
     dump = getattr(torch._C._distributed_c10d, name, None)
     return b"" if dump is None else bytes(dump())
 

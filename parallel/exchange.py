@@ -92,7 +92,10 @@ class RowExchange:
         """Computes the experts of all rows; see `Dispatcher.compute`."""
         # The only place where the CPU waits for the GPU.
         counts.wait()
-        send, receive = counts.numbers.cpu().tolist()  # one copy, where they are not there yet
+        numbers = counts.numbers
+        if numbers.is_cuda:  # compiled, where `tolist` would copy them one by one
+            numbers = numbers.cpu()
+        send, receive = numbers.tolist()
         num_rows, num_sent = rows_MD.shape[0], sum(map(sum, send))
         if plan.drops:
             rows_MD = rows_MD[:num_sent]

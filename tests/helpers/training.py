@@ -96,6 +96,9 @@ class Case:
     lora: LoRAConfig | None = None
     groups: tuple[GroupConfig, ...] = ()
     layer_decay: float | None = None
+    report_randomness: bool = False
+    """Give, in place of losses, what dropout has done: the rank of each process among those that
+    share layers and among those that see other samples, a whole weight, and its next number."""
 
     def but(self, **changes: Any) -> "Case":
         """The case with some values changed."""
@@ -247,12 +250,13 @@ def train(case: Case) -> dict[str, Any]:
         routing.append(routing_record(outcome.routing))
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
-    return {
-        "losses": losses, "norms": norms, "applied": applied, "routing": routing,
-        "rank": (world.tensor_parallel_rank, world.data_parallel_rank),
-        "norm_weight": engine.module.final_norm.weight.detach().float().cpu().clone(),
-        "next_draw": torch.rand(1).item(),
-    }  # fmt: skip
+    if case.report_randomness:
+        return {
+            "rank": (world.tensor_parallel_rank, world.data_parallel_rank),
+            "norm_weight": engine.module.final_norm.weight.detach().float().cpu().clone(),
+            "next_draw": torch.rand(1).item(),
+        }
+    return {"losses": losses, "norms": norms, "applied": applied, "routing": routing}
 
 
 def go_back(case: Case) -> tuple[float, float]:

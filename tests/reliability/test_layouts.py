@@ -113,10 +113,11 @@ def test_what_is_loaded_is_saved_again_bitwise(workers, reference, tmp_path, kin
     keep=[("1", "TP 2"), ("DP 2", "TP 2"), ("TP 2", "DP 2")],
 )
 def test_processes_that_share_layers_drop_the_same_on_any_layout(workers, tmp_path, before, after):
-    case = on("dense", before, 0).but(first_step=0, last_step=2, dropout=0.2, save_to=str(tmp_path))
+    wanted = {"dropout": 0.2, "report_randomness": True}
+    case = on("dense", before, 0).but(first_step=0, last_step=2, save_to=str(tmp_path), **wanted)
     saved = workers(SHAPES[before][0]).run(train, case)
     path = str(tmp_path / "step-00000002")
-    case = on("dense", after, 0).but(first_step=2, last_step=5, dropout=0.2, resume=path)
+    case = on("dense", after, 0).but(first_step=2, last_step=5, resume=path, **wanted)
     found = workers(SHAPES[after][0]).run(train, case)
     assert len({each["norm_weight"].numpy().tobytes() for each in found}) == 1
     draws = {each["rank"]: each["next_draw"] for each in found}

@@ -128,8 +128,8 @@ def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):
     assert counts == "4 in each of 1 blocks, 2 for each token"
     assert how == "linear score, similarity graph (cosine)"
     total, active = (int(rows[key].split()[0].replace(",", "")) for key in ("parameters", "active"))
-    # Two of four experts: each 2 x 32 x 32 weights and 32 biases.
-    assert total - active == 2 * (2 * 32 * 32 + 32)
+    # Two of four experts: each 2 x 32 x 32 weights and 2 x 32 biases.
+    assert total - active == 2 * (2 * 32 * 32 + 2 * 32)
     section = "model.feed_forward."
     leaky = [f"{section}causal_graph=false", f"{section}allow_leak=true"]
     assert polyad(["validate", str(config), "--processes", "2", *leaky]) == 0

@@ -27,8 +27,11 @@ from train.tasks.task import Task
 
 WITHOUT_EFFECT = (
     # Keys, or whole sections, that change no result: they may differ when a study goes on.
-    "seed", "run", "data", "log", "checkpoint.every", "evaluation.every",
+    "seed", "run", "log", "checkpoint.every", "evaluation.every",
     "evaluation.max_windows", "evaluation.batch_size", "parallel.timeout_minutes",
+    # Whether the data is the same is asked of the data itself.
+    "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
+    "data.padding", "data.max_damaged",
 )  # fmt: skip
 OF_THE_BEST = ("evaluation.every", "evaluation.max_windows")
 """Those of them that decide which checkpoint is the best, or when a run ends."""
@@ -88,8 +91,11 @@ class Variant:
         """
         flat = flatten(self.config.model_dump(mode="json"))
         tree: dict[str, Any] = {}
-        # The folder and text of a run are not recorded, and change nothing.
-        free = {key: value for key, value in flat.items() if below(key, WITHOUT_EFFECT)}
+        # The folder and text of a run are not recorded, and change nothing. Earlier versions
+        # recorded nothing of the data.
+        has_data = any(below(key, ("data",)) for key in recorded)
+        left_out = WITHOUT_EFFECT if has_data else (*WITHOUT_EFFECT, "data")
+        free = {key: value for key, value in flat.items() if below(key, left_out)}
         try:
             for key, value in (free | dict(recorded)).items():
                 apply_override(tree, f"{key}={json.dumps(value)}")

@@ -9,7 +9,9 @@ import pytest
 from launch.cli import run
 from launch.study.folder import record_of
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
+from train.config.run import config_of
 from train.study.reading import load_study
+from train.study.study import Variant, changed_key
 
 INIT = "checkpoint.init_from"
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
@@ -357,3 +359,26 @@ def test_where_a_figure_or_a_page_cannot_be_is_found_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     assert words in refused(path, capfd, *options)
     assert not (path.parent / "study").exists()
+
+
+def test_how_images_are_read_is_part_of_a_study_and_where_they_are_is_not() -> None:
+    def variant(**data: Any) -> Variant:
+        tree = {
+            "run": {"folder": "r"},
+            "model": {"kind": "vit", "image_size": 8, "patch_size": 4, "num_heads": 2},
+            "data": {"kind": "images", "path": "a"} | data,
+            "train": {"steps": 2, "global_batch_size": 8, "micro_batch_size": 4},
+        }
+        config = config_of(tree, (), origin="study")
+        return Variant(group="a", point="", overrides=(), config=config)
+
+    recorded = json.loads(json.dumps(variant().defining_keys()))
+    moved = variant(path="b", num_workers=2)
+    assert changed_key(moved.read_keys(recorded), moved.defining_keys()) is None
+    other = variant(label_smoothing=0.3)
+    changed = changed_key(other.read_keys(recorded), other.defining_keys())
+    assert changed == "data.label_smoothing: 0.0 there, 0.3 here"
+    # Earlier versions recorded nothing of the data.
+    earlier = {key: value for key, value in recorded.items() if not key.startswith("data.")}
+    half = variant(normalization="half")
+    assert changed_key(half.read_keys(earlier), half.defining_keys()) is None
