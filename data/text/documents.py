@@ -12,7 +12,7 @@ from data.errors import DataError, nearest, user_path
 from data.text.corpus import PACKAGE, module_files, package, standard_library
 from data.text.cuts import can_be_cut, part_of_file, share
 from data.text.manifest import SplitName
-from data.text.readers import READERS, TEXT_READERS, Reader, read_module, read_text
+from data.text.readers import KEYED_READERS, READERS, TEXT_READERS, Reader, read_module, read_text
 from data.text.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
@@ -21,6 +21,8 @@ DocumentKind = Literal["files", "lines"]
 """What a document of a text file is: the whole file, or a line."""
 FileFormat = Literal["text"]
 """A format of files that is used whatever their names end in."""
+TEXT_KEY = "text"
+"""The key or column of the text, where no other is given."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class FileSource:
 
     spec: str
     files: tuple[SourceFile, ...]
-    text_key: str = "text"
+    text_key: str = TEXT_KEY
     skip_unreadable: bool = False
     offset: int = 0
 
@@ -65,6 +67,11 @@ class FileSource:
     def has_text_files(self) -> bool:
         """Whether some file is plain text, for which the user chooses what a document is."""
         return any(file.read in TEXT_READERS.values() for file in self.files)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether some file has keys or columns, of which the user chooses one."""
+        return any(file.read in KEYED_READERS for file in self.files)
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
         """Tells whether the source is plain text of too few documents to be dealt out.
@@ -173,7 +180,7 @@ _NAME_BYTES = {"encoding": "utf-8", "errors": "surrogateescape"}  # file names m
 def open_splits(
     spec: str,
     *,
-    text_key: str = "text",
+    text_key: str = TEXT_KEY,
     streaming: bool = False,
     documents: DocumentKind = "files",
     file_format: FileFormat | None = None,
@@ -213,7 +220,7 @@ def open_splits(
 def open_source(
     spec: str,
     *,
-    text_key: str = "text",
+    text_key: str = TEXT_KEY,
     streaming: bool = False,
     split: SplitName = "train",
     documents: DocumentKind = "files",

@@ -6,13 +6,23 @@ from typing import Literal, NamedTuple, TypedDict
 
 from data.errors import DataError
 from data.progress import Progress
-from data.text.documents import DocumentKind, FileFormat, FileSource, open_source, open_splits
+from data.text.documents import (
+    TEXT_KEY,
+    DocumentKind,
+    FileFormat,
+    FileSource,
+    open_source,
+    open_splits,
+)
 from data.text.manifest import SPLITS, Request, SplitName
 from data.text.source import Skipped, Source
 from data.text.splits import Sources, documents_needed
 from data.text.tokenizers.pieces import PieceCutter
 from data.text.tokenizers.tokenizer import Tokenizer
 from data.text.tokenizers.training import resolve_tokenizer, training_wanted
+
+HELD_OUT = 0.05
+"""Share of the documents that is held out for each split that does not come from elsewhere."""
 
 
 class _How(TypedDict):
@@ -98,11 +108,11 @@ class Asked:
 
     source: str
     tokenizer: str
-    validation_fraction: float = 0.05
-    test_fraction: float = 0.05
+    validation_fraction: float | None = None
+    test_fraction: float | None = None
     validation_source: str | None = None
     test_source: str | None = None
-    text_key: str = "text"
+    text_key: str = TEXT_KEY
     end_of_text: str | None = None
     streaming: bool = False
     documents: DocumentKind = "files"
@@ -125,10 +135,15 @@ class Asked:
             text_key=self.text_key,
             end_of_text=self.end_of_text,
         )
+        given: dict[SplitName, float | None] = {
+            "validation": self.validation_fraction,
+            "test": self.test_fraction,
+        }
         fractions = _checked_fractions(
-            {"validation": self.validation_fraction, "test": self.test_fraction}
+            {name: HELD_OUT if share is None else share for name, share in given.items()}
         )
         by_split = self._opened()
+        self._check_used(by_split, given)
         fractions |= {name: 0.0 for name in by_split if name in fractions}
         to_train = training_wanted(self.tokenizer) is not None
         loaded = (
@@ -170,6 +185,30 @@ class Asked:
             if spec is not None:
                 by_split[name] = open_source(spec, split=name, **how)
         return {name: by_split[name] for name in SPLITS if name in by_split}
+
+    def _check_used(
+        self, by_split: dict[SplitName, Source], shares: dict[SplitName, float | None]
+    ) -> None:
+        """Refuses options that would change nothing for this text."""
+        for name, share in shares.items():
+            if share and name in by_split:
+                given = by_split[name].spec
+                own = f"{given} has that split" if given == self.source else f"{given} is it"
+                raise DataError(
+                    f"--{name}-fraction: {share} of train is not held out, since {own}; leave the "
+                    "option out"
+                )
+        files = [text for text in by_split.values() if isinstance(text, FileSource)]
+        if len(files) == len(by_split):
+            if self.streaming:
+                raise DataError(
+                    f"--streaming: is of Hugging Face data sets, and {self.source} is none"
+                )
+            if self.text_key != TEXT_KEY and not any(each.has_keys for each in files):
+                raise DataError(
+                    f"--text-key: {self.text_key!r} is of .jsonl and .parquet files and data sets, "
+                    f"and {self.source} has none"
+                )
 
     def _kind_of_documents(
         self, by_split: dict[SplitName, Source]

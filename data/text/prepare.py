@@ -7,7 +7,7 @@ from pathlib import Path
 
 from data.errors import DataError, user_path
 from data.progress import Progress, Report
-from data.text.documents import DocumentKind, FileFormat
+from data.text.documents import TEXT_KEY, DocumentKind, FileFormat
 from data.text.job import Asked, Job
 from data.text.manifest import (
     FORMAT_VERSION,
@@ -39,11 +39,11 @@ def prepare(
     tokenizer: str,
     output: str | Path,
     *,
-    validation_fraction: float = 0.05,
-    test_fraction: float = 0.05,
+    validation_fraction: float | None = None,
+    test_fraction: float | None = None,
     validation_source: str | None = None,
     test_source: str | None = None,
-    text_key: str = "text",
+    text_key: str = TEXT_KEY,
     end_of_text: str | None = None,
     streaming: bool = False,
     documents: DocumentKind = "files",
@@ -66,8 +66,9 @@ def prepare(
             `data.text.tokenizers.training.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0; where
-            all is text files and their documents are too few, of the text, its last parts.
-        test_fraction: Share held out for the test, at least 0.
+            all is text files and their documents are too few, of the text, its last parts. None:
+            `data.text.job.HELD_OUT` where the split does not come from elsewhere.
+        test_fraction: Share held out for the test, in the same way.
         validation_source: Text that is the validation split instead.
         test_source: Text that is the test split instead.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
@@ -83,7 +84,8 @@ def prepare(
         The manifest of the folder.
 
     Raises:
-        DataError: An argument, the text, the tokenizer or the output folder will not do.
+        DataError: An argument, the text, the tokenizer or the output folder will not do, or an
+            argument would change nothing for this text.
     """
     asked = Asked(
         source=source,

@@ -286,3 +286,5 @@ READERS: dict[str, Reader] = {
 """Reader by the ending of a file's name: a new kind of file is one function and one line here."""
 TEXT_READERS: dict[str, Reader] = {"files": read_text, "lines": read_lines}
 """Reader of a text file by what a document is."""
+KEYED_READERS: tuple[Reader, ...] = (read_jsonl, read_parquet)
+"""Readers of files whose text has a key or a column."""

@@ -42,16 +42,15 @@ def prepare_arguments(parser: Parser) -> None:
     add(
         "--validation-fraction",
         type=float,
-        default=0.05,
         metavar="F",
-        help="share of all documents; of few text files a part of the text; default 0.05",
+        help="share of all documents; of few text files a part of the text; default 0.05 where "
+        "the source has no such split",
     )
     add(
         "--test-fraction",
         type=float,
-        default=0.05,
         metavar="F",
-        help="share for the test split, taken in the same way; default 0.05",
+        help="share for the test split, taken in the same way, with the same default",
     )
     add(
         "--validation-source",

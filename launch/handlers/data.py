@@ -68,8 +68,6 @@ _TEXT_OPTIONS = {"file_format": "format"}
 
 
 _TEXT_DEFAULTS: dict[str, tuple[object, ...]] = {
-    "validation_fraction": (0.05,),
-    "test_fraction": (0.05,),
     "text_key": ("text",),
     "documents": ("files",),
     "streaming": (False,),

@@ -1,5 +1,6 @@
 """`polyad prepare --parts`: its steps and their options, and the jobs of Slurm that take them."""
 
+import json
 import os
 import re
 import shlex
@@ -165,7 +166,11 @@ def test_jobs_follow_each_other(
 def test_jobs_make_the_folder(
     stand_ins: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit(text, tmp_path, "--dry-run", "--text-key", "a'b $(id) \n") == 0
+    key = "a'b $(id) \n"
+    rows = (json.dumps({key: path.read_text()}) + "\n" for path in sorted(text.iterdir()))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(rows))
+    assert submit(text, tmp_path, "--dry-run", "--text-key", key) == 0
     launch = tmp_path / ".out.parts" / "launch"
     submission = capfd.readouterr().out
     done = subprocess.run(["bash", "-e", "-c", submission], capture_output=True, text=True)
@@ -181,7 +186,7 @@ def test_jobs_make_the_folder(
                 **{"env": os.environ | variables, "capture_output": True, "text": True},
             )
             assert done.returncode == 0, done.stderr
-    assert run([*words(text, tmp_path / "whole"), "--text-key", "a'b $(id) \n"]) == 0
+    assert run([*words(text, tmp_path / "whole"), "--text-key", key]) == 0
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert [path.name for path in launch.parent.iterdir()] == ["launch"]
 
@@ -227,8 +232,7 @@ def test_scripts_ask_for_what_was_asked_and_for_parts_that_are_missing(
     assert shlex.split(start.replace("\\\n", "")) == [
         *("exec", "srun", "--ntasks=1", "--cpus-per-task=16"),
         *(sys.executable, "-m", "launch", "prepare", f"--source={text}", "--tokenizer=words"),
-        *("--output=out", "--validation-fraction=0.05", "--test-fraction=0.05"),
-        *("--text-key=text", "--documents=files", "--parts", "3"),
+        *("--output=out", "--text-key=text", "--documents=files", "--parts", "3"),
         *("--part", "$SLURM_ARRAY_TASK_ID"),
     ]
     join = (launch / "join.sh").read_text()

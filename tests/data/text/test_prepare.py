@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -239,6 +240,24 @@ def test_bad_fraction_is_refused(tmp_path, texts, fraction):
         silent(str(texts), "train:300", tmp_path / "out", validation_fraction=fraction)
     with pytest.raises(DataError, match=r"--test-fraction: "):
         silent(str(texts), "train:300", tmp_path / "out", test_fraction=fraction)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"validation_fraction": 0.1}, r"--validation-fraction: 0\.1 .* {other} is it; leave"),
+        ({"streaming": True}, r"--streaming: .*, and {texts} is none"),
+        ({"text_key": "content"}, r"--text-key: 'content' .*, and {texts} has none"),
+    ],
+)
+def test_option_that_changes_nothing_is_refused(tmp_path, options, words):
+    texts, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    for path in (texts, other):
+        path.write_text("Some text.\n" * 40)
+    words = words.format(texts=re.escape(str(texts)), other=re.escape(str(other)))
+    with pytest.raises(DataError, match=f"^{words}"):
+        silent(str(texts), "characters", tmp_path / "out", validation_source=str(other), **options)
+    assert not (tmp_path / "out").exists()
 
 
 @everyday("stop", [signal.SIGKILL, signal.SIGINT], keep=[signal.SIGINT])
