@@ -83,6 +83,11 @@ def check_expert(config: ExpertConfig, image_size: int) -> None:
             f"@head.kind: {config.head.kind} is not allowed in an expert of a mixture of networks; "
             f"linear is"
         )
+    if config.num_classes is not None:
+        raise SectionError(
+            f"@num_classes: {config.num_classes} is not an expert's own: its output layer has the "
+            f"classes of the mixture, model.num_classes; null is allowed"
+        )
     for key, allowed in (("recompute", "none"), ("compile", False)):
         value = getattr(config, key)
         if value != allowed:

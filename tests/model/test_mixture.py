@@ -349,6 +349,7 @@ def test_a_frozen_expert_does_without_dropout():
             "model.expert.channel_feed_forward.kind: mumoe is not allowed in an expert",
         ),
         ({"expert": VIT | {"head": {"kind": "mumoe"}}}, "model.expert.head.kind: mumoe"),
+        ({"expert": VIT | {"num_classes": 3}}, "has the classes of the mixture"),
         ({"expert": VIT | {"recompute": "block"}}, "set model.recompute"),
         ({"expert": VIT | {"hidden_sizes": [3]}}, "hidden_sizes"),
         ({"expert": {"kind": "gpt2"}}, "'network', 'vit', 'mixer'"),

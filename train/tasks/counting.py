@@ -4,6 +4,7 @@ Shapes: B images of a micro-batch, K classes, S bins of confidence, N images tha
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,9 +40,17 @@ class CountedClasses:
     Args:
         classes: K.
         device: Of the logits.
+        probabilities: From logits to the probability of each class, [B, K]; that of the class with
+            the highest is the confidence.
     """
 
-    def __init__(self, classes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        classes: int,
+        device: torch.device,
+        probabilities: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1),
+    ) -> None:
+        self._probabilities = probabilities
         self._totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
         self._bins_S3 = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
         self._classes_3K = torch.zeros(3, classes, dtype=torch.float64, device=device)
@@ -54,7 +63,7 @@ class CountedClasses:
         ones_B = torch.ones_like(right_B)
         sums = (losses_B.double(), right_B, hits_B5.any(-1).double(), ones_B)
         self._totals_4 += torch.stack([each_B.sum() for each_B in sums])
-        confidence_B = logits_BK.softmax(-1).amax(-1).double()
+        confidence_B = self._probabilities(logits_BK).amax(-1).double()
         bin_B = (confidence_B * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
         self._bins_S3.index_add_(0, bin_B, torch.stack([confidence_B, right_B, ones_B], dim=-1))
         held_K, predicted_K, right_K = self._classes_3K

@@ -216,11 +216,11 @@ class ImageClassification(Learner, Task[ImageBatch]):
         """What a report looks at: the loss of each image [B], and the probability of each class of
         it [B, K]."""
         targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
-        apart = self.settings.loss == "sigmoid"
-        return (
-            self._loss(logits_BK, targets_BK),
-            logits_BK.sigmoid() if apart else logits_BK.softmax(-1),
-        )
+        return self._loss(logits_BK, targets_BK), self.probabilities(logits_BK)
+
+    def probabilities(self, logits_BK: Tensor) -> Tensor:
+        """The probability of each class, [B, K]; with the sigmoid loss each by itself."""
+        return logits_BK.sigmoid() if self.settings.loss == "sigmoid" else logits_BK.softmax(-1)
 
     @property
     def has_validation(self) -> bool:
@@ -248,7 +248,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
         Args:
             device: Of the logits.
         """
-        return CountedClasses(len(self.data.manifest.class_names), device)
+        return CountedClasses(len(self.data.manifest.class_names), device, self.probabilities)
 
     @torch.no_grad()
     def score(
@@ -273,7 +273,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
 
         Returns:
             Also `calibration_error`, the expected calibration error over 15 bins of confidence
-            (Guo et al. 2017), of each class `accuracy`, how many `images` have it, and
+            (Guo et al. 2017; with the sigmoid loss the sigmoid of the highest logit), of each class `accuracy`, how many `images` have it, and
             `ClassScore`, and of each domain (`per_domain`) `images` and the scores.
         """
         images = self.held_out(split)
