@@ -4,7 +4,6 @@ Shapes: B images of a micro-batch, K classes, S bins of confidence, N images tha
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,15 +39,12 @@ class CountedClasses:
     Args:
         classes: K.
         device: Of the logits.
-        probabilities: From logits to the probability of each class, [B, K]; that of the class with
-            the highest is the confidence.
+        probabilities: From logits to the probability of each class, [B, K]; the highest is the
+            confidence.
     """
 
     def __init__(
-        self,
-        classes: int,
-        device: torch.device,
-        probabilities: Callable[[Tensor], Tensor] = partial(torch.softmax, dim=-1),
+        self, classes: int, device: torch.device, probabilities: Callable[[Tensor], Tensor]
     ) -> None:
         self._probabilities = probabilities
         self._totals_4 = torch.zeros(4, dtype=torch.float64, device=device)

@@ -273,8 +273,8 @@ class ImageClassification(Learner, Task[ImageBatch]):
 
         Returns:
             Also `calibration_error`, the expected calibration error over 15 bins of confidence
-            (Guo et al. 2017; with the sigmoid loss the sigmoid of the highest logit), of each class `accuracy`, how many `images` have it, and
-            `ClassScore`, and of each domain (`per_domain`) `images` and the scores.
+            (Guo et al. 2017; of `probabilities`), of each class `accuracy`, how many `images` have
+            it, and `ClassScore`, and of each domain (`per_domain`) `images` and the scores.
         """
         images = self.held_out(split)
         total = len(images) if most is None else min(len(images), most)
