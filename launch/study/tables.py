@@ -1,6 +1,5 @@
 """A study's comparison as tables, for a terminal or a page."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,13 +103,16 @@ def _grid_rows(result: Mapping[str, Any]) -> list[Row]:
     """The validation of each point of a grid, and which point was chosen by it."""
     grids = {name: of for name, of in result["grids"].items() if name in result["variants"]}
     points = list(dict.fromkeys(point for of in grids.values() for point in of))
+    # JSON has no infinity: in a result that was kept such a point is null, as an unfinished one.
+    runs = [*result["runs"], *result["swept"]]
+    without = {(run["variant"], run["point"]) for run in runs if run.get("validation", 0.0) is None}
     rows: list[Row] = [("grid, validation", *points)]
     for name, of in grids.items():
         best, digits = result["variants"][name]["point"], result["scores"][0]["digits"]
         cells = []
         for point in points:
             score = "" if of.get(point) is None else f"{of[point]:.{digits}f}"
-            if math.isinf(of.get(point) or 0.0):
+            if point in of and (name, point) in without:
                 score = "not finite"
             cells.append(f"{score} best" if point == best else score)
         rows.append((name, *cells))

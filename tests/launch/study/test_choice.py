@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from launch.output import strict
 from launch.study.choice import Results, choose, grids, validation_score
 from launch.study.folder import check_sources
 from launch.study.results import over_tasks, summarize
@@ -147,6 +148,10 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     assert "| dense |  |  |" in table
     assert "| cp | 2.5000 | 2.0000 best |" in table
     assert "grid: chosen by the mean on the validation split, seeds 1, 2" in table
+    # Of a point that diverged a kept result has null, as of one that is not finished.
+    found["swept"] = [found["swept"][0] | {"validation": None}]
+    kept = strict(found | {"split": "test", "grids": {"cp": {"k=1": 2.0, "k=2": math.inf}}})
+    assert "| cp | 2.0000 best | not finite |" in result_table(kept, markdown=True)
 
 
 def test_variants_are_compared_by_their_mean_over_tasks() -> None:
