@@ -1,5 +1,6 @@
 """Layouts of a run on so many GPUs, and which of them is fastest."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -207,7 +208,12 @@ def tried(
 
 
 def _few_layers(config: RunConfig) -> int | None:
-    """A number of blocks after which they repeat; None if they never do."""
+    """A number of blocks after which they repeat; None if they never do, or are named."""
+    lora = config.adapt.lora
+    patterns = [group.match for group in config.optimizer.groups]
+    patterns += [] if lora is None else [*lora.targets, *lora.trained]
+    if any(re.search(r"\bblocks\.\d", pattern) for pattern in patterns):
+        return None
     feed_forward = config.model.known_feed_forward()
     placement = getattr(feed_forward, "placement", getattr(feed_forward, "blocks", 1))
     return 2 * placement if isinstance(placement, int) else None

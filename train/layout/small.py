@@ -1,8 +1,13 @@
 """A small model of the same kind: all parts that layouts treat in their own way, few numbers."""
 
 import math
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from model.patterns import matches
+from model.settings import ModelSettings
+from train.config.adaptation import model_of
 from train.config.rules import validate
 from train.config.run import RunConfig, config_of
 from train.errors import ConfigError
@@ -12,6 +17,9 @@ PIXELS, PATCH = 16, 4
 TOKENS, VOCABULARY, CLASSES = 17, 61, 11
 """Odd, so that padding and uneven parts fall everywhere."""
 FEED_FORWARDS = ("feed_forward", "token_feed_forward", "channel_feed_forward")
+ADAPTER_RANK = 2
+"""Less than any side of a small factor."""
+_BLOCK = re.compile(r"\bblocks\.\d+")
 
 
 def small_config(config: RunConfig, processes: int) -> RunConfig:
@@ -50,12 +58,46 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     accumulation = dims.accumulation_steps(train["global_batch_size"], train["micro_batch_size"])
     train |= {"precision": "fp32", "tf32": False, "ema": None, "micro_batch_size": micro}
     train["global_batch_size"] = micro * dims.data_parallel_size * min(accumulation, 2)
-    if tree["adapt"]["lora"] is not None:
-        tree["adapt"]["lora"]["rank"] = min(tree["adapt"]["lora"]["rank"], HEAD_WIDTH)
+    if (lora := tree["adapt"]["lora"]) is not None:
+        lora["rank"] = min(lora["rank"], ADAPTER_RANK)
+        for key in ("targets", "trained"):  # a pattern may name a block that is not there
+            lora[key] = [_BLOCK.sub("blocks.*", pattern) for pattern in lora[key]]
     tree["loss"]["load"] = 0.0  # of the router's noise
+    if norms_over_batch(config.model):
+        # One process then has all samples at once, and these losses are of a micro-batch.
+        tree["loss"] |= {"load_balance": 0.0, "importance": 0.0, "sample_similarity": None}
     tree["evaluation"]["stride"] = None  # it may be longer than a sample now
     parallel["bucket_size"] = min(parallel["bucket_size"], 1000)  # several buckets, as in a run
+    groups, tree["optimizer"]["groups"] = tree["optimizer"]["groups"], []
+    names = [name for name, _ in model_of(_read(tree)).named_parameters()]
+    tree["optimizer"]["groups"] = list(_with_parameters(groups, names))
+    return _read(tree)
+
+
+def norms_over_batch(model: ModelSettings) -> bool:
+    """Whether a gate takes means over all samples that the processes have at once.
+
+    Args:
+        model: Of any kind.
+    """
+    gates = [*model.feed_forwards().values(), getattr(model, "head", None)]
+    return any(getattr(each, "gate_norm", "") == "batch" for each in gates)
+
+
+def _read(tree: dict[str, Any]) -> RunConfig:
     return config_of(tree, (), origin="the small model")
+
+
+def _with_parameters(
+    groups: Iterable[dict[str, Any]], names: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """The groups of the optimizer that have parameters where there are fewer blocks."""
+    left = set(names)
+    for group in groups:
+        some = {name for name in left if matches(group["match"], name)}
+        if some:
+            yield group
+        left -= some
 
 
 def _shrink_model(model: dict[str, Any], cut: int) -> None:

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.settings import ModelSettings
 from parallel import comm
 from parallel.config import ParallelConfig
 from train.config.run import RunConfig
 from train.layout.compare import Difference, worst
+from train.layout.small import norms_over_batch
 from train.layout.trial import Trial, run_trial
 
 KINDS = ("loss", "gradient norm", "gradient", "checkpoint")
@@ -24,15 +24,11 @@ def alone(config: RunConfig, data_parallel_size: int) -> RunConfig:
     """
     simple = ParallelConfig(zero_stage=0, timeout_minutes=config.parallel.timeout_minutes)
     train = config.train
-    if any(getattr(each, "gate_norm", "") == "batch" for each in _with_gates(config.model)):
+    if norms_over_batch(config.model):
         # Its means are over what all processes have at once, so one process has as much at once.
         micro = train.micro_batch_size * data_parallel_size
         train = train.model_copy(update={"micro_batch_size": micro})
     return config.model_copy(update={"parallel": simple, "train": train})
-
-
-def _with_gates(model: ModelSettings) -> list[object]:
-    return [*model.feed_forwards().values(), getattr(model, "head", None)]
 
 
 class Reference(NamedTuple):

@@ -101,12 +101,18 @@ def test_the_fastest_layouts_are_looked_for(capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", ["3", "[5]"])
-def test_layouts_of_groups_of_units_in_some_blocks_are_looked_for(
-    capfd: pytest.CaptureFixture[str], blocks: str
+@pytest.mark.parametrize(
+    "differing",
+    [
+        "model.feed_forward={kind: emoe, num_experts: 16, blocks: 3}",
+        "model.feed_forward={kind: emoe, num_experts: 16, blocks: [5]}",
+        "optimizer.groups=[{match: blocks.5.*, freeze: true}]",
+    ],
+)
+def test_layouts_of_blocks_that_are_not_alike_are_looked_for(
+    capfd: pytest.CaptureFixture[str], differing: str
 ) -> None:
-    groups = f"model.feed_forward={{kind: emoe, num_experts: 16, blocks: {blocks}}}"
-    two = ("--processes-per-node", "2", *SMALL, "model.num_layers=6", groups)
+    two = ("--processes-per-node", "2", *SMALL, "model.num_layers=6", differing)
     assert planned(GPT2, *two, "--search", capfd=capfd)["layouts"]
 
 

@@ -12,6 +12,7 @@ from model.build import build_model, count_parameters
 from model.smoe.config import SparseMoEConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.layouts import compared
+from train.config.adaptation import model_of
 from train.config.run import RunConfig, load_config
 from train.layout.compare import worst
 from train.layout.small import small_config
@@ -46,6 +47,26 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
     kinds = [{each.kind for each in blocks} for blocks in of_blocks]
     assert kinds[0] == kinds[1]
     assert config.model.dropout == 0
+
+
+def test_patterns_that_name_a_block_suit_fewer_blocks(tmp_path: Path) -> None:
+    kept = "attention.qkv.weight"
+    groups = f"[{{match: blocks.11.*, freeze: true}}, {{match: {kept}, learning_rate: 2.0}}]"
+    config = small(ROOT / "configs/gpt2/124m.yaml", 2, f"optimizer.groups={groups}")
+    assert [group.match for group in config.optimizer.groups] == [kept]
+    lora = "adapt.lora={rank: 16, targets: [blocks.11.feed_forward.up.input_factor]}"
+    start = f"checkpoint.init_from={tmp_path}"
+    config = small(ROOT / "configs/gpt2/124m-mumoe-tr.yaml", 2, lora, start)
+    adapted = [name for name, _ in model_of(config).named_parameters() if name.endswith("lora.A")]
+    assert len(adapted) == 2
+
+
+def test_losses_of_a_micro_batch_are_left_out_beside_gates_over_all_samples() -> None:
+    pairs = "loss.sample_similarity={same: 1.0e-6, different: 0.01}"
+    path = ROOT / "configs/mixer/s16-mumoe-cp.yaml"
+    assert small(path, 2, pairs).loss.sample_similarity is None
+    layer = [f"model.{name}_feed_forward.gate_norm=layer" for name in ("token", "channel")]
+    assert small(path, 2, pairs, *layer).loss.sample_similarity is not None
 
 
 @pytest.mark.distributed
