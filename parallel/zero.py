@@ -285,6 +285,8 @@ class Engine:
         self.about_to_change()
         state = self.deepspeed.basic_optimizer.state
         pairs = [(values[EMA], key) for key, values in state.items() if EMA in values]
+        if not pairs:  # of few trained numbers a process may have none
+            return
         averages, masters = zip(*pairs, strict=True)
         torch._foreach_lerp_(averages, masters, share)
 

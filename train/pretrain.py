@@ -99,7 +99,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         with watchdog, data_check, memory.training(lambda: f"in step {state.step + 1}"):
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
             startup.lap("data")
-            signal = TrainLoop(
+            loop = TrainLoop(
                 engine,
                 plan.task,
                 Prefetch(watchdog.over(batches), world.device),
@@ -110,7 +110,9 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
                 ),
                 hooks=hooks,
                 metrics=metrics,
-            ).run()
+            )
+            del batches  # the loop alone has them: where it goes back, their loader ends
+            signal = loop.run()
             if signal:
                 comm.barrier()  # until all processes have saved
                 stop.stop(signal)

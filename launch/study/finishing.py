@@ -40,7 +40,7 @@ def finishing(run: Run, jobs: int) -> Work:
     """
     started, from_step = time.monotonic(), newest_step(run)
     if _is_trained(run):
-        say(trained_line(run))
+        say(trained_line(run, from_step))
     else:
         try:
             yield "train", run.study.config.base, *run.overrides

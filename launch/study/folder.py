@@ -28,6 +28,7 @@ RESULT_KEYS = (
 """Keys that every result has, with tasks or without."""
 SPREAD = {"mean", "deviation"}
 INTERVAL = SPREAD | {"low", "high"}
+CROSSING = {"units", "low", "high"}
 """Numbers of a mean and its interval, as `train.study.paired` has them."""
 
 
@@ -196,12 +197,15 @@ def kept_result(path: Path) -> dict[str, Any]:
 
 
 def _restored(value: Any) -> Any:
-    """With the NaN of means and intervals that are none, which JSON has as null."""
+    """With the NaN of means and intervals that are none, and the infinity of crossings that are too
+    far for a number, which JSON has as null."""
     if isinstance(value, list):
         return [_restored(each) for each in value]
     if not isinstance(value, dict):
         return value
     found = {key: _restored(each) for key, each in value.items()}
+    if found.keys() == CROSSING:
+        found = {key: math.inf if each is None else each for key, each in found.items()}
     if found.keys() >= SPREAD:
         found |= {key: math.nan for key in INTERVAL & found.keys() if found[key] is None}
     return found

@@ -93,9 +93,12 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
         seeds = [f"{seed}" for seed in study.config.seeds if (name, seed) in finished]
         if seeds and not variant.point:
             each = study.folder / "runs" / name / "seed-N"
+            done = f"all {variant.config.train.steps:,} steps are done"
+            if variant.config.evaluation.patience is not None:
+                done = "training has ended"
             lines.append(
                 f"{name}: nothing is left to do of seed{'s' * (len(seeds) > 1)} "
-                f"{', '.join(seeds)}: all {variant.config.train.steps:,} steps are done, in "
+                f"{', '.join(seeds)}: {done}, in "
                 f"{each if len(seeds) > 1 else each.with_name(f'seed-{seeds[0]}')}/checkpoints"
             )
     return lines
@@ -152,11 +155,13 @@ def spoken(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def trained_line(run: Run) -> str:
-    """A run that was trained to its end and is yet to be scored."""
-    steps = run.variant.config.train.steps
-    place = run.folder / "checkpoints" / f"step-{steps:08d}"
-    return f"nothing is left to train: all {steps:,} steps are done, see {place}"
+def trained_line(run: Run, step: int) -> str:
+    """A run that was trained to its end, perhaps an early one, and is yet to be scored."""
+    place = run.folder / "checkpoints" / f"step-{step:08d}"
+    done = f"all {step:,} steps are done"
+    if step < run.variant.config.train.steps:
+        done = f"training has ended early, after step {step:,}"
+    return f"nothing is left to train: {done}, see {place}"
 
 
 def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str:

@@ -160,6 +160,8 @@ def commit(
     replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
     if keep.best is not None and (folder / step_folder(keep.best) / MANIFEST_FILE).is_file():
         replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
+    elif (folder / BEST_FILE).is_file():  # a checkpoint that is no longer the best, or not kept
+        remove_file(folder / BEST_FILE)
     if replaced is not None:
         _remove(replaced, remove_tree)
     prune(folder, step, keep)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from launch.cli import run as polyad
+from model.smoe.scores import INITIAL_TEMPERATURE
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from tests.helpers.runs import evaluation, newest, run, run_and_listen, write_config
@@ -39,6 +40,30 @@ def test_evaluate_scores_the_average_by_choice(workers, averaged, tmp_path, prep
     assert again["loss"] == pytest.approx(average["loss"], rel=1e-6)
     assert "their moving average" in result_table(average)
     assert "moving average" not in result_table(trained)
+
+
+def test_a_process_without_any_of_few_trained_numbers_has_no_part_of_the_average(
+    workers, tmp_path, prepared_path
+):
+    config = write_config(
+        tmp_path / "config.yaml",
+        prepared_path,
+        train__ema=0.8,
+        model__feed_forward={"kind": "smoe", "num_experts": 4, "score": "cosine"},
+        optimizer__groups=[
+            {"match": "blocks.0.feed_forward.router.score.temperature"},
+            {"match": "*", "freeze": True},
+        ],
+    )
+    results = {}
+    for processes in (1, 2):
+        folder = tmp_path / f"{processes}"
+        micro = f"train.micro_batch_size={4 // processes}"
+        workers(processes).run(run, config, f"run.folder={folder}", micro)
+        stored = Checkpoint(newest(folder))
+        results[processes] = stored.whole("blocks.0.feed_forward.router.score.temperature", "ema")
+    torch.testing.assert_close(results[1], results[2])
+    assert abs(results[1].item() - INITIAL_TEMPERATURE) > 1e-3
 
 
 @pytest.mark.parametrize("to", ["safetensors", "polyad"])

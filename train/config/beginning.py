@@ -49,7 +49,7 @@ def first_line(plan: Plan, state: TrainState) -> str:
     unused = ""
     if start and plan.config.adapt.lora is None:
         unused = f"; checkpoint.init_from: {start} is for a new run, and not used"
-    return line + _average(plan) + unused
+    return line + _average(plan) + _best(plan, state) + unused
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
@@ -63,6 +63,13 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
+
+
+def _best(plan: Plan, state: TrainState) -> str:
+    assert plan.resume is not None
+    if plan.resume.state.best_score is None or state.best_score is not None:
+        return ""
+    return "; the best validation is looked for from there on"
 
 
 def _average(plan: Plan) -> str:

@@ -68,11 +68,22 @@ class Plan:
             kept: what a checkpoint carries of the task.
         """
         state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
+        if checkpoint is not None and state.best_score is not None:
+            self._forget_best(state, checkpoint)
         for name, value in kept.state.items():
             setattr(state, name, value)
         state.world_size = self.dims.world_size
         state.base_digest = self.base_digest
         return state
+
+    def _forget_best(self, state: TrainState, checkpoint: Checkpoint) -> None:
+        """Forgets a best score that later ones cannot be compared with, or that was not kept."""
+        before = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
+        ours, theirs = self.config.evaluation, before.evaluation
+        if (ours.max_windows, ours.stride) != (theirs.max_windows, theirs.stride):
+            state.best_score, state.best_step, state.validations_since_best = None, 0, 0
+        elif self.config.checkpoint.keep_best and not before.checkpoint.keep_best:
+            state.best_score, state.best_step = None, 0  # its checkpoint may not be there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ def add_batches_left_out(state: TrainState, folder: Path, world: comm.World) -> 
         folder: the run's.
         world: this process.
     """
-    later = comm.from_main(batches_left_out(folder) if world.is_main else None)
+    later = comm.from_main(batches_left_out(folder, state.step) if world.is_main else None)
     state.left_out = sorted({*state.left_out, *later})
 
 

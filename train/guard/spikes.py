@@ -212,11 +212,14 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def batches_left_out(folder: Path) -> list[int]:
-    """Global batches that the run has gone back without, also since its last checkpoint.
+def batches_left_out(folder: Path, step: int) -> list[int]:
+    """Global batches that the run has gone back without since a checkpoint was written.
+
+    Those before are in the checkpoint. Those of a later one are of steps that are done anew.
 
     Args:
         folder: the run's.
+        step: of the checkpoint.
     """
     path = folder / SPIKES_FILE
     if not path.exists():
@@ -225,7 +228,7 @@ def batches_left_out(folder: Path) -> list[int]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
-            if event["action"] == "rewind":
+            if event["action"] == "rewind" and event["rewound_to"] == step:
                 found.add(int(event["batch"]))
         except (ValueError, RecursionError, KeyError, TypeError):
             continue  # a crash cut the line; the run repeats the step and writes the spike again

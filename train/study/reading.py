@@ -276,7 +276,14 @@ def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path)
                     + (f"every {every} steps and " if every else "")
                     + f"at step {end}"
                 )
+            if config.evaluation.patience is not None:
+                raise ConfigError(
+                    f"{file}: leak.steps: {step}: {name} may end before that step: "
+                    f"evaluation.patience"
+                )
             newer = -(-(end - step) // every) if every else 0
+            if config.checkpoint.keep_best and step < end:
+                newer = end  # each better validation writes one, too
             if last is not None and newer >= last and not (always and step % always == 0):
                 raise ConfigError(
                     f"{file}: leak.steps: {step}: {name} keeps that checkpoint only until "

@@ -35,6 +35,8 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 OF_THE_BEST = ("evaluation.every", "evaluation.max_windows")
 """Those of them that decide which checkpoint is the best, or when a run ends."""
+OF_REWINDS = ("checkpoint.every",)
+"""Those that decide where a run goes back to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +205,8 @@ class Run:
     @property
     def is_swept(self) -> bool:
         """Whether it is of one of several points of a grid that are tried with its seed."""
-        return bool(self.variant.point) and self.seed in self.study.swept_seeds
+        points = self.study.groups[self.variant.group]
+        return len(points) > 1 and self.seed in self.study.swept_seeds
 
     @property
     def folder(self) -> Path:
@@ -278,6 +281,7 @@ def _defining_keys(config: RunConfig) -> dict[str, Any]:
     flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
     judged = config.checkpoint.keep_best or config.evaluation.patience is not None
     counted = OF_THE_BEST if judged else ()
+    counted += OF_REWINDS if config.monitor.spike_action == "rewind" else ()
     return {k: v for k, v in flat.items() if k in counted or not below(k, WITHOUT_EFFECT)}
 
 

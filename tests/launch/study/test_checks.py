@@ -112,6 +112,22 @@ def variants(**own: Any) -> dict[str, Any]:
             ["leak.steps: 2: b keeps that checkpoint only until 1 newer are there"],
         ),
         (
+            {
+                "leak": {"steps": [2, 4]},
+                "common": {"checkpoint.keep_last": 2, "checkpoint.keep_best": True},
+                "variants": variants(model__feed_forward=LEAKY),
+            },
+            ["leak.steps: 2: b keeps that checkpoint only until 2 newer are there"],
+        ),
+        (
+            {
+                "leak": {"steps": [4]},
+                "common": {"evaluation.patience": 1, "evaluation.every": 1},
+                "variants": variants(model__feed_forward=LEAKY),
+            },
+            ["leak.steps: 4: b may end before that step: evaluation.patience"],
+        ),
+        (
             {"grid": RATES, "variants": variants(optimizer__learning_rate=0.5)},
             ["variants.b: optimizer.learning_rate: is not allowed, a grid sets it, and 0.5 would"],
         ),
@@ -285,6 +301,15 @@ def test_what_a_study_asks_and_does_not_show_changes_no_result(write_study: Writ
     asked = load_study(write_study(**texts))
     assert (asked.config.question, asked.config.not_shown) == tuple(texts.values())
     assert record_of(asked, "x") == record_of(plain, "x")
+
+
+def test_where_a_run_goes_back_to_changes_its_result(write_study: WriteStudy) -> None:
+    for action, matters in (("warn", False), ("rewind", True)):
+        records = []
+        for every in (100, 50):
+            common = {"monitor.spike_action": action, "checkpoint.every": every}
+            records.append(record_of(load_study(write_study(common=common)), "x"))
+        assert (records[0] != records[1]) == matters
 
 
 def test_a_damaged_record_is_refused(

@@ -46,6 +46,12 @@ def test_a_grid_is_trained_with_its_seeds_and_the_best_point_with_the_others(stu
     assert folder == study.folder / "runs/dense/learning_rate=0.1/seed-1"
 
 
+def test_a_grid_of_one_point_is_not_swept(write_study: WriteStudy) -> None:
+    """So a run of it that diverges ends the study, as one without a grid does."""
+    study = load_study(write_study(seeds=[1, 2], grid={"optimizer.learning_rate": [0.1]}))
+    assert not any(run.is_swept for run in study.runs(study.variants))
+
+
 def test_a_run_comes_after_the_one_of_its_seed_that_it_begins_with(write_study: WriteStudy) -> None:
     variants = {"again": None, "student": None, "dense": None}
     study = load_study(

@@ -9,12 +9,16 @@ import torch
 
 from parallel.checkpoint import storage
 from parallel.checkpoint.commit import (
+    BEST_FILE,
     Retention,
+    commit,
     complete_checkpoints,
     prune,
     put_back,
     remove_leftovers,
     replaced_checkpoints,
+    staging_folder,
+    step_folder,
     step_folders,
 )
 from parallel.checkpoint.writer import save_weights
@@ -55,6 +59,17 @@ def test_retention(tmp_path, steps, damaged, step, keep, stay):
         f"step-{each:08d}" for each in stay
     ]
     assert len(list(tmp_path.iterdir())) == len(stay)  # nothing half removed
+
+
+def test_the_best_is_named_as_long_as_it_is_kept(tmp_path):
+    named = []
+    for step, best in ((1, 1), (2, 1), (3, None), (4, 4), (5, 9)):
+        staging = staging_folder(tmp_path, step)
+        staging.mkdir(parents=True)
+        commit(staging, step, [], {}, Retention(best=best))
+        file = tmp_path / BEST_FILE
+        named.append(file.read_text().strip() if file.exists() else None)
+    assert named == [step_folder(1), step_folder(1), None, step_folder(4), None]
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):

@@ -101,11 +101,14 @@ def test_a_line_names_the_first_documents_of_each_part():
 
 
 def test_a_list_of_spikes_that_a_crash_cut_is_read_up_to_there(tmp_path):
-    assert batches_left_out(tmp_path) == []
-    lines = [{"action": "rewind", "batch": 9}, {"action": "skip", "batch": 2}]
+    assert batches_left_out(tmp_path, 4) == []
+    rewind = {"action": "rewind", "batch": 9, "rewound_to": 4}
+    lines = [rewind, {"action": "skip", "batch": 2}]
     text = "\n".join(map(json.dumps, lines))
     (tmp_path / "spikes.jsonl").write_text(text + '\n{"action": "rewind", "ba')
-    assert batches_left_out(tmp_path) == [9]
+    assert batches_left_out(tmp_path, 4) == [9]
+    # Of a later checkpoint, which is gone: its steps are done anew.
+    assert batches_left_out(tmp_path, 3) == batches_left_out(tmp_path, 0) == []
 
 
 def spikes(folder):

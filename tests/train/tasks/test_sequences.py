@@ -201,6 +201,20 @@ def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_pat
     more = [key.replace("patience=3", "patience=4") for key in keys]
     assert workers(1).run(run, config, *more) == [5]
     assert sorted(p.name for p in folder.glob("step-*")) == ["step-00000001", "step-00000005"]
+    # Scores of other samples are not compared with those before, and patience begins anew.
+    steps, said = listened(workers, config, *more, "evaluation.max_windows=1")
+    assert (steps, "; the best validation is looked for from there on" in said) == (9 + 1, True)
+    assert best_checkpoint(tmp_path / "run").name == "step-00000006"
+
+
+def test_a_best_checkpoint_that_is_asked_for_later_is_the_best_from_there_on(
+    workers, config, tmp_path
+):
+    keys = ("evaluation.every=1", "optimizer.learning_rate=1e-12", "checkpoint.keep_last=1")
+    workers(1).run(run, config, *keys, "train.steps=2")
+    assert not (tmp_path / "run" / "checkpoints" / "best").exists()
+    workers(1).run(run, config, *keys, "train.steps=4", "checkpoint.keep_best=true")
+    assert best_checkpoint(tmp_path / "run").name == "step-00000003"
 
 
 def listened(workers, config, *keys):
