@@ -22,6 +22,8 @@ from data.images.shards import Shard
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation", "test")
+TEST_IS_VALIDATION = "test: the data set's validation split"
+"""How `held_out` ends where that is so."""
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -68,6 +70,13 @@ class ImageManifest(Config):
     """A digest of the training images' names, sizes and labels, and of the classes."""
     files: dict[str, FileRecord]
     """Of the index, by name."""
+
+    @property
+    def own_validation(self) -> str | None:
+        """The split that is the data set's own validation split; None: it is left out."""
+        if self.held_out is None:
+            return "validation" if "validation" in self.splits else None
+        return "test" if self.held_out.endswith(TEST_IS_VALIDATION) else None
 
     @classmethod
     def read(cls, folder: Path) -> "ImageManifest":

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from data.errors import DataError
 from data.errors import listed as quoted
+from data.images.manifest import TEST_IS_VALIDATION
 from data.images.shards import Rows
 
 HELD_OUT = 0.01
@@ -101,7 +102,7 @@ def split_images(
             said += "; the data set's own validation split is left out"
     elif "validation" in listed:
         splits["test"] = listed["validation"]
-        said += "; test: the data set's validation split"
+        said += f"; {TEST_IS_VALIDATION}"
     return splits, said
 
 

@@ -33,6 +33,7 @@ from train.evaluation.evaluate import Evaluated, open_evaluated
 from train.tasks.images import ImageClassification
 
 _NUMBER = re.compile(r"val_(\d{8})")
+_WORDNET_ID = re.compile(r"n\d{8}")
 Report = Callable[[float], None]
 
 
@@ -111,6 +112,7 @@ def robustness(
             f"--robustness: is not allowed with model.num_classes: {task.model.num_classes}; the "
             f"sets are of ImageNet-1k's {classes:,} classes"
         )
+    check_order(task.data.manifest.class_names, task.place)
     score = _SCORES[set_name]
     config = opened.config
     started = time.monotonic()
@@ -128,6 +130,39 @@ def robustness(
         "processes": world.size,
         "seconds": time.monotonic() - started,
     }
+
+
+def check_order(names: list[str], place: str) -> None:
+    """Checks that a class has ImageNet's number, as far as names tell.
+
+    The hub's names are words in the order of WordNet ids, which is not that of the alphabet.
+
+    Args:
+        names: Of the 1,000 classes that a model was trained with.
+        place: Names the data in the error.
+
+    Raises:
+        ConfigError: They are other classes, or in another order.
+    """
+    ids = list(imagenet_classes())
+    by_id = all(_WORDNET_ID.fullmatch(name) for name in names)
+    if names != ids and (by_id or names == sorted(names)):
+        raise ConfigError(
+            f"--robustness: {place} has 1,000 classes that are not ImageNet-1k's in their "
+            f"order, by WordNet id: it begins with {', '.join(map(repr, names[:3]))}, not "
+            f"{', '.join(map(repr, ids[:3]))}"
+        )
+
+
+def _own_validation(scorer: Scorer) -> str:
+    """The split that is ImageNet's own validation split."""
+    manifest = scorer.task.data.manifest
+    if manifest.own_validation is None:
+        raise ConfigError(
+            f"--robustness: {scorer.task.place} lacks ImageNet's own validation images, which this "
+            f"set is compared with: {manifest.held_out}; prepare it without --held-out"
+        )
+    return manifest.own_validation
 
 
 def _progress(scorer: Scorer, name: str, images: int) -> Report:
@@ -184,20 +219,20 @@ def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
     """Area under the precision-recall curve of finding ImageNet-O's images among ImageNet's.
 
     The score of an outlier is -max softmax over the set's classes; the images that belong are those
-    of the validation split with one of these classes (Hendrycks et al. 2021).
+    of ImageNet's own validation split with one of these classes (Hendrycks et al. 2021).
     """
     from data.images.extra import average_precision
 
-    files = by_wordnet_id(folder)
+    split, files = _own_validation(scorer), by_wordnet_id(folder)
     classes_S = torch.tensor(classes_of(files))
     outside = scorer.images(files, scorer.task.settings.evaluation_resize)
     outside_NK, _ = scorer.logits(outside, _progress(scorer, folder.name, len(files)))
-    labels = torch.as_tensor(scorer.task.data.split("validation").labels)
+    labels = torch.as_tensor(scorer.task.data.split(split).labels)
     numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
     if not numbers:
-        raise ConfigError(f"{scorer.task.place}: its validation split has none of the classes")
-    inside = scorer.task.held_out("validation").subset(numbers)
-    inside_NK, _ = scorer.logits(inside, _progress(scorer, "validation", len(numbers)))
+        raise ConfigError(f"{scorer.task.place}: its {split} split has none of the classes")
+    inside = scorer.task.held_out(split).subset(numbers)
+    inside_NK, _ = scorer.logits(inside, _progress(scorer, split, len(numbers)))
     confidences = [
         logits_NK[:, classes_S].softmax(-1).amax(-1) for logits_NK in (outside_NK, inside_NK)
     ]
@@ -217,9 +252,9 @@ def _real(scorer: Scorer, file: Path) -> dict[str, Any]:
     each image, in the order of the file names.
     """
     labels = _real_labels(file)
-    split = scorer.task.data.split("validation")
-    images = scorer.task.held_out("validation")
-    logits_NK, _ = scorer.logits(images, _progress(scorer, "validation", len(images)))
+    name = _own_validation(scorer)
+    split, images = scorer.task.data.split(name), scorer.task.held_out(name)
+    logits_NK, _ = scorer.logits(images, _progress(scorer, name, len(images)))
     right, count = 0, 0
     for number, predicted in enumerate(logits_NK.argmax(-1).tolist()):
         found = _NUMBER.search(split.name_of(number))

@@ -29,7 +29,7 @@ class ProfileConfig(Config):
     """A torch profiler trace of a few steps, written to `profile/` in the run folder."""
 
     first_step: Annotated[int, Field(ge=1)] = 3
-    """The first step that is traced; earlier ones warm up."""
+    """The first step of a start that is traced; earlier ones warm up."""
     num_steps: Annotated[int, Field(ge=0)] = 0
     """How many steps are traced; 0 traces none."""
 

@@ -280,7 +280,7 @@ def place_of(study: StudyConfig, folder: str, kind: str) -> list[str]:
 def _defining_keys(config: RunConfig) -> dict[str, Any]:
     flat = flatten(json.loads(json.dumps(config.model_dump(mode="json"))))
     judged = config.checkpoint.keep_best or config.evaluation.patience is not None
-    counted = OF_THE_BEST if judged else ()
+    counted: tuple[str, ...] = OF_THE_BEST if judged else ()
     counted += OF_REWINDS if config.monitor.spike_action == "rewind" else ()
     return {k: v for k, v in flat.items() if k in counted or not below(k, WITHOUT_EFFECT)}
 

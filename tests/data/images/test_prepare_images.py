@@ -72,6 +72,7 @@ def test_a_set_whose_validation_is_its_test_gets_another_one(tmp_path):
     sizes = {name: about.images for name, about in data.manifest.splits.items()}
     assert sizes == {"train": 23, "validation": 1, "test": 6}
     assert data.manifest.held_out.endswith("test: the data set's validation split")
+    assert data.manifest.own_validation == "test"
     held, train = data.split("validation"), data.split("train")
     names = {train.name_of(n) for n in range(len(train))}
     assert held.name_of(0) not in names
@@ -83,6 +84,9 @@ def test_a_set_with_all_three_splits_keeps_them(tmp_path):
     data = prepared(tmp_path / "all", tmp_path / "out")
     assert data.manifest.held_out is None
     assert [about.images for about in data.manifest.splits.values()] == [9, 9, 9]
+    assert data.manifest.own_validation == "validation"
+    other = prepared(tmp_path / "all", tmp_path / "other", held_out=0.2)
+    assert other.manifest.own_validation is None
 
 
 def test_raw_files_of_mnist_and_cifar_are_read_where_they_are(tmp_path):

@@ -15,6 +15,8 @@ from parallel.weights import load_model
 from tests.helpers.images import encoded, picture
 from tests.helpers.runs import run, scored_set
 from tests.helpers.workers import WorkerError
+from train.errors import ConfigError
+from train.evaluation.robustness import check_order
 
 pytestmark = pytest.mark.distributed
 IDS = imagenet_classes()
@@ -28,17 +30,15 @@ def write(path, label, number, size=(SIZE, SIZE)):
 
 @pytest.fixture(scope="module")
 def trained(workers, tmp_path_factory):
-    """A run of two steps on a set of 1,000 classes with two images each."""
+    """A run of some steps on 1,000 classes with two images each, and one that is validated with:
+    without a labelled test, as ImageNet is, so 1% of the training images becomes the validation
+    split, and the data set's own is the test."""
     root = tmp_path_factory.mktemp("imagenet")
     for split, each in (("train", 2), ("val", 1)):
         for label, name in enumerate(IDS):
             for number in range(each):
                 file = f"ILSVRC2012_val_{label + 1:08}.PNG" if split == "val" else f"{number}.PNG"
                 write(root / "all" / split / name / file, label, number + 10 * (split == "val"))
-    (root / "all" / "test").mkdir()
-    for name in IDS:
-        (root / "all" / "test" / name).mkdir()
-        write(root / "all" / "test" / name / "0.PNG", 1, 2)
     prepare_images(str(root / "all"), root / "out", report=lambda x: None)
     config = root / "run.yaml"
     config.write_text(yaml.safe_dump({
@@ -149,6 +149,15 @@ def test_real_labels_allow_several_classes_and_leave_images_out(workers, trained
     assert result["images_scored"] == 667
     assert result["images_without_label"] == 333
     assert result["top1"] == pytest.approx(334 / 667)
+
+
+def test_classes_in_another_order_are_refused():
+    words = [f"word {number}" for number in range(1000)]
+    for known in (list(IDS), words):  # the hub's are words, in an order of their own
+        check_order(known, "data.path: x")
+    for other in (sorted(words), [*IDS[1:], IDS[0]], [*IDS[:-1], "n99999999"]):
+        with pytest.raises(ConfigError, match=r"^--robustness: data\.path: x has 1,000"):
+            check_order(other, "data.path: x")
 
 
 @pytest.mark.parametrize(
