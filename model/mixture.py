@@ -377,8 +377,14 @@ class MixtureModel(nn.Module):
         Returns:
             Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
         """
-        x_BCHW = images_BCHW.to(next(self.parameters()).dtype)
-        if self.config.grey:
-            x_BCHW = x_BCHW.mean(1, keepdim=True)
+        x_BCHW = self.as_read(images_BCHW.to(next(self.parameters()).dtype))
         logits_BK, stats = self.mixture(x_BCHW)
         return ModelOutput(logits_BK, (stats,))
+
+    def as_read(self, images_BCHW: Tensor) -> Tensor:
+        """The images as the networks read them: one number a pixel, if they are grey.
+
+        Args:
+            images_BCHW: Normalized.
+        """
+        return images_BCHW.mean(1, keepdim=True) if self.config.grey else images_BCHW

@@ -106,8 +106,8 @@ class MuMoEConfig(FactorizedExperts):
     first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
     gradients for ever and such a level learns nothing; 0.1 sets them apart."""
     scale_residual_init: bool = False
-    """Whether the second layer's output factor starts smaller by sqrt(2 L), L blocks, as GPT-2's
-    projections onto the residual stream do. The paper's start does not, and trains better."""
+    """Whether in GPT-2 the second layer's output factor starts smaller by sqrt(2 L), L blocks, as
+    its projections onto the residual stream do. The paper's start does not, and trains better."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -12,11 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from model.mumoe.gating import Gate, GateOutput
+from model.smoe.layer import SparseMoE
 from model.smoe.router import Router
 from model.smoe.selection import Selected
 from train.experts.probing import RoutedLayer
 
 LeaveOut = Callable[[Tensor | None], None]
+
+
+@contextmanager
+def without_capacity(model: nn.Module) -> Iterator[None]:
+    """Inside this context no sparse expert drops what exceeds a capacity.
+
+    Args:
+        model: in evaluation mode.
+    """
+    layers = [part for part in model.modules() if isinstance(part, SparseMoE)]
+    before = [layer.config for layer in layers]
+    unlimited = {"capacity_factor": None, "evaluation_capacity_factor": None}
+    try:
+        for layer in layers:
+            layer.config = layer.config.model_copy(update=unlimited)
+        yield
+    finally:
+        for layer, config in zip(layers, before, strict=True):
+            layer.config = config
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from model.vision import classified
-from train.experts.leaving_out import leaving_out
+from train.experts.leaving_out import leaving_out, without_capacity
 from train.experts.probing import RoutedLayer, deciding
 
 BINS = 20
@@ -131,6 +131,10 @@ class LeaveOneOut:
             images_BCHW: Normalized.
             labels_B: Their classes.
         """
+        with without_capacity(self._model):
+            self._add(images_BCHW, labels_B)
+
+    def _add(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
         x = self._before(images_BCHW)
         with deciding(self._model, [self.layer]) as decisions:
             logits_BK = self._from(x)

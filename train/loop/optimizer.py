@@ -18,9 +18,9 @@ from train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, mat
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-NO_KERNELS = ("token_embedding", "position_embedding", "class_token")
+NO_KERNELS = ("token_embedding", "position_embedding", "segment_embedding", "class_token")
 """Parameters that are added or looked up, and multiply nothing, by a part of their names."""
-FIRST_LAYERS = (*NO_KERNELS, "patch_embedding")
+FIRST_LAYERS = (*NO_KERNELS, "patch_embedding", "embedding_norm", "pre_norm")
 """Parameters before the first block, by a part of their names."""
 WARMUP = "warmup"
 """The key of an optimizer's group for its whole factor and the steps in which it gets there."""

@@ -20,7 +20,7 @@ Shapes: N samples of a micro-batch, I numbers of an input, M experts of a level,
 levels and layers side by side.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -56,10 +56,11 @@ class Reading:
 
     Args:
         model: The predictor.
+        as_read: From its first input to what the model reads of it; None: all of it.
     """
 
-    def __init__(self, model: Predictor) -> None:
-        self._model = model
+    def __init__(self, model: Predictor, as_read: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._model, self._as_read = model, as_read
         self.inputs: Tensor | None = None
         """The first input, whose first axis counts samples."""
 
@@ -70,7 +71,7 @@ class Reading:
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
-        self.inputs = inputs[0]
+        self.inputs = inputs[0] if self._as_read is None else self._as_read(inputs[0])
         return self._model(*inputs, **named)
 
 

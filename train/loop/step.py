@@ -71,7 +71,7 @@ def issue_step(
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
     give_samples(engine.module, pairs is not None)
-    read = Reading(engine)
+    read = Reading(engine, getattr(engine.module, "as_read", None))
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates

@@ -385,20 +385,25 @@ class ImageClassification(Learner, Task[ImageBatch]):
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these classes in this order, unless the head is
         a new one."""
-        if isinstance(weights, Checkpoint) and HEAD not in self.begins_anew(weights):
+        if HEAD in self.begins_anew(weights):
+            return
+        names = class_names_of(weights.folder)
+        # Of a folder of another library's a head of more or fewer classes is a new one.
+        taken = names is not None and len(names) == len(self.data.manifest.class_names)
+        if taken or not isinstance(weights, VisionWeights):
             self.check_classes(weights, owner)
 
-    def check_classes(self, checkpoint: Checkpoint, owner: str) -> None:
-        """Checks that a checkpoint was trained with these classes in this order.
+    def check_classes(self, weights: Weights, owner: str) -> None:
+        """Checks that weights were trained with these classes in this order, as far as they tell.
 
         Args:
-            checkpoint: Of an image model.
+            weights: Of an image model.
             owner: What the error calls it.
 
         Raises:
-            ConfigError: It was trained with others.
+            ConfigError: They were trained with others.
         """
-        names = class_names_of(checkpoint.folder)
+        names = class_names_of(weights.folder)
         ours = list(self.data.manifest.class_names)
         if names is not None and names != ours:
             raise ConfigError(f"{self.place} has {differing(ours, names, owner)}")

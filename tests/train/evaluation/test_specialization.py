@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.build import build_model, materialize, read_model_config
-from train.experts.leaving_out import leaving_out
+from train.experts.leaving_out import leaving_out, without_capacity
 from train.experts.probing import routed_layers
 from train.experts.specialization import LeaveOneOut
 
@@ -26,10 +26,23 @@ MODELS = {
         "kind": "vit", "num_heads": 4, "pool": "mean",
         "feed_forward": {"kind": "smoe", "num_experts": 5, "expert_hidden_size": 12},
     },
+    "vit capacity": {
+        "kind": "vit", "num_heads": 4, "pool": "mean",
+        "feed_forward": {
+            "kind": "smoe", "num_experts": 5, "expert_hidden_size": 12, "capacity_factor": 0.7,
+        },
+    },
 }  # fmt: skip
 
 
-@pytest.fixture(params=[pytest.param("mixer cp", marks=pytest.mark.slow), "vit tr", "vit sparse"])
+@pytest.fixture(
+    params=[
+        pytest.param("mixer cp", marks=pytest.mark.slow),
+        "vit tr",
+        "vit sparse",
+        "vit capacity",
+    ]
+)
 def model(request):
     """With weights drawn anew: a gate of zeros, and a head of zeros, would say nothing."""
     made = build_model(read_model_config(IMAGES | MODELS[request.param]))
@@ -47,11 +60,19 @@ LABELS_B = torch.arange(12) % 4
 
 @torch.inference_mode()
 def test_counts_are_those_of_a_loop_over_experts_and_images(model):
-    whole = model(IMAGES_BCHW).logits.argmax(-1) == LABELS_B
+    """The loop has no capacity, with which the other images of a batch would matter."""
+    counts = []
     for layer in routed_layers(model):
-        count = LeaveOneOut(model, layer, classes=4, rows=7)
-        count.add(IMAGES_BCHW[:8], LABELS_B[:8])
-        count.add(IMAGES_BCHW[8:], LABELS_B[8:])
+        counts.append(LeaveOneOut(model, layer, classes=4, rows=7))
+        counts[-1].add(IMAGES_BCHW[:8], LABELS_B[:8])
+        counts[-1].add(IMAGES_BCHW[8:], LABELS_B[8:])
+    with without_capacity(model):
+        assert_counts(model, counts)
+
+
+def assert_counts(model, counts):
+    whole = model(IMAGES_BCHW).logits.argmax(-1) == LABELS_B
+    for layer, count in zip(routed_layers(model), counts, strict=True):
         lost = torch.zeros(layer.num_experts, 4, dtype=torch.float64)
         for expert in range(layer.num_experts):
             for image in range(12):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from model.bert import BertConfig
 from model.build import build_model
 from model.gpt2 import GPT2Config
 from model.vit import ViTConfig
@@ -118,6 +119,20 @@ def test_layers_of_a_vision_model_are_counted_alike():
         "patch_embedding.weight", "patch_embedding.bias", "position_embedding", "class_token",
     }  # fmt: skip
     assert factors["head.weight"][1] == 1.0
+
+
+def test_what_comes_before_the_blocks_of_bert_and_clip_learns_least():
+    bert = BertConfig(num_layers=2, hidden_size=8, num_heads=2, vocab_size=11, sequence_length=4)
+    sizes = {"image_size": 8, "patch_size": 4, "num_layers": 2, "hidden_size": 8, "num_heads": 2}
+    clip = ViTConfig(**sizes, num_classes=3, pre_norm=True)
+    expected = {
+        bert: {"token_embedding", "position_embedding", "segment_embedding", "embedding_norm"},
+        clip: {"patch_embedding", "position_embedding", "class_token", "pre_norm"},
+    }
+    for config, parts in expected.items():
+        factors = settings_of(build_model(config), OptimizerConfig(layer_decay=0.5))
+        early = {name.split(".")[0] for name, (_, factor) in factors.items() if factor == 0.125}
+        assert early == parts
 
 
 def test_the_first_group_that_matches_counts():

@@ -169,6 +169,21 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
     assert all(stats.sample_scores_BS is None for stats in model(images).routing)
 
 
+def test_grey_networks_compare_the_one_number_of_a_pixel_that_they_read():
+    """Three equal channels make squared distances three times as large."""
+    small = {"convolutions": [], "hidden_sizes": [6, 5]}
+    section = {"kind": "mixture", "image_size": 8, "num_classes": 4, "num_experts": 3, "grey": True}
+    model = build_model(read_model_config(section | {"expert": small, "gate_network": small}))
+    materialize(model, 0)
+    images = torch.randn(5, 1, 8, 8).expand(-1, 3, -1, -1)
+    give_samples(model, True)
+    read = Reading(model, model.as_read)
+    (stats,) = read(images).routing
+    (found,) = with_sample_similarity((stats,), read.inputs, config())
+    expected = by_the_formula(stats.sample_scores_BS.detach(), images[:, 0].flatten(1), config())
+    torch.testing.assert_close(found.similarity_loss, expected)
+
+
 def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
     real = RealTokens.of(mask)

@@ -21,6 +21,7 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
+from train.exchange.convert import convert
 from train.tasks.images import ImageClassification
 from train.tasks.task import Sections
 
@@ -182,6 +183,12 @@ def test_other_classes_than_the_checkpoints_are_refused(workers, config, tmp_pat
     words = f"data.path={tmp_path / 'other'}"
     start = f"checkpoint.init_from={tmp_path / 'run'}"
     folder = f"run.folder={tmp_path / 'new'}"
+    _, text, status = workers(1).run(run_expecting_error, config, words, start, folder)[0]
+    assert status == 2
+    assert "class 2 is 'dog', not 'cat'" in text
+    # As those of weights that were converted, whose folder names the classes.
+    convert(tmp_path / "run", tmp_path / "plain", "safetensors")
+    start = f"checkpoint.init_from={tmp_path / 'plain'}"
     _, text, status = workers(1).run(run_expecting_error, config, words, start, folder)[0]
     assert status == 2
     assert "class 2 is 'dog', not 'cat'" in text
