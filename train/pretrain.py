@@ -84,7 +84,7 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     with memory.building("building the engine"):
         engine = build_engine(plan, world)
         saver = saver_of(engine, config)
-        set_teacher(config, plan.task, world.device)
+        set_teacher(plan.teacher, config, plan.task, world.device)
     restore_random_numbers(config.seed, state, plan.resume, world)
     startup.lap("engine")
     metrics = open_run_folder(plan, state, world, startup)

@@ -48,6 +48,8 @@ class TrainState:
     """The token that ends each document of the data."""
     base_digest: str | None = None
     """Of the frozen weights, in a run with LoRA."""
+    teacher_step: int | None = None
+    """Of the checkpoint that the run learns from, if it learns from one."""
     vocab_size: int = 0
     world_size: int = 1
     """Processes that wrote this."""

@@ -79,6 +79,7 @@ class State(Record):
     tokenizer_fingerprint: str | None = None
     end_of_text: str | None = None
     base_digest: str | None = None
+    teacher_step: Count | None = None
     vocab_size: Count = 0
     world_size: Annotated[Count, Field(ge=1)] = 1
     versions: dict[str, str] = Field(default_factory=dict)

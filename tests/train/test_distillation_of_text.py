@@ -1,5 +1,7 @@
 """Teachers of text and of labelled sequences: the loss by hand, layouts, and what does not fit."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -10,7 +12,14 @@ from data.text.prepare import prepare
 from parallel.weights import load_model
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run, run_expecting_error, weights_of, write_config
+from tests.helpers.runs import (
+    records,
+    run,
+    run_and_listen,
+    run_expecting_error,
+    weights_of,
+    write_config,
+)
 from train.config.run import load_config
 
 pytestmark = pytest.mark.distributed
@@ -67,6 +76,21 @@ def test_the_loss_of_text_is_that_by_hand(workers, student, teacher, weight, tem
     folder = student.parent / "run"
     expected = float(loss_by_hand(folder, teacher, weight, temperature))
     assert records(folder)[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_another_teacher_than_before_is_told(workers, student, teacher, tmp_path):
+    """A run that still trains has other weights when its student goes on."""
+    shutil.copytree(teacher, tmp_path / "teacher")
+    words = (f"distill.teacher={tmp_path / 'teacher'}", "train.steps=1")
+    workers(1).run(run, student, *words)
+    own = tmp_path / "teacher" / "config.yaml"
+    folder = f"run.folder={tmp_path / 'teacher'}"
+    workers(1).run(run, own, folder, "train.steps=21")
+    words = (words[0], "train.steps=2")
+    ((_, said),) = workers(1).run(run_and_listen, student, *words)
+    assert f"the teacher is another one than before: step 21, not 20, of {tmp_path}" in said
+    ((_, said),) = workers(1).run(run_and_listen, student, words[0], "train.steps=3")
+    assert "another one than before" not in said
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(

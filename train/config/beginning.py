@@ -49,7 +49,7 @@ def first_line(plan: Plan, state: TrainState) -> str:
     unused = ""
     if start and plan.config.adapt.lora is None:
         unused = f"; checkpoint.init_from: {start} is for a new run, and not used"
-    return line + _average(plan) + _best(plan, state) + unused
+    return line + _average(plan) + _best(plan, state) + _teacher(plan) + unused
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
@@ -70,6 +70,17 @@ def _best(plan: Plan, state: TrainState) -> str:
     if plan.resume.state.best_score is None or state.best_score is not None:
         return ""
     return "; the best validation is looked for from there on"
+
+
+def _teacher(plan: Plan) -> str:
+    assert plan.resume is not None
+    before = plan.resume.state.teacher_step
+    if plan.teacher is None or before is None or plan.teacher.step == before:
+        return ""
+    return (
+        f"; the teacher is another one than before: step {plan.teacher.step:,}, not {before:,}, of "
+        f"{plan.config.distill.teacher}"
+    )
 
 
 def _average(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """The teacher of a run: checked before anything is built, and loaded once in each process."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,25 +21,35 @@ from train.tasks.sequences import SequenceTask
 from train.tasks.task import Task
 
 
-def check_teacher(config: RunConfig, task: Task[Any]) -> None:
+class TeacherAt(NamedTuple):
+    """The checkpoint that teaches: of a run the newest one when the student started."""
+
+    folder: Path
+    step: int
+
+
+def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
     """Checks that a teacher reads what the student reads, and knows the same classes or tokens.
 
     Args:
         config: of the run.
         task: its task.
 
+    Returns:
+        Its checkpoint; None: there is no teacher.
+
     Raises:
         ValueError: with an `exit_status` of 2: there is no such checkpoint, or it does not fit.
     """
     if config.distill.teacher is None:
-        return
+        return None
     key = f"distill.teacher: {config.distill.teacher}"
     if not isinstance(task, Learner):
         raise ConfigError(
             f"{key} is not allowed with data.kind: {config.data.kind}; images, sequences and text "
             f"are"
         )
-    checkpoint = _open(config)
+    checkpoint = _open(Path(config.distill.teacher))
     theirs = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
     if isinstance(task, ImageClassification):
         _check_images(config, task, checkpoint, theirs)
@@ -47,6 +57,7 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> None:
         _check_sequences(config, task, checkpoint, theirs)
     elif isinstance(task, LanguageModelling):
         _check_text(config, task, checkpoint, theirs)
+    return TeacherAt(checkpoint.folder, checkpoint.training_step)
 
 
 def _check_images(
@@ -146,23 +157,26 @@ def _check_length(key: str, theirs: RunConfig, length: int, name: str) -> None:
         )
 
 
-def set_teacher(config: RunConfig, task: Task[Any], device: torch.device) -> None:
+def set_teacher(
+    teacher: TeacherAt | None, config: RunConfig, task: Task[Any], device: torch.device
+) -> None:
     """Loads the teacher, if there is one, and gives it to the task.
 
     Args:
+        teacher: the same on all processes; a run that still trains may have newer ones by now.
         config: of the run, checked.
         task: its task.
         device: of the training.
     """
-    if config.distill.teacher is None:
+    if teacher is None:
         return
     assert isinstance(task, Learner)
-    model = load_model(_open(config), device, config.train.precision)
+    model = load_model(_open(teacher.folder), device, config.train.precision)
     task.learn_from(Teacher(model.requires_grad_(False), config.distill))
 
 
-def _open(config: RunConfig) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     try:
-        return open_checkpoint(Path(config.distill.teacher or ""))
+        return open_checkpoint(path)
     except ValueError as error:
         raise ConfigError(f"distill.teacher: {error}") from None

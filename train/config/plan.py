@@ -18,7 +18,7 @@ from parallel.dims import Dims
 from parallel.huggingface_parts import PartsWeights
 from parallel.weights import Weights, check_fits, open_weights
 from train.config.adaptation import begins_anew, graph_statistics, model_of
-from train.config.distillation import check_teacher
+from train.config.distillation import TeacherAt, check_teacher
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
 from train.config.run import RunConfig, load_config, parse_config
@@ -49,6 +49,8 @@ class Plan:
     """The weights that a new run starts from; with adapters also those that a run goes on with."""
     base_digest: str | None = None
     """Of the frozen weights that adapters are beside."""
+    teacher: TeacherAt | None = None
+    """The checkpoint that the run learns from."""
 
     @property
     def folder(self) -> Path:
@@ -74,6 +76,7 @@ class Plan:
             setattr(state, name, value)
         state.world_size = self.dims.world_size
         state.base_digest = self.base_digest
+        state.teacher_step = None if self.teacher is None else self.teacher.step
         return state
 
     def _forget_best(self, state: TrainState, checkpoint: Checkpoint) -> None:
@@ -149,7 +152,7 @@ def plan_of(inputs: Inputs) -> Plan:
     """Makes the plan from what `open_inputs` returned; see `plan_run`."""
     config, task = inputs.config, inputs.task
     model = model_of(config)
-    check_teacher(config, task)
+    teacher = check_teacher(config, task)
     resume = find_resume(config, task)
     init, base_digest = None, None
     if resume is not None:
@@ -170,7 +173,7 @@ def plan_of(inputs: Inputs) -> Plan:
     )
     return Plan(
         config=config, dims=inputs.dims, task=task, resume=resume, init=init,
-        base_digest=base_digest,
+        base_digest=base_digest, teacher=teacher,
     )  # fmt: skip
 
 
@@ -206,9 +209,10 @@ def plan_together(inputs: Inputs, world: comm.World) -> Plan:
     elif comm.from_main(init is not None) and not world.is_main:
         init = _open_init(config, task)
     base_digest = comm.from_main(plan.base_digest if plan else None)
+    teacher = comm.from_main(plan.teacher if plan else None)
     return Plan(
         config=config, dims=inputs.dims, task=task, resume=resume, init=init,
-        base_digest=base_digest,
+        base_digest=base_digest, teacher=teacher,
     )  # fmt: skip
 
 
