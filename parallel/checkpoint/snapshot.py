@@ -51,8 +51,7 @@ class SnapshotWriter:
                 with contextlib.suppress(OSError):  # a kernel without them
                     memory.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
-            if pinned:
-                _pin(self._bytes)
+            self._is_pinned = pinned and _pin(self._bytes)
             self._process = _start(descriptor)
         finally:
             os.close(descriptor)
@@ -147,6 +146,9 @@ class SnapshotWriter:
             with contextlib.suppress(BrokenPipeError):  # an order that a dead process did not read
                 pipe.close()
         self._process.wait()
+        if self._is_pinned:  # before the memory is let go: CUDA would keep its pages
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._is_pinned = False
 
 
 def _start(descriptor: int) -> subprocess.Popen[bytes]:
@@ -168,14 +170,16 @@ def _start(descriptor: int) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _pin(memory: torch.Tensor) -> None:
+def _pin(memory: torch.Tensor) -> bool:
     """Page-locks memory for a GPU; where the system allows no more, copies are slower."""
     register = torch.cuda.cudart().cudaHostRegister
-    if int(register(memory.data_ptr(), memory.numel(), 0)):
-        line = f"{memory.numel() / 1e9:.1f} GB for snapshots cannot be page-locked"
-        print(f"polyad: warning: {line}; they take longer", file=sys.stderr, flush=True)
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and the next kernel has it
-            torch.zeros(1, device="cuda")
+    if not int(register(memory.data_ptr(), memory.numel(), 0)):
+        return True
+    line = f"{memory.numel() / 1e9:.1f} GB for snapshots cannot be page-locked"
+    print(f"polyad: warning: {line}; they take longer", file=sys.stderr, flush=True)
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and the next kernel has it
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def _room(chunk: Chunk) -> int:
