@@ -24,6 +24,8 @@ from model.vision import ImageModelSettings
 from model.vit import ViTConfig
 
 Shape = tuple[int, ...]
+TIMM_EPSILON = 1e-6
+"""In every LayerNorm of timm's Mixer."""
 ACTIVATIONS = {
     "gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -276,7 +278,7 @@ def _mixer_config(shape_of: Callable[[str], Shape | None], origin: str) -> Mixer
         num_classes=head[0] if head else 1,
         num_layers=layers,
         hidden_size=width,
-        layer_norm_epsilon=1e-6,
+        layer_norm_epsilon=TIMM_EPSILON,
         token_feed_forward=DenseFeedForwardConfig(hidden_size=tokens),
         channel_feed_forward=DenseFeedForwardConfig(
             hidden_size=known("blocks.0.mlp_channels.fc1.weight")[0]
@@ -351,6 +353,11 @@ def config_to_files(
 def _timm_tree(config: MixerConfig, names: list[str]) -> dict[str, Any]:
     if config.activation != "gelu":
         raise HuggingFaceError(f"model.activation: {config.activation!r}: timm's Mixer has 'gelu'")
+    if config.layer_norm_epsilon != TIMM_EPSILON:
+        raise HuggingFaceError(
+            f"model.layer_norm_epsilon: {config.layer_norm_epsilon:g}: timm's Mixer has "
+            f"{TIMM_EPSILON:g}"
+        )
     size = config.image_size
     return {
         "architecture": f"mixer_w{config.hidden_size}_l{config.num_layers}_"

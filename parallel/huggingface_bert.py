@@ -1,9 +1,11 @@
 """A folder of transformers' BERT as a source of weights."""
 
+import re
 from pathlib import Path
 
 from model.bert import BertConfig
 from model.build import ModelSizeError, build_model
+from model.heads import ClassificationHeadConfig
 from model.huggingface import CONFIG_FILE, HuggingFaceError
 from model.huggingface_bert import (
     DECODER,
@@ -19,6 +21,7 @@ from model.settings import ModelSettings
 from parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
 from parallel.huggingface_parts import PartsWeights, is_copy
 
+_UNNAMED = re.compile(r"LABEL_\d+")
 _UNUSED = ("pooler", "cls.seq_relationship")
 # What decides which weights the encoder has and what they compute; a head may be new.
 _FREE = ("head", "dropout", "recompute", "compile", "initializer_range")
@@ -50,8 +53,21 @@ class BertWeights(PartsWeights):
                 f"{folder}: no tensor {last}, though {CONFIG_FILE} says num_hidden_layers "
                 f"{self.config.num_layers}"
             )
+        self._labels: object = tree.get("id2label")
         self._describe(self.config)
         self._check()
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes of its head; None if it has none, or names none."""
+        head = self.config.head
+        count = head.num_classes or 0 if isinstance(head, ClassificationHeadConfig) else 0
+        labels = self._labels if isinstance(self._labels, dict) else {}
+        names = [labels.get(str(number)) for number in range(count)]
+        known = [name for name in names if isinstance(name, str)]
+        if count < 2 or len(set(known)) < count or all(map(_UNNAMED.fullmatch, known)):
+            return None
+        return known
 
     @property
     def note(self) -> str | None:

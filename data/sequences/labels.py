@@ -16,6 +16,8 @@ from data.sequences.tables import Table
 
 Labels = npt.NDArray[np.generic]
 """[N] int64 of classes and choices, or float64 of values."""
+_HIDDEN = (f"{HIDDEN}", f"{float(HIDDEN)}")
+"""How files of several kinds write a label that is not told."""
 
 
 def is_hidden(table: Table, column: str) -> bool:
@@ -26,7 +28,7 @@ def is_hidden(table: Table, column: str) -> bool:
         column: Of its labels.
     """
     values = table.columns.get(column)
-    return values is None or all(_is_hidden(value) for value in values)
+    return values is None or all(str(value) in _HIDDEN for value in values)
 
 
 def class_names(table: Table, column: str) -> list[str]:
@@ -150,17 +152,14 @@ def _known(table: Table, column: str) -> Sequence[Any]:
     """The labels, none of which may be missing or hidden."""
     found = table.column(column)
     for row, value in enumerate(found):
-        if value is None or value == "" or _is_hidden(value):
+        hidden = table.class_names is not None and value == HIDDEN  # a number is one of no class
+        if value is None or value == "" or hidden:
             said = "no label" if value is None or value == "" else f"the label {value!r}, hidden"
             raise DataError(
                 f"{table.place}, row {row + 1}: has {said}: {column!r} has to be known in every "
                 f"row that is trained on or scored"
             )
     return found
-
-
-def _is_hidden(value: Any) -> bool:
-    return type(value) is int and value == HIDDEN
 
 
 def _named(table: Table, value: Any, row: int) -> str:

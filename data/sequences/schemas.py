@@ -75,6 +75,7 @@ BENCHMARKS: dict[str, Schema] = {
     "banking77": Schema(source="hub:legacy-datasets/banking77", metrics=("accuracy", "macro_f1")),
     "copa": Schema(
         "premise",
+        "question",
         choices=("choice1", "choice2"),
         task="multiple_choice",
         source="hub:aps/super_glue:copa",

@@ -68,6 +68,24 @@ def test_round_trip_through_a_checkpoint_is_bitwise(saved, tmp_path, kind):
     assert encoded["token_type_ids"] == [0] * 4 + [1] * (len(encoded["input_ids"]) - 4)
 
 
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (["yes", "no", "maybe"], True),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], False),
+        (["a", "a", "b"], False),
+    ],
+)
+def test_classes_have_the_names_of_the_folder_in_its_order(tmp_path, names, known):
+    theirs = their_bert("BertForSequenceClassification", num_labels=3)
+    theirs.config.id2label = dict(enumerate(names))
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert open_weights(tmp_path / "theirs").class_names == (names if known else None)
+    convert(tmp_path / "theirs", tmp_path / "ours", "polyad")
+    file = tmp_path / "ours" / "classes.json"
+    assert (json.loads(file.read_text()) == names) if known else not file.exists()
+
+
 def rewritten(folder: Path, change) -> Path:
     """Changes the tensors of a folder, in place."""
     file = folder / "model.safetensors"

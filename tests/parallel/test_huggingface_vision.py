@@ -9,9 +9,12 @@ from safetensors.torch import load_file, save_file
 from data.images.torchvision_door import available
 from model.build import read_model_config
 from model.huggingface import HuggingFaceError
+from model.huggingface_vision import config_to_files
 from parallel.huggingface_vision import VisionWeights
 from parallel.weights import load_model, open_weights
+from train.config.run import load_config
 from train.exchange.convert import convert
+from train.exchange.writers import normalization_of
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 40, "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -55,6 +58,47 @@ def test_a_vit_is_the_same_and_comes_back_bitwise(transformers, tmp_path):
     again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         assert torch.equal(again(IMAGES).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "expected"),
+    [
+        ("preprocessor_config.json", {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}, "half"),
+        (
+            "preprocessor_config.json",
+            {"image_mean": [0.4815, 0.4578, 0.4082], "image_std": [0.2686, 0.2613, 0.2758]},
+            "clip",
+        ),
+        ("preprocessor_config.json", {"image_mean": [0.1] * 3, "image_std": [0.5] * 3}, None),
+        ("preprocessor_config.json", {"image_mean": 0.5}, None),
+        (
+            "config.json",
+            {"pretrained_cfg": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}},
+            "imagenet",
+        ),
+        ("config.json", {}, None),
+    ],
+)
+def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, said, expected):
+    theirs = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
+    )
+    folder = saved(theirs, tmp_path / "vit")
+    path = folder / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | said))
+    assert normalization_of(folder) == expected
+    result = convert(folder, tmp_path / "ours", "polyad")
+    written = load_config(tmp_path / "ours" / "config.yaml").data.normalization
+    assert written == (expected or "imagenet")
+    assert any("does not say how pixels" in note for note in result["notes"]) == (expected is None)
+
+
+def test_a_mixer_of_timm_has_one_epsilon():
+    small = {"image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 8, "num_classes": 2}
+    other = read_model_config({"kind": "mixer", "layer_norm_epsilon": 1e-3, **small})
+    with pytest.raises(HuggingFaceError, match=r"model.layer_norm_epsilon: 0\.001: timm's Mixer"):
+        config_to_files(other, None)
 
 
 @pytest.mark.parametrize("pooler", [False, True])

@@ -18,6 +18,7 @@ from parallel.weights import load_model, open_weights
 from parallel.zero import DTYPES, Precision
 from train.errors import ConfigError
 from train.evaluation.generate import Sampling, TextStream, generate_ids
+from train.tasks.language import language_model
 from train.tasks.tokenizers import need_tokenizer
 
 Scored = tuple[list[int], int]
@@ -58,6 +59,7 @@ class PolyadLM(TemplateLM):
             allowed = ", ".join(DTYPES)
             raise ConfigError(f"precision: {precision!r} is not allowed: {allowed}")
         weights = open_weights(Path(checkpoint))
+        language_model(weights)
         self._coder = need_tokenizer(weights, tokenizer)
         # lm-eval asks for "cuda:0" where the user says nothing.
         self._device = torch.device((device or "cuda") if torch.cuda.is_available() else "cpu")
@@ -147,9 +149,13 @@ class PolyadLM(TemplateLM):
             batch = work[start : start + self.batch_size]
             longest = len(batch[0][1][0]) - 1
             input_BT = torch.full((len(batch), longest), self.eot_token_id)
+            mask_BT = torch.zeros((len(batch), longest), dtype=torch.bool)
             for row, (_, (ids, _)) in enumerate(batch):
                 input_BT[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-            logits_BTV = self.model(input_BT.to(self._device)).logits
+                mask_BT[row, : len(ids) - 1] = True
+            # Experts are not chosen by padding, either, where a model sees later tokens.
+            output = self.model(input_BT.to(self._device), mask_BT=mask_BT.to(self._device))
+            logits_BTV = output.logits
             for row, (number, (ids, count)) in enumerate(batch):
                 # Padding is behind the text, where causal attention does not look.
                 logits_TV = logits_BTV[row, len(ids) - 1 - count : len(ids) - 1].float()

@@ -56,8 +56,10 @@ class Checked:
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the classes of a checkpoint that was trained on images."""
-        return class_names_of(self.folder)
+        """The names of the classes, of a checkpoint or a BERT of transformers'; None: not known."""
+        names = class_names_of(self.folder)
+        theirs: list[str] | None = getattr(self._opened, "class_names", None)
+        return theirs if names is None else names
 
     @property
     def data(self) -> DataSettings | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from data.config import DataConfig, DataSettings, MaskedTextConfig
-from data.images.config import ImageDataConfig
+from data.images.config import NORMALIZATIONS, ImageDataConfig
 from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from data.text.tokenizers.tokenizer import Tokenizer
 from model import huggingface_bert as bert
@@ -31,7 +31,7 @@ from model.huggingface_vision import Parts, config_to_files, parts_of
 from model.settings import ModelSettings
 from model.vision import ImageSettings
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
-from parallel.checkpoint.tensor_folder import WEIGHTS_FILE
+from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, read_json
 from parallel.checkpoint.writer import save_weights
 from parallel.huggingface import HuggingFaceWeights
 from parallel.huggingface_bert import BertWeights
@@ -189,11 +189,50 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
     )
 
 
-def _data_of(config: ModelSettings) -> DataSettings:
+def _data_of(weights: Checked) -> DataSettings:
     """What a configuration says of data that nobody has named yet."""
-    if isinstance(config, ImageSettings):
-        return ImageDataConfig(path="runs/images")
-    return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
+    config = weights.config
+    if not isinstance(config, ImageSettings):
+        return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
+    settings = ImageDataConfig(path="runs/images")
+    known = normalization_of(weights.folder)
+    if known is None:
+        weights.notes.append(
+            f"{weights.folder} does not say how pixels are normalized: data.normalization: "
+            f"{settings.normalization} is written; also {', '.join(NORMALIZATIONS)}"
+        )
+        return settings
+    return settings.model_copy(update={"normalization": known})
+
+
+def normalization_of(folder: Path) -> str | None:
+    """The `data.normalization` that another library's folder says; None: it says none of ours.
+
+    Args:
+        folder: with transformers' preprocessor_config.json, or timm's config.json.
+    """
+    for name, section, keys in (
+        ("preprocessor_config.json", None, ("image_mean", "image_std")),
+        (CONFIG_FILE, "pretrained_cfg", ("mean", "std")),
+    ):
+        if not (folder / name).is_file():
+            continue
+        tree = read_json(folder / name, HuggingFaceError)
+        about = tree if section is None else tree.get(section)
+        given = [about.get(key) for key in keys] if isinstance(about, dict) else []
+        for ours, known in NORMALIZATIONS.items():
+            if all(_are_close(each, numbers) for each, numbers in zip(given, known, strict=False)):
+                return ours if given else None
+    return None
+
+
+def _are_close(given: object, numbers: tuple[float, ...]) -> bool:
+    return (
+        isinstance(given, list)
+        and len(given) == len(numbers)
+        and all(isinstance(each, int | float) for each in given)
+        and all(abs(a - b) < 1e-3 for a, b in zip(given, numbers, strict=True))
+    )
 
 
 def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -214,7 +253,7 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
     run = RunConfig(
         run=RunFolderConfig(folder=f"runs/{destination.name}"),
         model=config,
-        data=weights.data or _data_of(config),
+        data=weights.data or _data_of(weights),
         train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
     )
     state = TrainState(

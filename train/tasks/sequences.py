@@ -364,8 +364,10 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         """The head, unless the weights have one for these classes; but not a BERT's pooler."""
         head = getattr(weights.model_config(), "head", None)
         names = class_names_of(weights.folder) or []
-        same = isinstance(head, ClassificationHeadConfig) and names == self.data.class_names
-        if same:
+        ours = self.model.head
+        assert isinstance(ours, ClassificationHeadConfig)
+        same = isinstance(head, ClassificationHeadConfig) and head.num_classes == ours.num_classes
+        if same and names == self.data.class_names:
             return ()
         # A folder of transformers' knows itself whether its pooler is there.
         pooled = isinstance(weights, BertWeights) or any(

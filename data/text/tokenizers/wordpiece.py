@@ -33,16 +33,25 @@ LARGEST_ALPHABET = 1000
 unknown."""
 
 
-def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> tokenizers.Tokenizer:
+def wordpiece(
+    vocabulary: dict[str, int],
+    lowercase: bool,
+    *,
+    strip_accents: bool | None = None,
+    split_chinese: bool = True,
+) -> tokenizers.Tokenizer:
     """Gives a tokenizer that cuts text as BERT does.
 
     Args:
         vocabulary: Tokens and their ids.
-        lowercase: Whether text loses its case and accents first.
+        lowercase: Whether text loses its case first.
+        strip_accents: Whether it loses its accents; None: with its case.
+        split_chinese: Whether each Chinese character is a word.
     """
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN))
-    # Accents go with the case unless that is said otherwise.
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=split_chinese
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix=PREFIX)
     known = [AddedToken(token, special=True) for token in SPECIAL if token in vocabulary]
@@ -68,7 +77,8 @@ def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
         DataError: It is no such vocabulary.
     """
     try:
-        tokens = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: Chinese vocabularies have a token that is one of the other line ends.
+        tokens = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read: {error}") from None
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -77,21 +87,29 @@ def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
     if len(vocabulary) < len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
         raise DataError(f"not the vocab.txt of a BERT: {twice!r} is there twice")
-    lowercase = _named_case(file.parent / ABOUT_FILE)
+    about = _about(file.parent / ABOUT_FILE)
+    lowercase = about.get("do_lower_case")
     if lowercase is None:
         ordinary = (token for token in vocabulary if token not in SPECIAL)
         lowercase = not any(token != token.lower() for token in ordinary)
-    return Tokenizer(wordpiece(vocabulary, lowercase).to_str(), end_of_text)
+    backend = wordpiece(
+        vocabulary,
+        lowercase,
+        strip_accents=about.get("strip_accents"),
+        split_chinese=about.get("tokenize_chinese_chars", True),
+    )
+    return Tokenizer(backend.to_str(), end_of_text)
 
 
-def _named_case(about: Path) -> bool | None:
-    if not about.is_file():
-        return None
+def _about(file: Path) -> dict[str, bool]:
+    """The switches of a `tokenizer_config.json`; none where there is no such file."""
+    if not file.is_file():
+        return {}
     try:
-        value = json.loads(about.read_text(encoding="utf-8")).get("do_lower_case")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{about}: cannot be read: {error}") from None
-    return value if isinstance(value, bool) else None
+        tree = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}") from None
+    return {key: value for key, value in tree.items() if isinstance(value, bool)}
 
 
 def train_wordpiece(

@@ -11,7 +11,7 @@ from data.errors import DataError
 from data.sequences.config import SequenceDataConfig
 from data.sequences.labels import class_labels, class_names, is_hidden, right_choices, values
 from data.sequences.schemas import ALLOWED_METRICS, BENCHMARKS, Schema
-from data.sequences.tables import held_out, read_tables
+from data.sequences.tables import Table, held_out, read_tables
 from tests.helpers.sequences import folder_of, rows, write
 
 TABLE = [
@@ -150,6 +150,20 @@ def test_values_and_choices_are_numbers(tmp_path):
     ):
         with pytest.raises(DataError, match=r"train.csv, row \d: the label '.*' is not"):
             read(table_of(tmp_path, labels), "label")
+
+
+def test_hidden_labels_are_told_from_minus_one_in_every_form(tmp_path):
+    for labels in ([-1, -1], [-1.0, -1.0], ["-1", "-1"]):
+        assert is_hidden(Table("t", {"label": labels}, ["label"]), "label")
+    for labels in ([-1, 0, 1], ["-1", "0", "1"], [-1.0, 0.0, 1.0]):
+        table = Table("t", {"label": labels}, ["label"])
+        assert not is_hidden(table, "label")
+        assert class_names(table, "label") == ["-1", "0", "1"]
+        assert values(table, "label").tolist() == [-1.0, 0.0, 1.0]
+    with pytest.raises(DataError, match="the label -1, hidden"):
+        class_labels(
+            Table("t", {"label": [0, -1]}, ["label"], ["no", "yes"]), "label", ["no", "yes"]
+        )
 
 
 def test_bad_labels_are_one_line(tmp_path):

@@ -16,6 +16,7 @@ from lm_eval.api.registry import get_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from parallel.weights import load_model
+from tests.helpers.bert import their_bert
 from tests.helpers.runs import run, write_config
 from train import harness
 from train.errors import ConfigError
@@ -45,6 +46,12 @@ def exported(finished, tmp_path_factory):
 def reference(exported):
     model = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True).eval()
     return model, AutoTokenizer.from_pretrained(exported, local_files_only=True)
+
+
+def test_a_model_that_predicts_hidden_tokens_is_refused(tmp_path):
+    their_bert("BertForMaskedLM").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.kind: bert is not a language"):
+        PolyadLM(str(tmp_path))
 
 
 def requests(kind, *arguments):

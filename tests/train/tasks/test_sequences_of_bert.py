@@ -14,7 +14,15 @@ from parallel.weights import load_model
 from tests.helpers import sequences as made
 from tests.helpers.bert import their_bert
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import evaluation, records, run, run_expecting_error, weights_of
+from tests.helpers.runs import (
+    evaluation,
+    records,
+    run,
+    run_and_listen,
+    run_expecting_error,
+    weights_of,
+)
+from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 
@@ -164,3 +172,21 @@ def test_it_begins_from_a_folder_of_transformers(workers, config, tmp_path, kind
         assert torch.equal(begun["head.pooler.dense.weight"], held["pooler.dense.weight"])
     assert begun["head.classifier.weight"].shape == (3, 32)
     assert begun["head.classifier.bias"].abs().max() < 1e-10
+
+
+def test_numbers_begin_with_the_encoder_of_a_classifier_whose_classes_have_no_names(
+    workers, config, tmp_path
+):
+    their_bert("BertForSequenceClassification", num_labels=3).save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", "polyad")
+    rows = [{"text": cue, "label": number / 4} for number, cue in enumerate(CUES)]
+    made.write(tmp_path / "numbers" / "train.csv", rows)
+    made.write(tmp_path / "numbers" / "dev.csv", rows)
+    ((_, said),) = workers(1).run(
+        run_and_listen, config, f"checkpoint.init_from={tmp_path / 'ours'}", "train.steps=1",
+        f"data.path={tmp_path / 'numbers'}", "data.task=regression",
+        "model.feed_forward={kind: dense, hidden_size: 96}", "model.vocab_size=61",
+    )  # fmt: skip
+    assert "; new from the seed: head.classifier.*" in said
+    begun = weights_of(tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert begun["head.classifier.weight"].shape == (1, 32)

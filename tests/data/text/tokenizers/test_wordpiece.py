@@ -63,6 +63,20 @@ def test_a_vocabulary_reads_text_as_transformers_does(tmp_path, lowercase, said)
     assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint == ours.fingerprint
 
 
+def test_accents_and_chinese_are_read_as_the_folder_says(tmp_path):
+    from transformers import BertTokenizerFast
+
+    tokens = [*SPECIAL, "\u2028", "cafe", "caf\u00e9", "\u4e2d", "\u56fd", "\u4e2d\u56fd"]
+    for number, switches in enumerate(
+        ({}, {"strip_accents": False}, {"tokenize_chinese_chars": False})
+    ):
+        folder = write(tmp_path / f"{number}", tokens, do_lower_case=True, **switches)
+        ours, theirs = load_tokenizer(folder), BertTokenizerFast.from_pretrained(folder)
+        text = "Caf\u00e9 \u4e2d\u56fd"
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.vocabulary()["\u2028"] == len(SPECIAL)
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [(["the", "a"], r"no token \[UNK\]"), ([*SPECIAL, "a", "b", "a"], "'a' is there twice")],
