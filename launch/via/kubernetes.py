@@ -144,7 +144,7 @@ def manifest(
         **{"apiVersion": "v1", "kind": "ConfigMap", "metadata": about},
         "data": {Path(MOUNTED_CONFIG).name: config_text},
     }
-    pod = _pod(name, job, agent, variables)
+    pod = _pod(name, job, agent, {**_cores(job, processes_per_node), **variables})
     pod["terminationGracePeriodSeconds"] = int(grace_seconds) + 5 + GRACE_SLACK
     work = {
         **{"apiVersion": "batch/v1", "kind": "Job", "metadata": about},
@@ -170,6 +170,12 @@ def manifest(
         },
     }
     return yaml.safe_dump_all([service, files, work], sort_keys=False)
+
+
+def _cores(job: KubernetesJob, processes: int) -> dict[str, str]:
+    """What the script in each pod divides; without a limit it counts the cores of the node."""
+    known = {} if job.cpus_per_node is None else {"POLYAD_CORES": str(job.cpus_per_node)}
+    return {"POLYAD_PROCESSES": str(processes), **known}
 
 
 def _pod(
@@ -206,6 +212,8 @@ def _pod(
 
 # "$@": -m launch.torchrun, its options, -m launch train CONFIG key=value
 _IN_EACH_POD = """
+threads=$((${POLYAD_CORES:-$(nproc)} / ${POLYAD_PROCESSES:-1}))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 is_host=false
 if [ "$JOB_COMPLETION_INDEX" = 0 ]; then is_host=true; fi
 exec python "${@:1:2}" --rdzv-backend c10d \\

@@ -169,7 +169,7 @@ def plan_of(inputs: Inputs) -> Plan:
         config.checkpoint,
         step=resume.training_step if resume else 0,
         steps=config.train.steps,
-        size=resume.manifest.total_bytes if resume else checkpoint_bytes(config, model),
+        size=checkpoint_bytes(config, model),  # a moving average may have come or gone
     )
     return Plan(
         config=config, dims=inputs.dims, task=task, resume=resume, init=init,

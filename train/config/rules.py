@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.images.config import ImageDataConfig
 from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
 from model.settings import ModelSettings
@@ -59,6 +60,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
     check_load_loss(config)
+    check_mixing(config)
     check_muon(config)
     check_sample_similarity(config)
     if config.adapt.lora is not None and config.checkpoint.init_from is None:
@@ -238,6 +240,22 @@ def check_load_loss(config: RunConfig) -> None:
             f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
             f"feed-forward of kind: smoe or emoe with router_noise above 0; without one 0 is "
             f"allowed"
+        )
+
+
+def check_mixing(config: RunConfig) -> None:
+    """Checks that images that are mixed come in pairs.
+
+    Raises:
+        ConfigError: a micro-batch has an odd number of them.
+    """
+    data, size = config.data, config.train.micro_batch_size
+    if isinstance(data, ImageDataConfig) and data.mixes and size % 2:
+        key = "mixup" if data.augmentation.mixup else "cutmix"
+        raise ConfigError(
+            f"train.micro_batch_size: {size} is odd, and images are mixed in pairs "
+            f"(data.augmentation.{key}: {getattr(data.augmentation, key):g}); an even number is "
+            f"allowed, or data.augmentation.{key}: 0"
         )
 
 

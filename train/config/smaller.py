@@ -40,8 +40,7 @@ def to_train(config: RunConfig, dims: Dims) -> list[str]:
     Returns:
         `key=value (now value)`, as it is given on a command line.
     """
-    pairs = getattr(config.data, "mixes", False)  # of images, which then have to be even
-    micro = range(config.train.micro_batch_size - (2 if pairs else 1), 0, -2 if pairs else -1)
+    micro = range(config.train.micro_batch_size - 1, 0, -1)
     return [
         *_first_valid(config, dims, "train.micro_batch_size", micro),
         *_first_valid(config, dims, "model.recompute", ["block"]),

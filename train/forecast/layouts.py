@@ -129,10 +129,16 @@ def _degrees(config: RunConfig, machines: Machines) -> Iterator[tuple[str, ...]]
     sparse = isinstance(config.model.known_feed_forward(), SelectingConfig)
     for tensor, expert in product(powers, powers if sparse else [1]):
         if tensor * expert <= machines.processes_per_node:
-            yield (
+            changes: tuple[str, ...] = (
                 f"parallel.tensor_parallel_size={tensor}",
                 f"parallel.expert_parallel_size={expert}",
             )
+            # What these degrees do without would be refused with them.
+            if tensor == 1 and config.parallel.sequence_parallel:
+                changes += ("parallel.sequence_parallel=false",)
+            if expert == 1 and config.parallel.expert_overlap:
+                changes += ("parallel.expert_overlap=false",)
+            yield changes
 
 
 def _best_of(
@@ -212,7 +218,7 @@ def _few_layers(config: RunConfig) -> int | None:
     lora = config.adapt.lora
     patterns = [group.match for group in config.optimizer.groups]
     patterns += [] if lora is None else [*lora.targets, *lora.trained]
-    if any(re.search(r"\bblocks\.\d", pattern) for pattern in patterns):
+    if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return None
     feed_forward = config.model.known_feed_forward()
     placement = getattr(feed_forward, "placement", getattr(feed_forward, "blocks", 1))
@@ -262,4 +268,4 @@ def _is_so(tree: Any, change: str) -> bool:
     path, _, value = change.partition("=")
     for key in path.split("."):
         tree = tree[key]
-    return str(tree) == value
+    return (str(tree).lower() if isinstance(tree, bool) else str(tree)) == value

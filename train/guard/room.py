@@ -16,7 +16,8 @@ def check_room(
 ) -> None:
     """Checks that the next checkpoints fit: as many as `checkpoint.keep_last` holds at once.
 
-    Without that key the next one has to fit; if all that follow do not, rank 0 says so.
+    Without that key the next one has to fit; if all that follow do not, or those that
+    `checkpoint.keep_every` keeps, rank 0 says so.
 
     Args:
         folder: the run's.
@@ -45,10 +46,17 @@ def check_room(
             f"run.folder: {folder}: {some} of {_gigabytes(size)} must fit, {place} has "
             f"{_gigabytes(free)} free; {advice}make room or take another folder"
         )
-    if keep is None and coming * size > free and os.environ.get("RANK", "0") == "0":
+    if keep is not None and checkpoint.keep_every:  # those that stay for ever
+        often = math.lcm(every, checkpoint.keep_every)
+        staying = steps // often - step // often
+        advice = "a higher checkpoint.keep_every keeps fewer"
+    else:
+        staying = coming if keep is None else 0
+        advice = "checkpoint.keep_last deletes old ones"
+    if staying * size > free and os.environ.get("RANK", "0") == "0":
         print(
-            f"polyad: warning: {coming} checkpoints of {_gigabytes(size)} are to come and "
-            f"{_gigabytes(free)} are free; checkpoint.keep_last deletes old ones",
+            f"polyad: warning: {staying} checkpoints of {_gigabytes(size)} are to come and "
+            f"{_gigabytes(free)} are free; {advice}",
             file=sys.stderr,
             flush=True,
         )

@@ -19,7 +19,7 @@ TOKENS, VOCABULARY, CLASSES = 17, 61, 11
 FEED_FORWARDS = ("feed_forward", "token_feed_forward", "channel_feed_forward")
 ADAPTER_RANK = 2
 """Less than any side of a small factor."""
-_BLOCK = re.compile(r"\bblocks\.\d+")
+_BLOCK = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def small_config(config: RunConfig, processes: int) -> RunConfig:
@@ -61,7 +61,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     if (lora := tree["adapt"]["lora"]) is not None:
         lora["rank"] = min(lora["rank"], ADAPTER_RANK)
         for key in ("targets", "trained"):  # a pattern may name a block that is not there
-            lora[key] = [_BLOCK.sub("blocks.*", pattern) for pattern in lora[key]]
+            lora[key] = [_BLOCK.sub("*", pattern) for pattern in lora[key]]
     tree["loss"]["load"] = 0.0  # of the router's noise
     if norms_over_batch(config.model):
         # One process then has all samples at once, and these losses are of a micro-batch.

@@ -130,16 +130,9 @@ class ImageClassification(Learner, Task[ImageBatch]):
 
     @classmethod
     def open(cls, sections: Sections) -> "ImageClassification":
-        """Opens the prepared images, and checks that mixed ones come in pairs."""
+        """Opens the prepared images."""
         settings = sections.data
         assert isinstance(settings, ImageDataConfig)
-        if settings.mixes and sections.micro_batch_size % 2:
-            key = "mixup" if settings.augmentation.mixup else "cutmix"
-            raise ConfigError(
-                f"train.micro_batch_size: {sections.micro_batch_size} is odd, and images are mixed "
-                f"in pairs (data.augmentation.{key}: {getattr(settings.augmentation, key):g}); an "
-                f"even number is allowed, or data.augmentation.{key}: 0"
-            )
         return cls(ImageData.open(settings.path, settings.leave_out), sections)
 
     @classmethod

@@ -16,7 +16,8 @@ def open_arrow(root: Path) -> Found:
     Raises:
         DataError: It has no images with labels.
     """
-    files = sorted(root.rglob("*.arrow"))
+    # Beside what was saved `datasets` keeps what `map` and the like have made of it.
+    files = sorted(file for file in root.rglob("*.arrow") if not file.name.startswith("cache-"))
     shards = [
         Shard(path=str(file.resolve()), kind="range", size=file.stat().st_size) for file in files
     ]

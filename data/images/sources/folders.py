@@ -60,7 +60,12 @@ def open_zip(path: Path) -> Found:
     if depth < 2:
         raise DataError(f"{path}: has no images in folders of classes")
     tops = {part[0] for part in parts.values()}
-    if depth > 2 and len(tops) == 1 and not split_folders(tops):
+    around = len(tops) == 1 and not split_folders(tops)
+    deepest = max(len(part) for part in parts.values())
+    if around and depth == 2 < deepest:
+        stray = next(name for name, part in parts.items() if len(part) == 2)
+        raise DataError(f"{path}: {stray}: is not in a folder of a class, as other images are")
+    if around and depth > 2:
         parts = {name: part[1:] for name, part in parts.items()}  # one folder around everything
         tops = {part[0] for part in parts.values()}
     splits: Mapping[str, str | None] = split_folders(tops) or {"train": None}

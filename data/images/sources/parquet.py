@@ -89,7 +89,11 @@ def open_parquet(path: Path) -> Found:
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
             grouped = kinds[number] == "parquet"
-            yield from (_grouped if grouped else _ranges)(files[number], number, columns)
+            try:
+                yield from (_grouped if grouped else _ranges)(files[number], number, columns)
+            except (pyarrow.ArrowException, OSError) as error:
+                said = str(error)[:120]
+                raise DataError(f"{files[number]}: cannot be read as parquet: {said}") from None
 
     return Found(
         shards=shards,

@@ -140,6 +140,11 @@ def _samples(file: BinaryIO, path: Path, shard: int) -> Iterator[Entry]:
             sample, image, label = key, None, None
         ending = ending.lower()
         if f".{ending.rpartition('.')[2]}" in IMAGE_SUFFIXES:
+            if image is not None:
+                raise DataError(
+                    f"{path}: {member.name}: is a second image of its sample, beside {image.name}; "
+                    f"one is allowed"
+                )
             image = member
         elif ending in CLASS_KEYS:
             file.seek(member.offset)

@@ -78,17 +78,22 @@ def test_a_pod_starts_an_agent_that_meets_the_others_at_the_first(
 ) -> None:
     agent = (*AGENT, "run.folder=a b;$(touch x)", "seed='1'")
     (container,) = parts(agent)[2]["spec"]["template"]["spec"]["containers"]
-    write_command(tmp_path / "python", "printf '%s\\0' \"$@\"")
+    write_command(tmp_path / "python", 'printf \'%s\\0\' "$OMP_NUM_THREADS" "$@"')
+    values = {each["name"]: each["value"] for each in container["env"]}
+    assert values["POLYAD_PROCESSES"] == "2"
     # As Kubernetes hands over what stands in `command` and `args`: `$$(` is `$(`.
     words = [word.replace("$$(", "$(") for word in [*container["command"], *container["args"]]]
     done = subprocess.run(
         words, capture_output=True, check=True, text=True, cwd=tmp_path,
         env={
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index),
-            "HOSTNAME": f"my-run-{index}", "POLYAD_SERVICE": "my-run",
+            "HOSTNAME": f"my-run-{index}", "POLYAD_SERVICE": "my-run", "POLYAD_CORES": "7",
+            "POLYAD_PROCESSES": values["POLYAD_PROCESSES"],
         },
     )  # fmt: skip
-    assert done.stdout.split("\0")[:-1] == [
+    threads, *started = done.stdout.split("\0")[:-1]
+    assert threads == "3"
+    assert started == [
         *("-m", "launch.torchrun", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "my-run-0.my-run:29400", "--rdzv-id", "my-run"),
         *("--rdzv-conf", f"is_host={'true' if index == 0 else 'false'}"),

@@ -5,12 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from data.images.config import ImageDataConfig
 from parallel.dims import Dims
 from tests.helpers.runs import run, write_config
 from train.config.run import RunConfig, load_config
@@ -121,13 +121,11 @@ def test_the_micro_batch_advised_keeps_the_accumulation_whole(config: Path) -> N
     now = changed(config, "train.global_batch_size=480", "train.micro_batch_size=12")
     # 480 / (4 m) is whole for m = 10 and not for 11.
     assert to_train(now, layout)[0] == "train.micro_batch_size=10 (now 12)"
-    pairs = SimpleNamespace(mixes=True)  # images that are mixed in pairs need an even number
-    mixed = changed(config, "train.global_batch_size=360", "train.micro_batch_size=12")
-    assert to_train(mixed, layout)[0] == "train.micro_batch_size=10 (now 12)"
     mixed = changed(config, "train.global_batch_size=360", "train.micro_batch_size=10")
     assert to_train(mixed, layout)[0] == "train.micro_batch_size=9 (now 10)"
-    even = mixed.model_copy(update={"data": pairs})
-    assert to_train(even, layout)[0] == "train.micro_batch_size=6 (now 10)"
+    images = ImageDataConfig.model_validate({"path": "x", "augmentation": {"mixup": 0.2}})
+    in_pairs = mixed.model_copy(update={"data": images})  # which need an even number
+    assert to_train(in_pairs, layout)[0] == "train.micro_batch_size=6 (now 10)"
     now = changed(config, "train.global_batch_size=4", "train.micro_batch_size=1")
     assert to_train(now, layout)[0] == "model.recompute=block (now none)"
 
