@@ -114,7 +114,7 @@ def test_every_layout_takes_the_same_global_batches_none_twice_and_none_left_out
         assert set(workers(processes).run(run_and_note, config, notes, *options)) == {steps}
         taken += global_batches(notes, B)
         if number == 0:
-            event = {"action": "rewind", "batch": left_out}
+            event = {"action": "rewind", "batch": left_out, "rewound_to": steps}
             (tmp_path / "run" / "spikes.jsonl").write_text(json.dumps(event) + "\n")
         if number == 1:
             (tmp_path / "run" / "spikes.jsonl").unlink()  # by now the checkpoint knows

@@ -175,7 +175,8 @@ def test_grey_networks_compare_the_one_number_of_a_pixel_that_they_read():
     section = {"kind": "mixture", "image_size": 8, "num_classes": 4, "num_experts": 3, "grey": True}
     model = build_model(read_model_config(section | {"expert": small, "gate_network": small}))
     materialize(model, 0)
-    images = torch.randn(5, 1, 8, 8).expand(-1, 3, -1, -1)
+    model.double()
+    images = torch.randn(5, 1, 8, 8, dtype=torch.float64).expand(-1, 3, -1, -1)
     give_samples(model, True)
     read = Reading(model, model.as_read)
     (stats,) = read(images).routing
