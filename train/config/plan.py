@@ -80,13 +80,16 @@ class Plan:
         return state
 
     def _forget_best(self, state: TrainState, checkpoint: Checkpoint) -> None:
-        """Forgets a best score that later ones cannot be compared with, or that was not kept."""
+        """Forgets a best score that later ones cannot be compared with, or that was not kept.
+
+        Its checkpoint, if it is there, stays until there is a better one.
+        """
         before = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
         ours, theirs = self.config.evaluation, before.evaluation
         if (ours.max_windows, ours.stride) != (theirs.max_windows, theirs.stride):
-            state.best_score, state.best_step, state.validations_since_best = None, 0, 0
+            state.best_score, state.validations_since_best = None, 0
         elif self.config.checkpoint.keep_best and not before.checkpoint.keep_best:
-            state.best_score, state.best_step = None, 0  # its checkpoint may not be there
+            state.best_score = None
 
 
 @dataclass(frozen=True, kw_only=True)

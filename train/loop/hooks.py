@@ -88,7 +88,7 @@ class Checkpoints:
         with self._memory.building(f"saving step {state.step}"):
             counted = self._task.counted(state.samples)
             values = state.to_json() | counted
-            best = state.best_step if self._keep_best and state.best_score is not None else None
+            best = state.best_step or None if self._keep_best else None
             self._saver.save(state.step, values, self._config_yaml, self._files, best=best)
 
 
