@@ -64,17 +64,12 @@ def _prepare(study: Study, data: StudyData, source: str) -> None:
         held_out = data.validation_fraction
         prepare_images(source, data.path, held_out=held_out, overwrite=False)
     elif data.tokenizer is not None:
-        # A share that the file does not name is none for a source that has such a split.
-        given = data.model_fields_set
-        prepare(
-            source,
-            data.tokenizer,
-            data.path,
-            validation_fraction=data.validation_fraction
-            if "validation_fraction" in given
-            else None,
-            test_fraction=data.test_fraction if "test_fraction" in given else None,
-        )
+        # The file may leave a share out, as of a source that has such a split.
+        shares = {
+            name: getattr(data, name) if name in data.model_fields_set else None
+            for name in ("validation_fraction", "test_fraction")
+        }
+        prepare(source, data.tokenizer, data.path, **shares)
 
 
 @contextmanager

@@ -28,8 +28,9 @@ RESULT_KEYS = (
 """Keys that every result has, with tasks or without."""
 SPREAD = {"mean", "deviation"}
 INTERVAL = SPREAD | {"low", "high"}
-CROSSING = {"units", "low", "high"}
 """Numbers of a mean and its interval, as `train.study.paired` has them."""
+CROSSING = {"units", "low", "high"}
+"""Where a difference would be zero, as `launch.study.curves` has it."""
 
 
 def check_folder(study: Study) -> None:
