@@ -65,11 +65,16 @@ def _prepare(study: Study, data: StudyData, source: str) -> None:
         prepare_images(source, data.path, held_out=held_out, overwrite=False)
     elif data.tokenizer is not None:
         # The file may leave a share out, as of a source that has such a split.
-        shares = {
-            name: getattr(data, name) if name in data.model_fields_set else None
-            for name in ("validation_fraction", "test_fraction")
-        }
-        prepare(source, data.tokenizer, data.path, **shares)
+        given = data.model_fields_set
+        validation = data.validation_fraction if "validation_fraction" in given else None
+        test = data.test_fraction if "test_fraction" in given else None
+        prepare(
+            source,
+            data.tokenizer,
+            data.path,
+            validation_fraction=validation,
+            test_fraction=test,
+        )
 
 
 @contextmanager
