@@ -30,6 +30,7 @@ from parallel import comm
 from parallel.parallelize import InitialWeights
 from parallel.zero import Engine
 from train.config.adaptation import model_of
+from train.config.distillation import teacher_here
 from train.config.plan import open_inputs
 from train.config.run import RunConfig
 from train.errors import STOP_SIGNALS, ConfigError, RunError
@@ -61,12 +62,13 @@ def timed_trial(config: RunConfig, task: Task[Any], split: str, began: float) ->
     engine = engine_of(config, world, config.optimizer, start, compiled=config.model.compile)
     engine.train()
     batches = [*micro_batches(config, world, 0)]
-    _step(engine, config, batches)
+    losses_of = losses_for(config.model, teacher_here(config, world.device))
+    _step(engine, config, losses_of, batches)
     stepped = time.time()
-    step_seconds = _median(lambda: _step(engine, config, batches))
+    step_seconds = _median(lambda: _step(engine, config, losses_of, batches))
     engine.train(False)
     samples = config.evaluation.batch_size or config.train.micro_batch_size
-    batch = random_batch(config.model, range(samples))
+    batch = random_batch(config.model, range(samples), config.data)
     _pass(engine, config, batch)
     pass_seconds = _median(lambda: _pass(engine, config, batch))
     return {
@@ -89,11 +91,13 @@ def _median(timed: Callable[[], None]) -> float:
     return statistics.median(times)
 
 
-def _step(engine: Engine, config: RunConfig, batches: Sequence[RandomBatch]) -> None:
+def _step(
+    engine: Engine, config: RunConfig, losses_of: Any, batches: Sequence[RandomBatch]
+) -> None:
     """One optimizer step; its loss is waited for."""
     train_step(
         engine,
-        losses_for(config.model),
+        losses_of,
         Prefetch(iter(batches), engine.device),
         len(batches),
         1e-6,

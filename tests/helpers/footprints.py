@@ -1,15 +1,18 @@
 """Steps that are really done, and what they exchange and hold, called in worker processes."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel import comm
+from parallel.checkpoint.writer import save
 from parallel.parallelize import InitialWeights
 from parallel.plan.traffic import Amount, Exchange, Traffic
 from parallel.plan.weightless import Watched
 from parallel.zero import Engine
 from train.config.adaptation import model_of
+from train.config.distillation import teacher_here
 from train.config.rules import validate
 from train.config.run import RunConfig
 from train.forecast.step import OWN_NUMBERS
@@ -71,18 +74,26 @@ def held(engine: Engine) -> dict[str, int]:
     return sizes
 
 
+def save_start(config: RunConfig, folder: Path) -> None:
+    """Writes a checkpoint of a model that has not been trained."""
+    world = comm.initialize()
+    start = InitialWeights(model_of(config), config.seed)
+    engine = engine_of(config, world, config.optimizer, start)
+    save(engine, folder, 1, state={}, config_yaml=config.to_yaml())
+
+
 def measured_rise(config: RunConfig) -> int:
     """How many bytes more than before a step its peak takes, as torch's allocator has them."""
     world = comm.initialize()
     start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, world, config.optimizer, start)
-
+    losses_of = losses_for(config.model, teacher_here(config, world.device))
     batches = list(micro_batches(config, world, 0))
 
     def step() -> None:
         issue_step(
             engine,
-            losses_for(config.model),
+            losses_of,
             iter(batches),
             len(batches),
             1e-3,

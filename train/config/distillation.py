@@ -7,6 +7,7 @@ import torch
 
 from data.images.config import ImageDataConfig
 from model.gpt2 import GPT2Config
+from model.settings import ModelSettings
 from model.smoe.config import SparseMoEConfig
 from model.vision import ImageSettings
 from parallel.checkpoint.checkpoint import Checkpoint
@@ -171,8 +172,34 @@ def set_teacher(
     if teacher is None:
         return
     assert isinstance(task, Learner)
-    model = load_model(_open(teacher.folder), device, config.train.precision)
-    task.learn_from(Teacher(model.requires_grad_(False), config.distill))
+    task.learn_from(_loaded(_open(teacher.folder), config, device))
+
+
+def teacher_model(config: RunConfig) -> ModelSettings | None:
+    """The teacher's configuration, as its checkpoint has it; None: there is no teacher.
+
+    Raises:
+        ConfigError: There is no such checkpoint.
+    """
+    if config.distill.teacher is None:
+        return None
+    return _open(Path(config.distill.teacher)).model_config()
+
+
+def teacher_here(config: RunConfig, device: torch.device) -> Teacher | None:
+    """The teacher, with its newest weights; None: there is none.
+
+    Raises:
+        ConfigError: There is no such checkpoint.
+    """
+    if config.distill.teacher is None:
+        return None
+    return _loaded(_open(Path(config.distill.teacher)), config, device)
+
+
+def _loaded(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Teacher:
+    model = load_model(checkpoint, device, config.train.precision)
+    return Teacher(model.requires_grad_(False), config.distill)
 
 
 def _open(path: Path) -> Checkpoint:

@@ -12,13 +12,14 @@ from train.config.adaptation import model_of
 from train.config.plan import checkpoint_bytes
 from train.config.run import RunConfig
 from train.forecast.step import Footprint, footprint
+from train.tasks.random_input import flops_of_unit
 from train.tasks.registry import task_class
 
 HOST_COPY = 20e9
 """Bytes a second from a GPU to its host's memory, which an asynchronous checkpoint waits for."""
 KINDS = (
-    *("weights", "gradients", "optimizer", "activations", "experts", "loss", "communication"),
-    *("libraries", "allocator"),
+    *("weights", "gradients", "optimizer", "teacher", "activations", "experts", "loss"),
+    *("communication", "libraries", "allocator"),
 )
 """Of memory, in the order in which people read them."""
 
@@ -153,6 +154,7 @@ def describe_forecast(
     unit = task_class(config.data.kind).unit.name
     units = train.global_batch_size * config.model.units_per_sample()
     rate = units / spent.total
+    flops = flops_of_unit(config.model, config.data)
     held = {kind: memory[kind] for kind in KINDS if memory.get(kind)}
     total = sum(held.values())
     return {
@@ -188,7 +190,7 @@ def describe_forecast(
             "hidden_exchanges": spent.hidden,
         },
         f"{unit}s_per_second": rate,
-        "mfu": rate * config.model.flops_per_unit() / (peak * world) if peak else None,
+        "mfu": rate * flops / (peak * world) if peak else None,
         "run": {
             "steps": train.steps,
             f"{unit}s": train.steps * units,

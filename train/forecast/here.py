@@ -10,6 +10,7 @@ from parallel.plan.devices import Device
 from parallel.plan.replay import exchanged_here, host_seconds, replayed
 from parallel.plan.times import StepTime
 from train.config.adaptation import model_of
+from train.config.distillation import teacher_here
 from train.config.rules import validate
 from train.config.run import RunConfig
 from train.console import Progress
@@ -86,13 +87,14 @@ def _measured(config: RunConfig, world: comm.World, steps: int) -> float:
     """The median of real steps, after one that warms up."""
     start = InitialWeights(model_of(config), config.seed)
     engine = engine_of(config, world, config.optimizer, start)
+    losses_of = losses_for(config.model, teacher_here(config, world.device))
     times = []
     for step in range(1 + steps):
         batches = list(micro_batches(config, world, step))
         comm.barrier()
         begin = time.perf_counter()
         issue_step(
-            engine, losses_for(config.model), iter(batches), len(batches), 1e-4, losses=config.loss
+            engine, losses_of, iter(batches), len(batches), 1e-4, losses=config.loss
         ).outcome()
         times.append(time.perf_counter() - begin)
     return sorted(times[1:])[(len(times) - 1) // 2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from model.build import initial_value
+from model.build import build_model, initial_value, place
 from model.kernels import switch
 from parallel.dims import Dims
 from parallel.parallelize import parallelize
@@ -17,12 +17,14 @@ from parallel.plan.traffic import Amount, Exchanges, Traffic
 from parallel.plan.weightless import Weightless
 from parallel.plan.work import Computed, Phase, Work
 from parallel.plan.world import pretended_world
-from parallel.zero import Engine
+from parallel.zero import DTYPES, Engine
 from train.config.adaptation import model_of
+from train.config.distillation import teacher_model
 from train.config.run import RunConfig
 from train.loop.optimizer import build_optimizer
 from train.loop.step import issue_step
 from train.tasks.cross_entropy import cross_entropy
+from train.tasks.distillation import Teacher
 from train.tasks.random_input import losses_for, random_batch
 
 OWN_NUMBERS = 5
@@ -120,7 +122,8 @@ def footprint(
         phases.append(Phase(engine.module))
         engine.train()
         _name_state(engine, memory, weightless)
-        batch = random_batch(config.model, range(train.micro_batch_size))
+        teacher = _teacher(config, memory)
+        batch = random_batch(config.model, range(train.micro_batch_size), config.data)
         for tensor in batch:
             weightless.forget(tensor)
 
@@ -136,7 +139,7 @@ def footprint(
                 counter.clear()
             issue_step(
                 engine,
-                losses_for(config.model),
+                losses_for(config.model, teacher),
                 parts(),
                 run,
                 1e-3,
@@ -152,6 +155,20 @@ def footprint(
             exchanges=_exchanges(traffic, micro_batches),
             work=_work(computed, micro_batches),
         )
+
+
+def _teacher(config: RunConfig, memory: Memory) -> Teacher | None:
+    """The run's teacher, whole on each process, without its numbers."""
+    settings = teacher_model(config)
+    if settings is None:
+        return None
+    model = build_model(settings).requires_grad_(False)
+    weights = ((name, torch.empty(each.shape)) for name, each in model.named_parameters())
+    place(model, weights, "cpu", DTYPES[config.train.precision])
+    buffers = ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers())
+    place(model, buffers, "cpu")
+    memory.name([*model.parameters(), *model.buffers()], "teacher")
+    return Teacher(model.eval(), config.distill)
 
 
 class _Parts:

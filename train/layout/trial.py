@@ -170,7 +170,8 @@ def micro_batches(config: RunConfig, world: comm.World, step: int) -> Iterator[A
     for number in range(config.train.global_batch_size // size):
         if number % world.data_parallel_size == world.data_parallel_rank:
             samples = range(number * size, (number + 1) * size)
-            yield random_batch(config.model, [1_000_000 * step + each for each in samples])
+            numbers = [1_000_000 * step + each for each in samples]
+            yield random_batch(config.model, numbers, config.data)
 
 
 def _save(engine: Engine, config: RunConfig, folder: Path, step: int) -> Path:

@@ -1,12 +1,15 @@
 """Samples that say nothing, for a model of any kind: to try a layout, or to plan one."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from data.config import DataSettings
 from data.images.samples import ImageBatch
+from data.sequences.config import SequenceDataConfig
 from data.text.masking import MaskedBatch
 from model.bert import BertConfig, MaskedLanguageHeadConfig
 from model.gpt2 import GPT2Config
@@ -16,6 +19,7 @@ from model.settings import ModelSettings
 from model.vision import ImageSettings
 from train.errors import ConfigError
 from train.tasks.cross_entropy import cross_entropy
+from train.tasks.distillation import Teacher
 from train.tasks.language import TextBatch, text_losses
 from train.tasks.masked_language import masked_losses
 from train.tasks.task import Predictor
@@ -30,26 +34,52 @@ class SequenceBatch(NamedTuple):
     labels_B: Tensor
 
 
-def random_batch(model: ModelSettings, seeds: Sequence[int]) -> RandomBatch:
+def sequences_of(data: DataSettings) -> int:
+    """Sequences of a sample, as far as the configuration says: its choices, or 1."""
+    named = len(data.schema_of.choices) if isinstance(data, SequenceDataConfig) else 0
+    return max(1, named)
+
+
+def length_of(model: GPT2Config | BertConfig, data: DataSettings | None) -> int:
+    """Tokens after which a sequence is cut off."""
+    longest = data.max_length if isinstance(data, SequenceDataConfig) else None
+    return min(longest or model.sequence_length, model.sequence_length)
+
+
+def flops_of_unit(model: ModelSettings, data: DataSettings) -> int:
+    """Floating-point operations of training on what throughput counts, as `flops_per_unit`, where
+    each sequence is as long as it may be."""
+    if isinstance(model, GPT2Config | BertConfig) and isinstance(data, SequenceDataConfig):
+        return sequences_of(data) * model.flops_of_sequence(length_of(model, data))
+    return model.flops_per_unit()
+
+
+def random_batch(
+    model: ModelSettings, samples: Sequence[int], data: DataSettings | None = None
+) -> RandomBatch:
     """A micro-batch as the model's task would give it.
 
     Args:
         model: Of text or of images.
-        seeds: Of each sample.
+        samples: The number of each, which is its seed.
+        data: What the run reads: of labelled sequences how long they are, and how many a sample
+            has; None: sequences as long as the model's, and one of each sample.
     """
-    samples = [_sample(model, seed) for seed in seeds]
-    return type(samples[0])(*map(torch.stack, zip(*samples, strict=True)))
+    each = 1 if data is None else sequences_of(data)
+    seeds = [each * sample + number for sample in samples for number in range(each)]
+    found = [_sample(model, data, seed) for seed in seeds]
+    return type(found[0])(*map(torch.stack, zip(*found, strict=True)))
 
 
-def _sample(model: ModelSettings, seed: int) -> RandomBatch:
+def _sample(model: ModelSettings, data: DataSettings | None, seed: int) -> RandomBatch:
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, GPT2Config):
         if model.head is not None:
-            return _sequence_sample(model, model.head, generator)
+            return _sequence_sample(model, model.head, length_of(model, data), generator)
         length = model.sequence_length + 1
         return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
     if isinstance(model, BertConfig):
-        return _bert_sample(model, generator)
+        return _bert_sample(model, length_of(model, data), generator)
     assert isinstance(model, ImageSettings)
     side = model.image_size
     return ImageBatch(
@@ -60,11 +90,12 @@ def _sample(model: ModelSettings, seed: int) -> RandomBatch:
     )
 
 
-def _bert_sample(model: BertConfig, generator: torch.Generator) -> MaskedBatch | SequenceBatch:
+def _bert_sample(
+    model: BertConfig, length: int, generator: torch.Generator
+) -> MaskedBatch | SequenceBatch:
     if isinstance(model.head, ClassificationHeadConfig):
-        return _sequence_sample(model, model.head, generator)
+        return _sequence_sample(model, model.head, length, generator)
     if isinstance(model.head, MaskedLanguageHeadConfig):
-        length = model.sequence_length
         ids_T = torch.randint(model.known_vocab_size(), (length,), generator=generator)
         hidden = model.head.num_masked(length)
         positions_P = torch.randperm(length, generator=generator)[:hidden].sort().values
@@ -76,32 +107,48 @@ def _bert_sample(model: BertConfig, generator: torch.Generator) -> MaskedBatch |
 
 
 def _sequence_sample(
-    model: GPT2Config | BertConfig, head: ClassificationHeadConfig, generator: torch.Generator
+    model: GPT2Config | BertConfig,
+    head: ClassificationHeadConfig,
+    length: int,
+    generator: torch.Generator,
 ) -> SequenceBatch:
-    length, vocabulary = model.sequence_length, model.known_vocab_size()
-    ids_T = torch.randint(vocabulary, (length,), generator=generator)
+    ids_T = torch.randint(model.known_vocab_size(), (length,), generator=generator)
     return SequenceBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
 
 
-def losses_for(model: ModelSettings) -> Any:
-    """The loss on such a micro-batch, of tokens or of the class; see `Task.losses`."""
-    if isinstance(model, GPT2Config):
-        return text_losses if model.head is None else _sequence_losses
-    if isinstance(model, BertConfig):
-        return masked_losses if model.head.kind == "language" else _sequence_losses
-    return _image_losses
+def losses_for(model: ModelSettings, teacher: Teacher | None = None) -> Any:
+    """The loss on such a micro-batch, of tokens or of the class; see `Task.losses`.
+
+    Args:
+        model: Of text or of images.
+        teacher: Has its share of each loss; None: none.
+    """
+    if isinstance(model, GPT2Config) and model.head is None:
+        return text_losses if teacher is None else partial(_taught_text_losses, teacher)
+    if isinstance(model, BertConfig) and model.head.kind == "language":
+        return masked_losses
+    return partial(_class_losses, teacher)
 
 
-def _sequence_losses(
-    model: Predictor, batch: SequenceBatch
-) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+Losses: TypeAlias = tuple[Tensor, tuple[RoutingStats, ...]]
+
+
+def _taught_text_losses(teacher: Teacher, model: Predictor, batch: TextBatch) -> Losses:
+    logits_BTV, routing = model(batch.input_ids_BT)
+    losses_BT = cross_entropy(logits_BTV, batch.target_ids_BT)
+    return teacher.taught(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
+
+
+def _class_losses(
+    teacher: Teacher | None, model: Predictor, batch: SequenceBatch | ImageBatch
+) -> Losses:
     """The loss of the class; of a single output its square."""
-    logits_BK, routing = model(batch.input_ids_BT)
+    inputs = batch[0]
+    logits_BK, routing = model(inputs)
     if logits_BK.shape[-1] == 1:
-        return logits_BK[:, 0].float().square(), routing
-    return cross_entropy(logits_BK, batch.labels_B), routing
-
-
-def _image_losses(model: Predictor, batch: ImageBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    logits_BK, routing = model(batch.images_BCHW)
-    return cross_entropy(logits_BK, batch.labels_B), routing
+        losses_B = logits_BK[:, 0].float().square()
+    else:
+        losses_B = cross_entropy(logits_BK, batch.labels_B)
+    if teacher is not None:
+        losses_B = teacher.taught(losses_B, logits_BK.float(), inputs)
+    return losses_B, routing

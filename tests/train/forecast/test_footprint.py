@@ -6,11 +6,12 @@ import pytest
 
 from parallel.plan.traffic import Amount
 from tests.helpers.everyday import everyday
-from tests.helpers.footprints import measured_rise, second_step
+from tests.helpers.footprints import measured_rise, save_start, second_step
 from train.config.rules import validate
 from train.config.run import load_config
 from train.forecast.step import footprint
 from train.layout.small import small_config
+from train.tasks.random_input import flops_of_unit, random_batch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
 
@@ -142,3 +143,48 @@ def test_the_peak_of_a_step_is_the_measured_one(workers, file, size, precision):
     rise = sum(planned.memory.values()) - sum(planned.between_steps.values())
     (measured,) = workers(1).run(measured_rise, config)
     assert rise == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_teacher_takes_its_weights_and_what_it_computes(workers, tmp_path, precision):
+    words = [*vocabulary_of("gpt2/124m.yaml"), "model.num_layers=2", "model.sequence_length=64"]
+    words += ["model.hidden_size=64", "model.num_heads=2", f"train.precision={precision}"]
+    words += ["train.micro_batch_size=2", "train.global_batch_size=4"]
+    alone = load_config(Path("configs/gpt2/124m.yaml"), words)
+    larger = load_config(Path("configs/gpt2/124m.yaml"), [*words, "model.num_layers=12"])
+    workers(1).run(save_start, larger, tmp_path / "teacher")
+    taught = load_config(
+        Path("configs/gpt2/124m.yaml"), [*words, f"distill.teacher={tmp_path / 'teacher'}"]
+    )
+    dims = validate(alone, 1)
+    planned, without = footprint(taught, dims), footprint(alone, dims)
+    parameters = footprint(larger, dims).parameters
+    assert planned.parameters == without.parameters
+    assert planned.memory["teacher"] == parameters * (2 if precision == "bf16" else 4)
+    rise = sum(planned.memory.values()) - sum(planned.between_steps.values())
+    (measured,) = workers(1).run(measured_rise, taught)
+    assert rise == pytest.approx(measured, rel=0.1)
+    assert flops(planned) - flops(without) > 2 * 4 * 64 * parameters  # 4 samples of 64 tokens
+
+
+def flops(planned):
+    """Of a step."""
+    return sum(work.flops * times for work, times in planned.work)
+
+
+def test_a_sample_of_choices_is_as_many_sequences_of_the_longest_length():
+    file = Path("configs/finetune/bert-base-sst2.yaml")
+    words = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"]
+    words += ["model.vocab_size=61", "model.head.num_classes=1", "data.task=multiple_choice"]
+    words += ["train.global_batch_size=12", "data.columns={choices: [a, b, c]}"]
+    config = load_config(file, [*words, "train.micro_batch_size=2"])
+    assert random_batch(config.model, [0, 1], config.data).input_ids_BT.shape == (6, 128)
+    assert config.model.sequence_length == 512
+    single = config.data.model_copy(update={"columns": None, "task": "classification"})
+    train = config.train.model_copy(update={"global_batch_size": 36, "micro_batch_size": 6})
+    as_single = config.model_copy(update={"data": single, "train": train})
+    ours, theirs = (footprint(each, validate(each, 1)) for each in (config, as_single))
+    assert ours.memory == theirs.memory
+    assert flops(ours) == flops(theirs)
+    per_sample = flops_of_unit(config.model, config.data)
+    assert per_sample == 3 * config.model.flops_of_sequence(128)
