@@ -22,6 +22,7 @@ from data.sequences.samples import SequenceBatch, TrainingRows
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer
 from model.bert import BertConfig
+from model.config_yaml import load
 from model.gpt2 import GPT2Config
 from model.heads import HEAD, ClassificationHeadConfig
 from model.output import RoutingStats
@@ -367,6 +368,7 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         ours = self.model.head
         assert isinstance(ours, ClassificationHeadConfig)
         same = isinstance(head, ClassificationHeadConfig) and head.num_classes == ours.num_classes
+        same = same and _task_of(weights) in (None, self.schema.task)
         if same and names == self.data.class_names:
             return ()
         # A folder of transformers' knows itself whether its pooler is there.
@@ -378,6 +380,17 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the rows in the training split."""
         return {self.name: sorted({self.samples.row_of(sample) for sample in samples})}
+
+
+def _task_of(weights: Weights) -> str | None:
+    """What the head of weights was trained for: one output is a number, or that of a choice; None:
+    they do not say."""
+    if not isinstance(weights, Checkpoint):
+        return None
+    data = load(weights.config_yaml).get("data")
+    if not data or data.get("kind") != "sequences":
+        return None
+    return SequenceDataConfig.model_validate(data).schema_of.task
 
 
 def _open(

@@ -308,6 +308,19 @@ def test_pairs_numbers_and_choices_train_and_are_scored(
     assert result["sequences_scored"] == 16
 
 
+def test_a_head_of_numbers_is_not_taken_for_one_of_choices(workers, config, tmp_path, other_tables):
+    """Both have one output, and no names of classes."""
+    still = ("train.steps=1", "checkpoint.every=0", "optimizer.learning_rate=1e-12")
+    numbers = (*OTHERS["numbers"], f"data.path={other_tables / 'numbers'}", *still)
+    workers(1).run(run, config, *numbers)
+    start = (*still, f"checkpoint.init_from={tmp_path / 'run'}")
+    choices = (*OTHERS["choices"], f"data.path={other_tables / 'choices'}", *start)
+    _, said = listened(workers, config, *choices, f"run.folder={tmp_path / 'choices'}")
+    assert "; new from the seed: head.*" in said
+    again = (*numbers, *start, f"run.folder={tmp_path / 'again'}")
+    assert "new from the seed" not in listened(workers, config, *again)[1]
+
+
 BAD = {
     "no labels": (("data.columns={text: text, label: lable}",), "no column 'lable'"),
     "no path": (("data.path=nowhere.csv",), "nowhere.csv: no such file or folder"),
