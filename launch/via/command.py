@@ -225,7 +225,10 @@ class Launch:
             grace_seconds=checked.monitor.grace_seconds,
         )
         file = write_launch_file(Path(checked.run.folder), f"{self._file_name}.yaml", text)
-        print(apply(file, kubectl) if kubectl else command_line(["kubectl", "apply", "-f", file]))
+        if kubectl:
+            print(apply(file, kubectl, job.namespace))
+        else:
+            print(command_line(["kubectl", "apply", "-f", file]))
         return 0
 
     def _over_ssh(self, variables: dict[str, str]) -> int:

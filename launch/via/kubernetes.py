@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from launch.via.hosts import DEFAULT_PORT, LaunchError, image_name, mount_path
-from launch.via.submission import find_program, hand_in
+from launch.via.submission import SubmissionError, find_program, hand_in
 from train.errors import one_line, shown
 
 MAX_JOB_NAME = 52
@@ -237,10 +237,41 @@ def find_kubectl() -> str:
     return find_program("kubernetes", "kubectl", "add --dry-run to write the manifest alone")
 
 
-def apply(file: str, kubectl: str) -> str:
-    """Gives a manifest to the cluster of kubectl's context; see `hand_in`."""
+def apply(file: str, kubectl: str, namespace: str | None = None) -> str:
+    """Gives a manifest to the cluster of kubectl's context; see `hand_in`.
+
+    Args:
+        file: the manifest's.
+        kubectl: its path.
+        namespace: of the job.
+
+    Raises:
+        SubmissionError: it was not taken, or a Job of this name is there, running or ended, which
+            is not started a second time.
+    """
 
     def reason(said: str) -> str:
-        return one_line(said.strip().rpartition("\n")[2])
+        there = _JOB.search(said) if "field is immutable" in said else None
+        return (
+            _is_there(there[1], namespace) if there else one_line(said.strip().rpartition("\n")[2])
+        )
 
-    return hand_in([kubectl, "apply", "-f", file], "kubectl did not take", reason)
+    said = hand_in([kubectl, "apply", "-f", file], "kubectl did not take", reason)
+    unchanged = _UNCHANGED.search(said)
+    if unchanged:
+        raise SubmissionError(
+            f"kubectl started nothing from {file}: {_is_there(unchanged[1], namespace)}"
+        )
+    return said
+
+
+_JOB = re.compile(r"Job(?:\.batch)? \"?([a-z0-9-]+)")
+_UNCHANGED = re.compile(r"^job\.batch/(\S+) unchanged", re.MULTILINE)
+
+
+def _is_there(name: str, namespace: str | None) -> str:
+    where = f" -n {namespace}" if namespace else ""
+    return (
+        f"the job {name} is there already, running or ended; `kubectl delete job {name}{where}` "
+        f"makes room for it, and another --job-name starts one beside it"
+    )

@@ -160,3 +160,22 @@ def test_the_manifest_is_applied(
     write_command(config.parent / "kubectl", "echo 'first' >&2; echo 'no server' >&2; exit 1")
     assert run(["launch", str(config), *KUBERNETES]) == 1
     assert f"kubectl did not take {file}: no server" in error_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "echo 'service/run unchanged'; echo 'job.batch/run unchanged'",
+        """echo 'The Job "run" is invalid: spec.template: Invalid value: core.PodTemplateSpec{}: """
+        """field is immutable' >&2; exit 1""",
+    ],
+)
+def test_a_job_that_is_there_is_not_taken_for_a_new_one(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], said: str
+) -> None:
+    monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
+    write_command(config.parent / "kubectl", said)
+    assert run(["launch", str(config), *KUBERNETES, "--namespace", "team"]) == 1
+    line = error_line(capfd.readouterr().err)
+    assert "the job run is there already, running or ended" in line
+    assert "`kubectl delete job run -n team`" in line
