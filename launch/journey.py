@@ -27,6 +27,7 @@ OURS = frozenset(
         ".lock",
         ".watch",
         "checkpoints",
+        "collectives",
         "config.yaml",
         "environment.json",
         "launch",
@@ -36,6 +37,7 @@ OURS = frozenset(
         "spikes.jsonl",
         "stalls.txt",
         "tensorboard",
+        "wandb",
     }
 )
 """What a run folder holds; a folder with anything else is not deleted."""
