@@ -142,9 +142,13 @@ def zip_entry(
 
 
 def folder_images(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes of the images in a folder, by their names."""
-    with os.scandir(folder) as scanned:
-        return sorted((f.name, f.stat().st_size) for f in scanned if is_image(f.name))
+    """Names and sizes of the images in a folder, and in folders below it, by their names."""
+    found = []
+    for place, below, names in os.walk(folder):
+        below[:] = [name for name in below if not name.startswith(".")]
+        images = (Path(place) / name for name in names if is_image(name))
+        found += [(file.relative_to(folder).as_posix(), file.stat().st_size) for file in images]
+    return sorted(found)
 
 
 def _stored_at(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
@@ -163,8 +167,10 @@ def is_folder(entry: Path) -> bool:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name is an image's."""
-    return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES and "__MACOSX" not in name
+    """Whether a file's name is an image's, and not hidden."""
+    path = PurePosixPath(name)
+    hidden = path.name.startswith(".") or "__MACOSX" in name
+    return path.suffix.lower() in IMAGE_SUFFIXES and not hidden
 
 
 def split_folders(below: Iterable[str]) -> dict[str, str]:

@@ -56,3 +56,32 @@ def test_a_damaged_column_of_labels_is_one_line(tmp_path):
     path.write_bytes(content[:start] + damage + content[start + len(damage) :])
     with pytest.raises(DataError, match=r"train.parquet: cannot be read as parquet"):
         prepared(path, tmp_path / "out")
+
+
+def test_images_below_a_class_folder_are_read_from_files_as_from_a_zip(tmp_path):
+    """As Tiny ImageNet has them: train/CLASS/images/0.jpg; what is hidden is left out."""
+    content = made.encoded(made.picture(0, 0))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("ant", "bee"):
+            for place in (f"{name}/0.jpg", f"{name}/images/1.jpg", f"{name}/images/more/2.jpg"):
+                archive.writestr(place, content)
+        archive.writestr("ant/._0.jpg", b"a fork")
+        archive.extractall(tmp_path / "all")
+    (tmp_path / "all" / "ant" / ".trash").mkdir()
+    (tmp_path / "all" / "ant" / ".trash" / "3.jpg").write_bytes(content)
+    files, archived = (
+        prepared(tmp_path / source, tmp_path / f"{source} out") for source in ("all", "a.zip")
+    )
+    assert {name: split.images for name, split in files.manifest.splits.items()} == {
+        name: split.images for name, split in archived.manifest.splits.items()
+    }
+    found = sorted(
+        split.name_of(number)
+        for split in map(files.split, files.manifest.splits)
+        for number in range(len(split))
+    )
+    assert [name.rpartition("all/")[2] for name in found] == [
+        f"{name}/{file}"
+        for name in ("ant", "bee")
+        for file in ("0.jpg", "images/1.jpg", "images/more/2.jpg")
+    ]
