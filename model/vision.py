@@ -110,7 +110,17 @@ class ImageModelSettings(ImageSettings):
     head: HeadConfig = LinearHeadConfig()
     """The last layer."""
     head_bias: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    """What the biases of a linear head start at; -ln(classes) suits the sigmoid loss."""
+    """What the biases of a linear head start at; of another head 0. -ln(classes) suits the sigmoid
+    loss."""
+
+    @model_validator(mode="after")
+    def _bias_has_a_head(self) -> Self:
+        if self.head_bias and self.head.kind != "linear":
+            raise ValueError(
+                f"model.head_bias: {self.head_bias:g} is not allowed with model.head.kind: "
+                f"{self.head.kind}, which has no such bias; 0 is"
+            )
+        return self
 
     @model_validator(mode="after")
     def _patches_fill_the_image(self) -> Self:

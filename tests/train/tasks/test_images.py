@@ -163,6 +163,10 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
             "model={kind: gpt2, feed_forward: {kind: smoe}}",
             "data.kind: images is not allowed with model.kind: gpt2",
         ),
+        (
+            "model={kind: vit, image_size: 8, head_bias: -2, head: {kind: mumoe}}",
+            "model.head_bias: -2 is not allowed with model.head.kind: mumoe",
+        ),
         ("model.patch_size=3", "model.patch_size: 3 does not divide model.image_size: 8"),
         ("data.augmentation.crop_scale=[0.5]", "data.augmentation.crop_scale: [0.5] is not allow"),
         ("data.path=/nothing", "data.path: /nothing: is not a folder of prepared images"),
