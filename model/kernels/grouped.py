@@ -188,7 +188,17 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
         from model.kernels.triton.grouped import grouped_mm as by_triton
 
         return by_triton(a, b, offsets_E)
-    return grouped_mm(a, b, offs=offsets_E).contiguous()
+    product = grouped_mm(a, b, offs=offsets_E).contiguous()
+    if b.dim() == 2 and _leaves_empty(a):
+        empty_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
+        product.masked_fill_(empty_E[:, None, None], 0)
+    return product
+
+
+def _leaves_empty(a: Tensor) -> bool:
+    """Whether torch leaves the sum over no rows as its memory was, and not 0: on GPUs of compute
+    capability 10 (pytorch/pytorch#172439)."""
+    return a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 10
 
 
 def _like_grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:

@@ -105,9 +105,9 @@ class SoftmaxFirst(nn.Module):
             progress: Share of the run's steps that are done.
         """
         # A run that is made longer later does not go back to softmax.
-        if self.share - 1e-9 <= progress < 1:
+        if self.uses_softmax and self.share - 1e-9 <= progress < 1:
             self.is_softmax.zero_()
-            self.buffers_changed()
+            self.uses_softmax = False  # the buffer, read back, would wait for the device
 
     def forward(self, scores_MN: Tensor) -> Tensor:
         """Coefficients that sum to 1; see `ACTIVATIONS`."""

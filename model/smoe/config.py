@@ -275,6 +275,10 @@ class SparseMoEConfig(Config):
         """Width of the cosine and attentive scores' space."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
+    def known_final_top_k(self) -> int:
+        """Experts of a token in the last steps of a run, and in the model that it leaves."""
+        return self.top_k if self.final_top_k is None else self.final_top_k
+
     def saved_numbers_per_token(self, width: int) -> int:
         """Numbers that a token saves for the backward pass: for each of its experts the input, the
         inner units before and after the activation, and the output; both again once they are
@@ -284,10 +288,11 @@ class SparseMoEConfig(Config):
             width: D.
         """
         times = 3 if self.expert_dropout else 2
-        return self.top_k * times * (self.inner_size(width) + width)
+        return self.known_final_top_k() * times * (self.inner_size(width) + width)
 
     def matmul_parameters_per_token(self, width: int) -> int:
-        """Counts the weights that multiply one token: top_k experts, and the score.
+        """Counts the weights that multiply one token: top_k experts, and the score. Of a K that
+        grows the mean counts: each K has an equal share of the run.
 
         Args:
             width: D.
@@ -299,7 +304,8 @@ class SparseMoEConfig(Config):
         score = width * self.num_experts
         if self.score in ("cosine", "attentive"):
             score = (width + self.num_experts) * self.score_size()
-        return score + self.top_k * 2 * width * self.inner_size(width)
+        both_k = self.top_k + self.known_final_top_k()
+        return score + both_k * width * self.inner_size(width)
 
     def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
         """FLOPs of the graph, forward and backward; counted over the full length, as attention, and

@@ -162,13 +162,14 @@ class Graph(nn.Module, ABC):
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """Prepares the next optimizer step; called once after each.
+        """Prepares the next optimizer step, called once after each; after the last one no graph
+        begins, as no step was trained with it.
 
         Args:
             head_entropy_A: As `Mixed` has it, averaged over the whole step.
             progress: Share of the run's steps that are done.
         """
-        if not self.is_on and progress >= self.config.graph_from - 1e-9:
+        if not self.is_on and self.config.graph_from - 1e-9 <= progress < 1:
             self.started.fill_(1)
             self.is_on = True
 

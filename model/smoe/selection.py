@@ -89,8 +89,9 @@ class TopK(nn.Module):
             # Every K from the first to the last is used for an equal share of the run.
             grown = first + int(progress * (last - first + 1) + 1e-9)
             # A run that is made longer once it is done keeps what it has.
-            self.num_selected.fill_(max(self.top_k, min(grown, last)))
-            self.buffers_changed()
+            if min(grown, last) > self.top_k:
+                self.top_k = min(grown, last)
+                self.num_selected.fill_(self.top_k)  # read back, it would wait for the device
 
     def forward(self, scores_NE: Tensor) -> Selected:
         """Selects.

@@ -154,13 +154,15 @@ def expert_parameters(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def unused_parameters(model: nn.Module) -> int:
-    """Counts the parameters of the experts that one token does not use, output biases included."""
+    """Counts the parameters of the experts that one token does not use once a run is done, output
+    biases included."""
     unused = 0
     for module in model.modules():
         if isinstance(module, SparseMoE):
             of_all = sum(parameter.numel() for parameter in module.parameters_by_expert())
             config = module.experts.config
-            unused += of_all * (config.num_experts - config.top_k) // config.num_experts
+            idle = config.num_experts - config.known_final_top_k()
+            unused += of_all * idle // config.num_experts
     return unused
 
 
@@ -177,6 +179,7 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
     return {
         "num_experts": sparse.num_experts,
         "top_k": sparse.top_k,
+        "final_top_k": sparse.final_top_k,
         "score": feed_forward.score,
         "graph": sparse.graph,
         "graph_options": {
@@ -330,12 +333,15 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         graph += f" ({', '.join(words)})"
     if not experts["causal_graph"]:
         graph += " over later tokens too, which leaks what is to be predicted"
+    chosen = f"{experts['top_k']}"
+    if experts["final_top_k"] is not None:
+        chosen += f", in the end {experts['final_top_k']},"
     return [
         ("active", f"{model['active_parameters']:,}  (of one {unit})"),
         (
             "experts",
             f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "
-            f"{experts['top_k']} for each token; {experts['score']} score, {graph}",
+            f"{chosen} for each token; {experts['score']} score, {graph}",
         ),
     ]
 

@@ -1,5 +1,6 @@
 """Layouts of a run on so many GPUs, and which of them is fastest."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -220,9 +221,12 @@ def _few_layers(config: RunConfig) -> int | None:
     patterns += [] if lora is None else [*lora.targets, *lora.trained]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return None
-    feed_forward = config.model.known_feed_forward()
-    placement = getattr(feed_forward, "placement", getattr(feed_forward, "blocks", 1))
-    return 2 * placement if isinstance(placement, int) else None
+    places = [
+        getattr(each, "placement", getattr(each, "blocks", 1))
+        for each in config.model.feed_forwards().values()
+    ]
+    periods = [place for place in places if isinstance(place, int)]
+    return 2 * math.lcm(*periods) if len(periods) == len(places) else None
 
 
 def _measured(

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from model.build import build_model, initial_value, place
 from model.kernels import switch
+from model.smoe.layer import SparseMoE
 from parallel.dims import Dims
 from parallel.parallelize import parallelize
 from parallel.plan.memory import Memory
@@ -27,6 +29,8 @@ from train.tasks.cross_entropy import cross_entropy
 from train.tasks.distillation import Teacher
 from train.tasks.random_input import losses_for, random_batch
 
+HALF, LAST = 0.5, 1 - 1e-6
+"""Shares of a run's steps that are done."""
 OWN_NUMBERS = 5
 """That a process tells the others in each step: a signal, its memory, its speed."""
 
@@ -80,8 +84,9 @@ def footprint(
 ) -> Footprint:
     """Runs steps of one process on shapes alone.
 
-    The second step counts: in the first one DeepSpeed learns the order of parameters. Of many
-    micro-batches the first and the last are run; those between are as the first.
+    The second step counts: in the first one DeepSpeed learns the order of parameters. Where steps
+    grow in the course of a run it is one from its middle, and memory is that of the last ones. Of
+    many micro-batches the first and the last are run; those between are as the first.
 
     Args:
         config: Resolved; it fits the layout.
@@ -133,7 +138,7 @@ def footprint(
                 computed.begin(number == run - 1)
                 yield batch
 
-        for _ in range(2):
+        def step(progress: float) -> None:
             memory.start_peak()
             for counter in (traffic, computed):
                 counter.clear()
@@ -144,17 +149,30 @@ def footprint(
                 run,
                 1e-3,
                 losses=config.loss,
-                progress=0.5,
+                progress=progress,
                 own=lambda: (0,) * OWN_NUMBERS,
             )
+
+        later = _takes_more_later(engine.module)
+        step(HALF)
+        step(LAST if later else HALF)
+        exchanges, work = _exchanges(traffic, micro_batches), _work(computed, micro_batches)
+        if later:
+            step(LAST)
         return Footprint(
             parameters=parameters,
             memory={kind: size for kind, size in memory.peak.items() if size},
             largest={kind: size for kind, size in memory.largest.items() if size},
             between_steps={kind: size for kind, size in memory.now.items() if size},
-            exchanges=_exchanges(traffic, micro_batches),
-            work=_work(computed, micro_batches),
+            exchanges=exchanges,
+            work=work,
         )
+
+
+def _takes_more_later(model: nn.Module) -> bool:
+    """Whether tokens get more experts in the course of a run, or a graph that begins late."""
+    sparse = [module.config for module in model.modules() if isinstance(module, SparseMoE)]
+    return any(config.final_top_k is not None or config.graph_from for config in sparse)
 
 
 def _teacher(config: RunConfig, memory: Memory) -> Teacher | None:

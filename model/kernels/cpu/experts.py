@@ -79,7 +79,7 @@ def _like_forward(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     inner_PF = rows_MD.new_empty(_most_padded(rows_MD, up_EDF), up_EDF.shape[2])
-    return rows_MD.new_empty(rows_MD.shape), inner_PF
+    return torch.empty_like(rows_MD), inner_PF
 
 
 @torch.library.custom_op("polyad::experts_on_cpu_backward", mutates_args=())
@@ -138,10 +138,10 @@ def _like_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_experts, _, inner = up_EDF.shape
     return (
-        rows_MD.new_empty(rows_MD.shape),
-        up_EDF.new_empty(up_EDF.shape),
+        torch.empty_like(rows_MD),
+        torch.empty_like(up_EDF),
         up_EDF.new_empty(num_experts, inner),
-        down_EFD.new_empty(down_EFD.shape),
+        torch.empty_like(down_EFD),
     )
 
 

@@ -238,6 +238,19 @@ def test_pytorch_finds_no_fault_in_a_registration():
     torch.library.opcheck(grouped._grouped_mm, (rows, up, offsets_E), test_utils=CHECKS)
 
 
+def test_strides_of_weights_that_are_transposed_are_known_before():
+    """As groups of units have them; compiled code checks the strides that it was told."""
+    rows, up, bias, down = (x.detach().float() for x in experts_inputs())
+    inputs = rows, up.mT.contiguous().mT, bias, down, COUNTS
+    output, inner = cpu_experts._forward(*inputs)
+    found = cpu_experts._backward(output, rows, inner, *inputs[1:])
+    with FakeTensorMode() as mode:
+        told = [mode.from_tensor(x) for x in (output, rows, inner, *inputs[1:])]
+        expected = cpu_experts._backward(*told)
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+    assert not found[1].is_contiguous()
+
+
 # Of a custom operation without a derivative, and of a backward pass that differentiates once, whose
 # gradients lead nowhere.
 REFUSED = re.compile(r"no autograd formula was registered|not have been used in the graph")

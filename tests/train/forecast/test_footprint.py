@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from parallel.plan.devices import DEVICES
 from parallel.plan.traffic import Amount
 from tests.helpers.everyday import everyday
 from tests.helpers.footprints import measured_rise, save_start, second_step
 from train.config.rules import validate
 from train.config.run import load_config
+from train.forecast.forecast import Machines, with_libraries
+from train.forecast.layouts import tried
 from train.forecast.step import footprint
 from train.layout.small import small_config
 from train.tasks.random_input import flops_of_unit, random_batch
@@ -188,3 +191,43 @@ def test_a_sample_of_choices_is_as_many_sequences_of_the_longest_length():
     assert flops(ours) == flops(theirs)
     per_sample = flops_of_unit(config.model, config.data)
     assert per_sample == 3 * config.model.flops_of_sequence(128)
+
+
+def test_of_a_k_that_grows_the_last_takes_the_memory_and_the_middle_one_the_time():
+    file = Path("configs/gpt2/124m-smoe-16.yaml")
+    words = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"]
+    words += ["model.vocab_size=61", "model.sequence_length=64", "train.micro_batch_size=2"]
+    words += ["train.global_batch_size=4", "parallel.expert_parallel_size=1"]
+
+    def planned(**options):
+        keys = [f"model.feed_forward.{key}={value}" for key, value in options.items()]
+        config = load_config(file, [*words, *keys])
+        return config, footprint(config, validate(config, 1))
+
+    # Of K = 2, 3, 4, 5, 6 the fourth is used from 3/5 of a run on, the third in its middle.
+    config, growing = planned(top_k=2, final_top_k=6)
+    last, middle = planned(top_k=6)[1], planned(top_k=4)[1]
+    buffers = growing.memory["weights"] - last.memory["weights"]
+    assert 0 < buffers <= 64  # the present K
+    same = {kind: size for kind, size in last.memory.items() if kind != "weights"}
+    assert {kind: growing.memory[kind] for kind in same} == same
+    assert flops(growing) == flops(middle)
+    assert config.model.flops_per_unit() == planned(top_k=4)[0].model.flops_per_unit()
+    late = planned(graph="similarity", graph_from=0.75)[1]
+    on = planned(graph="similarity")[1]
+    assert late.memory["activations"] == pytest.approx(on.memory["activations"], rel=0.01)
+    assert flops(late) < flops(on)
+
+
+def test_a_layout_of_a_mixer_whose_experts_are_in_named_blocks_of_one_section():
+    words = ["model.num_classes=11", "model.num_layers=8", "model.hidden_size=32"]
+    words += ["model.image_size=16", "model.patch_size=8", "train.micro_batch_size=2"]
+    words += ["model.token_feed_forward={kind: mumoe, num_experts: [4], rank: 4}"]
+    named = "{kind: smoe, num_experts: 4, top_k: 1, expert_hidden_size: 8, placement: [5, 7]}"
+    words += [f"model.channel_feed_forward={named}", "train.global_batch_size=4"]
+    config = load_config(Path("configs/mixer/s16.yaml"), words)
+    dims = validate(config, 1)
+    machines = Machines(device=DEVICES["h100"], nodes=1, processes_per_node=1)
+    layout = tried(config, dims, (), machines, 1.0)
+    whole = with_libraries(footprint(config, dims, on_gpu=True).memory, machines.device)
+    assert layout.memory == sum(whole.values())
