@@ -199,11 +199,15 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("tr", "tr-large"), 2_627_104),
     ),
     "mumoe-long.yaml": (
-        12,
+        15,
         dict.fromkeys(("dense", "dense-larger"), 2_615_424)
-        | dict.fromkeys(("cp", "cp-large"), 2_612_688),
+        | dict.fromkeys(("cp", "cp-large"), 2_612_688)
+        | {"tr-large": 2_627_104},
     ),
-    "mumoe-longest.yaml": (6, {"dense-larger": 2_615_424, "cp-large": 2_612_688}),
+    "mumoe-longest.yaml": (
+        9,
+        {"dense-larger": 2_615_424, "cp-large": 2_612_688, "tr-large": 2_627_104},
+    ),
     "mumoe-muon.yaml": (
         51,
         {"cp-twice-rank": 3_744_288, "single": 2_617_888, "single-wide": 4_387_968}
