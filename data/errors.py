@@ -2,14 +2,27 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 
 class DataError(ValueError):
-    """Bad input to `data`: one line that names the file or key, the value and what is allowed."""
+    """Bad input to `data`: one line that names the file or key, the value and what is allowed.
+
+    Args:
+        message: The line. Torch makes an error of a loader process anew with its whole traceback,
+            of which the line is the end.
+    """
 
     exit_status = 2
+
+    def __init__(self, message: str) -> None:
+        found = _OF_A_LOADER.match(message)
+        super().__init__(found[1] if found else message)
+
+
+_OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\Z", re.DOTALL)
 
 
 MAX_NAME_BYTES = 255

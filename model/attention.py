@@ -119,7 +119,8 @@ class SelfAttention(nn.Module):
         qkv_BTM = self.qkv(x_BTD)
         # Not of x and not A: a parallel process may have some of the tokens there, and some heads.
         batch, length, _ = qkv_BTM.shape
-        qkv_BT3AH = qkv_BTM.view(batch, length, 3, -1, self.head_size)
+        heads = qkv_BTM.shape[-1] // (3 * self.head_size)  # -1 is not known without images
+        qkv_BT3AH = qkv_BTM.view(batch, length, 3, heads, self.head_size)
         # Cut where they are stored, the kernel's three gradients become that of qkv in one pass.
         of_head_BT3H = None
         if traced_head is None:
@@ -132,7 +133,7 @@ class SelfAttention(nn.Module):
         else:
             drop = self.dropout if self.training else 0.0
             heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
-        merged_BTD = heads_BATH.transpose(1, 2).reshape(batch, length, -1)
+        merged_BTD = heads_BATH.transpose(1, 2).flatten(2)
         projected_BTD = self.projection(merged_BTD)
         y_BTD = self.residual_dropout(projected_BTD)
         if of_head_BT3H is None:

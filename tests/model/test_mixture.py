@@ -169,6 +169,15 @@ def test_in_evaluation_only_chosen_experts_run_and_nothing_changes():
     assert seen == [40, 40, 40]
 
 
+@pytest.mark.parametrize("expert", [VIT, MIXER], ids=["vit", "mixer"])
+def test_an_expert_may_be_chosen_by_no_image(expert):
+    model, x = made(expert=expert, num_experts=4, top_k=2), images(3)
+    with torch.no_grad():
+        model.mixture.gate.scores.bias.copy_(torch.tensor([100.0, 0, 90, 0]))
+    dense = model(x).logits
+    torch.testing.assert_close(model.eval()(x).logits, dense, rtol=1e-12, atol=1e-12)
+
+
 def test_a_batch_norm_is_pytorchs_in_training_and_in_evaluation():
     network = {**CONVOLUTIONS, "batch_norm": [1]}
     model = made(expert=network, gate_network=network)

@@ -250,9 +250,16 @@ def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
         weights.seed = config.seed
     anew = begins_anew(task, weights, config.model)
     check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
-    if anew and (lost := [name for name in of_base(model_of(config)) if name.startswith(anew)]):
+    lost = [
+        name
+        for name in sorted(of_base(model_of(config)))
+        if name.startswith(anew) or (isinstance(weights, PartsWeights) and weights.is_new(name))
+    ]
+    if lost:
+        begins = next((each for each in anew if lost[0].startswith(each)), "")
+        section = begins or f"{lost[0].rpartition('.')[0]}."
         raise ConfigError(
-            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add {anew[0]}*"
+            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add {section}*"
         )
     task.check_weights(weights, "checkpoint.init_from")
     return weights

@@ -6,6 +6,7 @@ from pathlib import Path
 from data.images.config import ImageDataConfig
 from model.emoe.config import EmergentMoEConfig
 from model.feedforward import SelectingConfig
+from model.mixture import MixtureConfig
 from model.settings import ModelSettings
 from model.vision import ImageSettings
 from parallel.dims import Dims
@@ -17,7 +18,7 @@ from train.errors import ConfigError
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
-    "data.padding", "train.steps",
+    "data.padding", "data.max_damaged", "train.steps",
     "train.micro_batch_size", "train.max_skipped_steps", "train.ema",
     "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
     "model.recompute", "model.compile",
@@ -61,6 +62,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_fluctuation(config)
     check_load_loss(config)
     check_mixing(config)
+    check_one_expert(config)
     check_muon(config)
     check_sample_similarity(config)
     if config.adapt.lora is not None and config.checkpoint.init_from is None:
@@ -257,6 +259,27 @@ def check_mixing(config: RunConfig) -> None:
             f"(data.augmentation.{key}: {getattr(data.augmentation, key):g}); an even number is "
             f"allowed, or data.augmentation.{key}: 0"
         )
+
+
+def check_one_expert(config: RunConfig) -> None:
+    """Checks that shares that sum to 1 are of two experts at least: that of one never changes.
+
+    Raises:
+        ConfigError: a gate or router would get no gradient.
+    """
+    if isinstance(config.model, MixtureConfig) and config.model.top_k == 1:
+        raise ConfigError(
+            "model.top_k: 1 is not allowed: the share of one expert is always 1, so the gate would "
+            "learn nothing; 2 or more, or null, is"
+        )
+    for key, each in config.model.feed_forwards().items():
+        if not isinstance(each, EmergentMoEConfig) or each.score == "avg_k":
+            continue
+        if each.used_experts() == 1:
+            raise ConfigError(
+                f"{key}.score: {each.score} is not allowed with one expert a token, whose weight "
+                f"is always 1, so the router would learn nothing; avg_k is, or more experts"
+            )
 
 
 def check_muon(config: RunConfig) -> None:

@@ -7,6 +7,8 @@ number of processes.
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -23,9 +25,19 @@ def normalize(images_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ..
     Returns:
         fp32.
     """
-    mean_C11 = images_BCHW.new_tensor([255 * x for x in mean], dtype=torch.float32).view(-1, 1, 1)
-    std_C11 = images_BCHW.new_tensor([255 * x for x in std], dtype=torch.float32).view(-1, 1, 1)
+    mean_C11, std_C11 = _on_device(mean, std, images_BCHW.device)
     return (images_BCHW.float() - mean_C11) / std_C11
+
+
+@functools.cache
+def _on_device(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Both in units of a pixel: made once, as a copy to a GPU would wait for it in each step."""
+    of_each = ([255 * x for x in values] for values in (mean, std))
+    with torch.inference_mode(False):  # whoever asks first, all may use them
+        mean_C11, std_C11 = (torch.tensor(x, device=device).view(-1, 1, 1) for x in of_each)
+    return mean_C11, std_C11
 
 
 def mix_images(images_BCHW: Tensor, mix_B: Tensor, box_B4: Tensor) -> Tensor:

@@ -212,6 +212,14 @@ def test_damaged_images_are_replaced_until_there_are_too_many(tmp_path):
         _ = [few[g] for g in range(count)]
     assert "ant/000.jpg" in str(one.value)
     assert "bee/001.jpg" in str(one.value)
+    none = samples(broken, max_damaged=0)
+    with pytest.raises(DataError) as of_a_process:
+        for _ in micro_batches(
+            none, start_step=0, num_steps=9, global_batch_size=8, micro_batch_size=8, num_workers=1
+        ):
+            pass
+    assert str(of_a_process.value).startswith("data.max_damaged: 0 is less than the 1 damaged")
+    assert "\n" not in str(of_a_process.value)
 
 
 def test_compressed_groups_are_shuffled_and_read_about_once(tmp_path):

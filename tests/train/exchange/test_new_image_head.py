@@ -127,3 +127,19 @@ def test_a_head_of_another_kind_is_new_and_other_names_of_as_many_classes_are_re
     ((_, text, status),) = workers(1).run(run_expecting_error, config, *other)
     assert status == 2
     assert "class 2 is 'cow', not 'cat'" in text
+
+
+def test_a_new_head_below_adapters_has_to_be_trained(workers, finished, folders, tmp_path):
+    """A head of zeros that stays so would give every adapter a gradient of 0."""
+    convert(finished, tmp_path / "theirs", "huggingface")
+    config, words = finished.parent / "config.yaml", (f"data.path={folders['four']}",)
+    words += (f"checkpoint.init_from={tmp_path / 'theirs'}", f"run.folder={tmp_path / 'run'}")
+    ((_, text, status),) = workers(1).run(
+        run_expecting_error, config, *words, "adapt.lora={rank: 2}"
+    )
+    assert status == 2
+    assert (
+        "adapt.lora.trained: head.bias starts from the seed, and would stay so: add head.*" in text
+    )
+    trained = "adapt.lora={rank: 2, trained: [head.*]}"
+    assert workers(1).run(run, config, *words, trained) == [2]
