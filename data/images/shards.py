@@ -78,6 +78,12 @@ class Reader:
         """A loader process opens its own files."""
         return {"_shards": self._shards, "_files": {}, "_process": 0}
 
+    def __del__(self) -> None:
+        """Each validation reads with a new one: what this process has opened is closed."""
+        if self.__dict__.get("_process") == os.getpid():
+            for file in self._files.values():
+                os.close(file)
+
     def pixels(self, row: Any, name: str) -> Pixels:
         """Reads and decodes an image.
 

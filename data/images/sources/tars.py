@@ -109,7 +109,7 @@ def open_tars(path: Path) -> Found:
     root = path if path.is_dir() else path.parent
     names = None
     if (root / CLASSES_FILE).is_file():
-        names = (root / CLASSES_FILE).read_text(encoding="utf-8").splitlines()
+        names = _class_names(root / CLASSES_FILE)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
@@ -125,6 +125,18 @@ def open_tars(path: Path) -> Found:
         class_names=names,
         total_bytes=sum(shard.size for shard in shards),
     )
+
+
+def _class_names(file: Path) -> list[str]:
+    """A name a line; empty ones at the end are none."""
+    try:
+        names = file.read_text(encoding="utf-8").rstrip().splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8: {error.reason} at byte {error.start}") from None
+    if "" in map(str.strip, names):
+        line = [name.strip() for name in names].index("") + 1
+        raise DataError(f"{file}: line {line} is empty, and no name of a class")
+    return names
 
 
 def _samples(file: BinaryIO, path: Path, shard: int) -> Iterator[Entry]:

@@ -1,6 +1,7 @@
 """Sources of images with what is no image of theirs, or with damage: left alone, or one line."""
 
 import io
+import os
 import tarfile
 import zipfile
 
@@ -85,3 +86,33 @@ def test_images_below_a_class_folder_are_read_from_files_as_from_a_zip(tmp_path)
         for name in ("ant", "bee")
         for file in ("0.jpg", "images/1.jpg", "images/more/2.jpg")
     ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"cat\n\ndog\n", "line 2 is empty, and no name of a class"),
+        ("caf\u00e9\ndog\n".encode("latin-1"), "is not UTF-8"),
+    ],
+)
+def test_a_damaged_list_of_classes_beside_tars_is_one_line(tmp_path, content, said):
+    (tmp_path / "in").mkdir()
+    made.webdataset(tmp_path / "in" / "train.tar")
+    (tmp_path / "in" / "classes.txt").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        prepared(tmp_path / "in", tmp_path / "out")
+
+
+def test_what_a_split_has_opened_is_closed_with_it(tmp_path):
+    data = prepared(made.webdataset(tmp_path / "train.tar"), tmp_path / "out")
+
+    def opened():
+        return [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+
+    tar = str((tmp_path / "train.tar").resolve())
+    for _ in range(3):
+        split = data.split("train")
+        split.decode(0)
+        assert opened().count(tar) == 1
+        del split
+        assert tar not in opened()

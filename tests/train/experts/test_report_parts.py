@@ -211,6 +211,22 @@ def test_experts_are_chosen_by_dominance_and_a_spread_of_load():
     assert choose_experts(tops.totals(), (4, 4), 2) == [0, 4]
 
 
+@pytest.mark.parametrize(("num_experts", "coefficient"), [(64, 1 / 64), (32, 1.0)])
+def test_load_is_beside_its_mean_where_coefficients_do_not_sum_to_1(num_experts, coefficient):
+    """A score of top 1 is its weight, and groups of units weigh 1 each."""
+    tops = TopTokens(num_experts, 1)
+    a_MS = torch.zeros(num_experts, num_experts)
+    for token in range(num_experts):
+        a_MS[token, [token, token - 1]] = coefficient
+    tops.add(a_MS[None], torch.arange(num_experts)[None])
+    totals = tops.totals()
+    torch.testing.assert_close(
+        totals.times_mean((num_experts,)).double(), torch.ones(num_experts).double()
+    )
+    assert len(choose_experts(totals, (num_experts,), 8)) == 8
+    assert not TopTokens(4, 1).totals().times_mean((2, 2)).any()
+
+
 def test_experts_of_several_levels_have_two_numbers():
     layer = RoutedLayer(name="blocks.3.feed_forward", levels=(4, 2))
     assert [layer.expert_name(column) for column in (0, 3, 4, 5)] == ["0.0", "0.3", "1.0", "1.1"]

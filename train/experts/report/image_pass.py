@@ -184,7 +184,8 @@ def read_images(
         for layer in layers
     }
     of_classes = None if classes is None else classes.result(choice.top)
-    mapped = [number * total // MAPPED for number in range(min(MAPPED, total) if layers else 0)]
+    few = min(MAPPED, total) if layers else 0
+    mapped = [number * total // few for number in range(few)]
     maps = _maps(model, layers, task, split, mapped, grid)
     shown = {image.number for each in reports.values() for e in each for image in e.top}
     shown |= {each.number for of_layer in maps.values() for each in of_layer}
@@ -236,13 +237,13 @@ def _experts(
     names = {layer.expert_name(column): column for column in range(layer.num_experts)}
     columns = [names[expert] for expert in choice.experts]
     columns = columns or choose_experts(totals, layer.levels, choice.per_layer)
-    scale = [size for size in layer.levels for _ in range(size)]
+    times_S = totals.times_mean(layer.levels)
     in_words = task.labels_in_words(split)
     patches = not layer.name.endswith("token_feed_forward")
     return [
         ImageExpert(
             name=layer.expert_name(column),
-            load=float(totals.load_S[column]) * scale[column],
+            load=float(times_S[column]),
             active=float(totals.active_S[column]),
             dominant=float(totals.dominant_S[column]),
             top=[

@@ -7,6 +7,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
+from train.experts.chosen import EVERY
 from train.experts.probing import RoutedLayer
 from train.experts.report.charts import (
     WIDE,
@@ -101,9 +102,9 @@ def _layer(report: Report, layer: RoutedLayer, *, is_open: bool) -> str:
     elif report.images is not None and layer.name in report.images.layers:
         body += image_layer(report.images, layer.name)
     elif report.text is not None or report.images is not None:
+        named = layer.block if layer.in_block else EVERY
         body += (
-            f'<p class="note">No experts of this layer were read; --layers {layer.block} shows '
-            f"them.</p>"
+            f'<p class="note">No experts of this layer were read; --layers {named} shows them.</p>'
         )
     said = [" × ".join(f"{size:,}" for size in layer.levels) + " experts"]
     entropy = history.last("entropy")

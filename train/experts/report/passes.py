@@ -131,6 +131,8 @@ def _with_knockout(
         for name, experts in shown.items()
         if experts
     ]
+    if not chosen:  # coefficients are 0 throughout
+        return dict(shown), 0
     progress = Progress("leave out experts", text.windows * text.length)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
     found, _ = read_without(model, chosen, (), text, batch_size, report=progress)

@@ -165,12 +165,12 @@ def read_text(
         snippets = _snippets(read, text, wanted, device)
     tokens, reports = 0, {}
     for layer in layers:
-        totals, scale = tops[layer.name].totals(), _level_sizes(layer)
-        tokens = totals.tokens
+        totals = tops[layer.name].totals()
+        tokens, times_S = totals.tokens, totals.times_mean(layer.levels)
         reports[layer.name] = [
             ExpertReport(
                 name=layer.expert_name(column),
-                load=float(totals.load_S[column]) * scale[column],
+                load=float(times_S[column]),
                 active=float(totals.active_S[column]),
                 dominant=float(totals.dominant_S[column]),
                 snippets=snippets.get((layer.name, column), []),
@@ -191,10 +191,6 @@ def _columns(layer: RoutedLayer, top: TopTokens, choice: Choice, name: str) -> l
         return choose_experts(totals, layer.levels, choice.per_layer)
     names = {layer.expert_name(column): column for column in range(layer.num_experts)}
     return [names[expert] for expert in choice.experts]
-
-
-def _level_sizes(layer: RoutedLayer) -> list[int]:
-    return [size for size in layer.levels for _ in range(size)]
 
 
 class Top(NamedTuple):

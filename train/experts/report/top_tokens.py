@@ -27,6 +27,17 @@ class Totals(NamedTuple):
     dominant_S: Tensor
     """Share of the tokens with a coefficient of at least 0.5."""
 
+    def times_mean(self, levels: tuple[int, ...]) -> Tensor:
+        """The load of each expert, as a multiple of the mean of its level [S]: coefficients of a
+        token sum to 1 only in some kinds of experts.
+
+        Args:
+            levels: Experts of each level.
+        """
+        of_levels = torch.split(self.load_S, list(levels))
+        tiny = torch.finfo(self.load_S.dtype).tiny
+        return torch.cat([load / load.mean().clamp_min(tiny) for load in of_levels])
+
 
 class TopTokens:
     """The K highest coefficients of every expert of a layer, and where they were.
@@ -111,9 +122,9 @@ def choose_experts(totals: Totals, levels: tuple[int, ...], count: int) -> list[
     """
     chosen: list[int] = []
     first, each = 0, max(1, count // len(levels))
+    times_S = totals.times_mean(levels)
     for size in levels:
-        enough = LEAST_LOAD / size
-        used = [s for s in range(first, first + size) if totals.load_S[s] >= enough]
+        used = [s for s in range(first, first + size) if times_S[s] >= LEAST_LOAD]
         often = sorted(used, key=lambda s: (-float(totals.dominant_S[s]), s))
         picked = [s for s in often[: each // 2] if totals.dominant_S[s] > 0]
         rest = [s for s in used if s not in picked]
