@@ -114,7 +114,8 @@ def test_a_backbone_gets_a_new_head(transformers, tmp_path, pooler):
     weights.check_config(wanted)
     assert torch.equal(weights.whole("head.bias"), torch.full((7,), -2.0))
     experts = {"kind": "mumoe", "num_experts": [4], "rank": 3}
-    weights.check_config(type(wanted).model_validate(wanted.model_dump() | {"head": experts}))
+    other = wanted.model_dump() | {"head": experts, "head_bias": 0.0}
+    weights.check_config(type(wanted).model_validate(other))
     factor = "head.layer.output_factor"
     starts = [weights.whole(factor)]
     weights.seed = 1  # of the run

@@ -24,6 +24,9 @@ def open_folder(root: Path) -> Found:
     root = root.resolve()
     below = {entry.name: entry for entry in root.iterdir() if is_folder(entry)}
     splits = split_folders(below)
+    if splits:
+        flat = not any(map(is_folder, below[splits["train"]].iterdir()))
+        splits = {} if _is_class(below, splits, flat) else splits
     places = {split: below[name] for split, name in splits.items()} or {"train": root}
     classes = {
         split: sorted(entry.name for entry in place.iterdir() if is_folder(entry))
@@ -68,7 +71,11 @@ def open_zip(path: Path) -> Found:
     if around and depth > 2:
         parts = {name: part[1:] for name, part in parts.items()}  # one folder around everything
         tops = {part[0] for part in parts.values()}
-    splits: Mapping[str, str | None] = split_folders(tops) or {"train": None}
+    found = split_folders(tops)
+    flat = found and all(len(part) == 2 for part in parts.values() if part[0] == found["train"])
+    if flat and not _is_class(tops, found, holds_images=True):
+        raise DataError(f"{path}: {found['train']} holds images, and no folders of classes")
+    splits: Mapping[str, str | None] = {"train": None} if flat or not found else found
     chosen = {
         split: {
             name: part[0 if top is None else 1]
@@ -147,7 +154,10 @@ def folder_images(folder: Path) -> list[tuple[str, int]]:
     for place, below, names in os.walk(folder):
         below[:] = [name for name in below if not name.startswith(".")]
         images = (Path(place) / name for name in names if is_image(name))
-        found += [(file.relative_to(folder).as_posix(), file.stat().st_size) for file in images]
+        try:
+            found += [(file.relative_to(folder).as_posix(), file.stat().st_size) for file in images]
+        except OSError as error:  # as a link to nothing
+            raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
     return sorted(found)
 
 
@@ -181,6 +191,11 @@ def split_folders(below: Iterable[str]) -> dict[str, str]:
         if split is not None and split not in found:
             found[split] = name
     return found if "train" in found else {}
+
+
+def _is_class(below: Iterable[str], splits: Mapping[str, str], holds_images: bool) -> bool:
+    """Whether `train` is a class, as of vehicles: other classes stand beside it, and none in it."""
+    return holds_images and bool(set(below) - set(splits.values()))
 
 
 def _same_classes(place: str, classes: dict[str, list[str]]) -> list[str]:

@@ -116,3 +116,29 @@ def test_what_a_split_has_opened_is_closed_with_it(tmp_path):
         assert opened().count(tar) == 1
         del split
         assert tar not in opened()
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    content = made.encoded(made.picture(0, 0))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("bus", "car", "train"):
+            for number in range(3):
+                archive.writestr(f"{name}/{number}.jpg", content)
+        archive.extractall(tmp_path / "all")
+    for source in ("a.zip", "all"):
+        data = prepared(tmp_path / source, tmp_path / f"{source} out")
+        assert data.manifest.class_names == ["bus", "car", "train"]
+        assert sum(split.images for split in data.manifest.splits.values()) == 9
+
+
+def test_images_without_classes_and_links_to_nothing_are_refused(tmp_path):
+    content = made.encoded(made.picture(0, 0))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("train/0.jpg", "train/1.jpg", "val/2.jpg"):
+            archive.writestr(name, content)
+    with pytest.raises(DataError, match=r"a\.zip: train holds images, and no folders of classes"):
+        prepared(tmp_path / "a.zip", tmp_path / "out")
+    root = made.class_folders(tmp_path / "all")
+    (root / "ant" / "gone.jpg").symlink_to(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"gone\.jpg: cannot be read: No such file"):
+        prepared(root, tmp_path / "out")
