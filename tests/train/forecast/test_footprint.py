@@ -101,7 +101,7 @@ def test_exchanges_and_state_are_those_of_real_processes(
 
 SIZES = (
     ("hidden_size=64", "num_heads=2", "num_layers=3", 2),
-    ("hidden_size=192", "num_heads=3", "num_layers=4", 5),
+    ("hidden_size=192", "num_heads=3", "num_layers=4", 6),
 )
 
 
