@@ -26,6 +26,9 @@ KILLED_BY_INPUT = 2
 """Exit status that no new pod would change."""
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+# What kubectl says of a Job that is there: it cannot be changed, or it was not.
+_JOB = re.compile(r"Job(?:\.batch)? \"?([a-z0-9-]+)")
+_UNCHANGED = re.compile(r"^job\.batch/(\S+) unchanged", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,10 +266,6 @@ def apply(file: str, kubectl: str, namespace: str | None = None) -> str:
             f"kubectl started nothing from {file}: {_is_there(unchanged[1], namespace)}"
         )
     return said
-
-
-_JOB = re.compile(r"Job(?:\.batch)? \"?([a-z0-9-]+)")
-_UNCHANGED = re.compile(r"^job\.batch/(\S+) unchanged", re.MULTILINE)
 
 
 def _is_there(name: str, namespace: str | None) -> str:

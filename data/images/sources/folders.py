@@ -26,7 +26,7 @@ def open_folder(root: Path) -> Found:
     splits = split_folders(below)
     if splits:
         flat = not any(map(is_folder, below[splits["train"]].iterdir()))
-        splits = {} if _is_class(below, splits, flat) else splits
+        splits = {} if flat and _has_others(below, splits) else splits
     places = {split: below[name] for split, name in splits.items()} or {"train": root}
     classes = {
         split: sorted(entry.name for entry in place.iterdir() if is_folder(entry))
@@ -73,7 +73,7 @@ def open_zip(path: Path) -> Found:
         tops = {part[0] for part in parts.values()}
     found = split_folders(tops)
     flat = found and all(len(part) == 2 for part in parts.values() if part[0] == found["train"])
-    if flat and not _is_class(tops, found, holds_images=True):
+    if flat and not _has_others(tops, found):
         raise DataError(f"{path}: {found['train']} holds images, and no folders of classes")
     splits: Mapping[str, str | None] = {"train": None} if flat or not found else found
     chosen = {
@@ -193,9 +193,10 @@ def split_folders(below: Iterable[str]) -> dict[str, str]:
     return found if "train" in found else {}
 
 
-def _is_class(below: Iterable[str], splits: Mapping[str, str], holds_images: bool) -> bool:
-    """Whether `train` is a class, as of vehicles: other classes stand beside it, and none in it."""
-    return holds_images and bool(set(below) - set(splits.values()))
+def _has_others(below: Iterable[str], splits: Mapping[str, str]) -> bool:
+    """Whether other folders stand beside those of splits: a `train` that holds no folders is then a
+    class, as of vehicles."""
+    return bool(set(below) - set(splits.values()))
 
 
 def _same_classes(place: str, classes: dict[str, list[str]]) -> list[str]:
