@@ -1,5 +1,6 @@
 """How a command ends: its exit status, and its error as one line."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from launch.machine import is_main, rank_of_process
 from launch.signals import ignore_further_signals
 from launch.torchrun import tell_launcher
-from train.errors import Stopped, one_line
+from train.errors import STOP_SIGNALS, Stopped, one_line
 
 OUTPUT_ERRORS = frozenset(
     {
@@ -41,13 +42,18 @@ def guard(work: Callable[[], int]) -> int:
         return int(stop.code or 0)
     except KeyboardInterrupt as stop:
         ignore_further_signals()
+        line = "; ".join(["interrupted", *map(str, stop.args)])
         if is_main():
-            _say("; ".join(["interrupted", *map(str, stop.args)]))
+            _say(line, 130)
+        else:
+            _tell_others(line, 130)
         return 0 if tell_launcher(signal.SIGINT) else 130
     except Stopped as stop:
         ignore_further_signals()
         if is_main():
-            _say(str(stop))
+            _say(str(stop), stop.exit_status)
+        else:
+            _tell_others(str(stop), stop.exit_status)
         return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status
     except BrokenPipeError:  # the reader of our output has gone, as in `polyad validate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -59,22 +65,43 @@ def guard(work: Callable[[], int]) -> int:
 def _report(error: Exception) -> int:
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
-        _say(str(error))
-        return status
+        _say(str(error), status)
+        # Another process was asked to stop, and told this one: torchrun starts neither again.
+        return 0 if status - 128 in STOP_SIGNALS and tell_launcher(status - 128) else status
     if isinstance(error, OSError) and error.errno in OUTPUT_ERRORS:
         where = f"{error.filename}: " if error.filename else ""
-        _say(f"{where}{error.strerror}")
-        return 2 if error.errno == errno.ENAMETOOLONG else 1
+        status = 2 if error.errno == errno.ENAMETOOLONG else 1
+        _say(f"{where}{error.strerror}", status)
+        return status
+    _tell_others(f"{type(error).__name__}: {error}", 1)
     if rank_of_process():  # often a consequence of rank 0's failure, after which torchrun ends it
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
     traceback.print_exc()
     return 1
 
 
-def _say(message: str) -> None:
-    """One line on standard error, from rank 0; from another one only if rank 0 has none."""
+def _say(message: str, status: int) -> None:
+    """One line on standard error, from rank 0; from another one only if rank 0 has none.
+
+    Args:
+        message: the error.
+        status: that this process will end with.
+    """
     rank = rank_of_process()
     if rank:
+        _tell_others(message, status)  # rank 0 then says it as its own
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
         message = f"rank {rank}: {message}"
     print(f"polyad: error: {one_line(message)}", file=sys.stderr, flush=True)
+    if not rank:
+        _tell_others(message, status)
+
+
+def _tell_others(message: str, status: int) -> None:
+    """Ends the waiting of processes that this one has not met yet."""
+    if "RANK" in os.environ:
+        # Whatever fails here must not hide the error: a signal may have cut an import in two.
+        with contextlib.suppress(Exception):
+            from parallel.meeting import leave_word
+
+            leave_word(one_line(message), status)

@@ -3,6 +3,9 @@
 The worker has already said what is wrong; what torchrun adds hides it. The status is that of the
 worker which failed first, so that bad input stays apart from a failed run. Hosts that do not meet
 are one line too.
+
+On one host nothing listens, as torchrun's own stores would on all interfaces: agent and
+workers meet through files in a folder that other users cannot read (`parallel/meeting.py`).
 """
 
 import contextlib
@@ -12,6 +15,8 @@ import runpy
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,9 @@ from launch.machine import END_WITH_PARENT
 from launch.signals import answer_first_signal_only, stop_at_signals
 from train.errors import Stopped, one_line
 
+STANDALONE = "--standalone"
+WORKERS_STORE = "POLYAD_STORE"
+"""What `parallel/meeting.py` calls `STORE`; it is imported where hosts meet, as it takes long."""
 STOP_FILE = "POLYAD_STOP_FILE"
 """The environment variable that names a file for this host's workers. Those that stop as a signal
 asked them to write its number there and end with 0, which torchrun does not take for a failure: it
@@ -41,7 +49,48 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="polyad-") as folder:
         os.environ[STOP_FILE] = str(Path(folder) / "stop")
         os.environ[END_WITH_PARENT] = str(os.getpid())  # of the workers
+        words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
+        if _is_one_host(sys.argv[:words]):
+            _meet_in(Path(folder), words)
+        else:
+            _meet_by_interface(words)
         return _run() or _stopped()
+
+
+def _is_one_host(options: Sequence[str]) -> bool:
+    after_nodes = [b for a, b in pairwise(options) if a == "--nnodes"]
+    return STANDALONE in options or after_nodes == ["1"]
+
+
+def _meet_in(folder: Path, words: int) -> None:
+    """Makes the agent and its workers meet through files of a private folder.
+
+    Args:
+        folder: the folder.
+        words: how many of `sys.argv` are torchrun's; the last of an option counts.
+    """
+    here = [
+        *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", folder.name),
+        *("--rdzv-endpoint", str(folder / "agents"), "--local-addr", "127.0.0.1"),
+    ]
+    sys.argv[1:words] = [word for word in sys.argv[1:words] if word != STANDALONE] + here
+    os.environ[WORKERS_STORE] = str(folder / "workers")
+
+
+def _meet_by_interface(words: int) -> None:
+    """Makes this host known by its address on the network interface that was named, if one was.
+
+    Args:
+        words: how many of `sys.argv` are torchrun's.
+    """
+    from parallel.meeting import addresses_of, listen_where_agents_meet, named_interface
+
+    listen_where_agents_meet()
+    own = [b for a, b in pairwise(sys.argv[:words]) if a == "--local-addr"]
+    is_address = bool(own) and (":" in own[-1] or own[-1].replace(".", "").isdecimal())
+    addresses = addresses_of(named_interface() or "")
+    if addresses and not is_address:
+        sys.argv[words:words] = ["--local-addr", addresses[0]]
 
 
 def _run() -> int:

@@ -79,13 +79,17 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
 def _compare(small: "RunConfig", theirs: "Reference | None", place: Path) -> dict[str, Any] | None:
     from parallel import comm
     from parallel.checkpoint.checkpoint import Checkpoint
+    from train.config.agreement import agreed_facts
     from train.layout.compare import differences
     from train.layout.trial import run_trial, save_again
     from train.layout.verify import result_of
 
     degrees = small.parallel
     world = comm.initialize(
-        degrees.timeout_minutes, degrees.tensor_parallel_size, degrees.expert_parallel_size
+        degrees.timeout_minutes,
+        degrees.tensor_parallel_size,
+        degrees.expert_parallel_size,
+        agreed_facts(small, None),
     )
     folder = Path(comm.from_main(str(place)))
     ours = run_trial(small, world, folder)

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from parallel.dims import LayoutError
 from parallel.host_memory import keep_freed_memory
+from parallel.meeting import MeetingError, meet, stay_on_loopback
 
 T = TypeVar("T")
 TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
@@ -140,20 +141,27 @@ def environment_rank() -> int:
 
 
 def initialize(
-    timeout_minutes: float = 30.0, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
+    timeout_minutes: float = 30.0,
+    tensor_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    facts: Mapping[str, str] | None = None,
 ) -> World:
     """Joins the processes that torchrun started, or makes a world of one; may be called again.
 
     Collectives run over NCCL where there is a GPU, else over gloo.
 
     Args:
-        timeout_minutes: how long a collective waits.
+        timeout_minutes: how long a collective waits, and how long the other processes are
+            waited for.
         tensor_parallel_size: processes that share every layer.
         expert_parallel_size: data-parallel processes that have different experts.
+        facts: what this process is about to do, which has to be the same on all.
 
     Raises:
         LayoutError: the environment names processes that are not there, or this host has more
             processes than GPUs.
+        DisagreementError: on every process, if the facts of one are others.
+        MeetingError: a process did not come, ended before it came, or cannot be connected to.
     """
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -179,9 +187,7 @@ def initialize(
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
         if on_gpu:  # NCCL connects at once, and no collective has to guess the device
             options["device_id"] = device
-        if "RANK" not in os.environ:
-            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+        _join(options, {"device": device.type, **(facts or {})}, timeout_minutes)
     if tensor_parallel_size > 1:
         join_tensor_parallel_group(tensor_parallel_size)
     return World(
@@ -192,6 +198,28 @@ def initialize(
         tensor_parallel_size,
         expert_parallel_size,
     )
+
+
+def _join(options: dict[str, Any], facts: Mapping[str, str], timeout_minutes: float) -> None:
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    rank, size = environment_rank(), environment_world_size()
+    if size > 1:
+        stay_on_loopback()
+        store = meet(facts, timeout_minutes)
+    backend = "nccl" if "device_id" in options else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+    except RuntimeError as error:
+        names = ", ".join(
+            f"{name}={os.environ[name]}"
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            if name in os.environ
+        )
+        raise MeetingError(
+            f"rank {rank} on {socket.gethostname()} cannot connect to the others over {backend}: "
+            f"{str(error).splitlines()[0]} ({names or 'no interface is named'}; `polyad launch "
+            f"--interface` names one)"
+        ) from error
 
 
 def join_tensor_parallel_group(size: int) -> None:

@@ -11,6 +11,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.saver import Saver
 from parallel.imports import import_libraries
 from parallel.zero import Engine
+from train.config.agreement import agreed_facts
 from train.config.beginning import nothing_is_left, say_first_line
 from train.config.distillation import set_teacher
 from train.config.parts import (
@@ -65,7 +66,10 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
     startup.lap("imports")
     config, dims, kept = inputs.config, inputs.dims, inputs.task.kept()
     world = comm.initialize(
-        config.parallel.timeout_minutes, dims.tensor_parallel_size, dims.expert_parallel_size
+        config.parallel.timeout_minutes,
+        dims.tensor_parallel_size,
+        dims.expert_parallel_size,
+        agreed_facts(config, inputs.task) if dims.world_size > 1 else None,
     )
     allow_tf32(config.train.tf32, world.device)
     put_back_replaced(Path(config.run.folder), world)

@@ -232,6 +232,12 @@ class ImageData:
         return hashlib.sha256(json.dumps([known, self.left_out]).encode()).hexdigest()
 
     @property
+    def contents(self) -> str:
+        """A digest of the images of all splits, by the files of the index."""
+        files = {name: record.sha256 for name, record in sorted(self.manifest.files.items())}
+        return hashlib.sha256(json.dumps([self.fingerprint, files]).encode()).hexdigest()
+
+    @property
     def splits(self) -> list[str]:
         """Names of the splits there are."""
         if self.left_out:

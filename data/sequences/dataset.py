@@ -175,9 +175,17 @@ class SequenceData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of the token ids and labels of the training rows, of the classes, and of the
-        domains left out."""
-        rows, digest = self.encoded("train"), hashlib.sha256()
+        """The `contents` of the training rows."""
+        return self.contents("train")
+
+    def contents(self, split: str) -> str:
+        """A digest of the token ids and labels of a split, of the classes, and of the domains left
+        out.
+
+        Args:
+            split: Whose labels are known.
+        """
+        rows, digest = self.encoded(split), hashlib.sha256()
         assert rows.labels_N is not None
         digest.update(json.dumps([self.schema.task, self.class_names, rows.choices]).encode())
         if self.left_out:

@@ -3,9 +3,7 @@
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
-import platform
 import secrets
 import shutil
 import socket
@@ -21,8 +19,6 @@ from train.errors import one_line
 if TYPE_CHECKING:
     from train.config.run import RunConfig
 
-SEEN_WITHIN = 10.0
-"""Seconds until a file that one host made is to be seen by the others."""
 QUERY = "clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total,temperature.gpu"
 IDLE_CLOCKS = 0x1 | 0x2
 """Reasons of lower clocks that are no fault: nothing to do, and clocks that somebody has set."""
@@ -40,42 +36,23 @@ def facts_of(config: "RunConfig | None", local_rank: int) -> dict[str, Any]:
         "node": int(os.environ.get("GROUP_RANK", "0")),
         "local_rank": local_rank,
         "local_processes": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        "versions": _versions(),
-        "config": _digest(config),
+        **_agreed(config),
         "device": _device(local_rank),
-        "data": _data(config) if local_rank == 0 and config is not None else None,
     }
 
 
-def _versions() -> dict[str, str | None]:
-    import torch
+def _agreed(config: "RunConfig | None") -> dict[str, Any]:
+    """What has to be the same everywhere, and why data cannot be read, if it cannot."""
+    from train.config.agreement import agreed_facts
+    from train.tasks.registry import open_task
 
-    from train.state import package_versions
-
-    nccl = None
-    if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        **package_versions(),
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda,
-        "nccl": nccl,
-        "code": _code(),
-    }
-
-
-def _code() -> str:
-    """A digest of Polyad's own files: clones of two hosts may differ with one version number."""
-    root = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for room in ("data", "launch", "model", "parallel", "train"):
-        for path in sorted((root / room).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _digest(config: "RunConfig | None") -> str | None:
-    return None if config is None else hashlib.sha256(config.to_yaml().encode()).hexdigest()[:12]
+    if config is None:
+        return {"agreed": agreed_facts(None, None), "data_error": None}
+    try:
+        task = open_task(config.for_task())
+        return {"agreed": agreed_facts(config, task), "data_error": None}
+    except (ValueError, OSError) as error:
+        return {"agreed": agreed_facts(config, None), "data_error": one_line(error)}
 
 
 def _device(local_rank: int) -> dict[str, Any]:
@@ -135,15 +112,6 @@ def _xid() -> list[str]:
     return []
 
 
-def _data(config: "RunConfig") -> dict[str, str]:
-    from train.tasks.registry import open_task
-
-    try:
-        return {"fingerprint": open_task(config.for_task()).fingerprint}
-    except (ValueError, OSError) as error:
-        return {"error": one_line(error)}
-
-
 @contextmanager
 def probe_folder(run: Path) -> Iterator[Path]:
     """A new folder beside the run's, on rank 0."""
@@ -168,6 +136,7 @@ def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:
         JSON values of this process.
     """
     from parallel import comm
+    from train.guard.run_folder import seen_in_time
 
     lock = folder / "lock"
     found: dict[str, Any] = {}
@@ -179,10 +148,10 @@ def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:
         holder, found["lock"] = _try_lock(lock)
     comm.barrier()
     begun = time.monotonic()
-    seen = _until(lambda: (folder / "seen").exists())
+    seen = seen_in_time(lambda: (folder / "seen").exists())
     found |= {"seen": seen, "seconds": time.monotonic() - begun if seen else None}
     if seen:
-        found["renamed"] = _until(lambda: (folder / "after").exists())
+        found["renamed"] = seen_in_time(lambda: (folder / "after").exists())
         if not world.is_main and world.local_rank == 0:
             mine, found["lock"] = _try_lock(lock)
             _close(mine)
@@ -190,15 +159,6 @@ def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:
     comm.barrier()
     _close(holder)
     return found
-
-
-def _until(condition: Any) -> bool:
-    until = time.monotonic() + SEEN_WITHIN
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def _try_lock(path: Path) -> tuple[int | None, str]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from parallel.meeting import comparison
 from parallel.probe import Link, Measured
 
 SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
@@ -52,33 +53,17 @@ def _hosts(ranks: Sequence[int], facts: Sequence[dict[str, Any]]) -> str:
     return ", ".join(names[:5]) + rest
 
 
-def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
-    """Ranks by what they have, the most common first."""
-    groups: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return dict(sorted(groups.items(), key=lambda item: -len(item[1])))
-
-
-def _differ(
-    what: str, values: Sequence[Any], facts: Sequence[dict[str, Any]], *, breaks: bool = True
-) -> list[Finding]:
-    groups = _groups(values)
-    if len(groups) < 2:
-        return []
-    shown = "; ".join(f"{value} on {_hosts(ranks, facts)}" for value, ranks in groups.items())
-    return [Finding(breaks, f"{what} differs: {shown}")]
-
-
 def _differing(facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    found = []
-    names = sorted({name for each in facts for name in each["versions"]})
-    for name in names:
-        what = "Polyad's code" if name == "code" else f"the version of {name}"
-        found += _differ(what, [each["versions"].get(name) for each in facts], facts)
-    found += _differ("the configuration", [each["config"] for each in facts], facts)
-    kinds = [each["device"].get("gpu", "no GPU") for each in facts]
-    return [*found, *_differ("the kind of GPU", kinds, facts, breaks=False)]
+    # Where data cannot be read, which is a finding of its own, nothing is known of its contents.
+    good: dict[str, str] = next((each["agreed"] for each in facts if not each["data_error"]), {})
+    told = [
+        (each["host"], {**(good if each["data_error"] else {}), **each["agreed"]}) for each in facts
+    ]
+    found = [Finding(True, line) for line in comparison(told)]
+    kinds = [
+        (each["host"], {"the kind of GPU": each["device"].get("gpu", "no GPU")}) for each in facts
+    ]
+    return [*found, *(Finding(False, line) for line in comparison(kinds))]
 
 
 def _devices(facts: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -114,11 +99,8 @@ def _devices(facts: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def _data(facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    readers = [each for each in facts if each["data"] is not None]
-    failed = [each for each in readers if "error" in each["data"]]
-    found = [Finding(True, f"{each['host']}: {each['data']['error']}") for each in failed]
-    good = [each for each in readers if "error" not in each["data"]]
-    return found + _differ("the data", [each["data"]["fingerprint"] for each in good], good)
+    first = [each for each in facts if each["local_rank"] == 0 and each["data_error"]]
+    return [Finding(True, f"{each['host']}: {each['data_error']}") for each in first]
 
 
 def _folder(facts: Sequence[dict[str, Any]]) -> list[Finding]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import torchrun as launcher
 from launch.via.hosts import endpoint, host_name, plain_name
 
-STANDALONE = ("--standalone",)
+STANDALONE = (launcher.STANDALONE,)
 
 
 @dataclass(frozen=True, kw_only=True)

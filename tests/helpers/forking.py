@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -90,6 +90,7 @@ class ForkServer:
         *,
         processes: int = 2,
         before: Callable[[int], None] | None = None,
+        last: Sequence[str] = (),
         **environment: str,
     ) -> ForkedRun:
         """Starts `polyad ARGUMENTS` in several processes, as torchrun would.
@@ -99,6 +100,7 @@ class ForkServer:
             arguments: the command line.
             processes: ranks.
             before: is called with the rank in each process; of a module of `tests.helpers`.
+            last: words that the command line of the last rank has besides.
             environment: more variables.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,8 @@ class ForkServer:
         logs = [folder / f"log-{number + rank:04d}" for rank in range(processes)]
         for log in logs:
             log.touch()
-        pids = self.ask("start", arguments, [str(log) for log in logs], environment, before)
+        names = [str(log) for log in logs]
+        pids = self.ask("start", arguments, names, environment, before, list(last))
         return ForkedRun(self, pids, logs)
 
     def call(self, function: Callable[..., None], *arguments: Any) -> Callable[[], None]:
@@ -185,6 +188,7 @@ def _start(
     logs: list[str],
     environment: dict[str, str],
     before: Callable[[int], None] | None,
+    last: list[str],
 ) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -199,7 +203,8 @@ def _start(
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 }  # fmt: skip
             os.environ |= environment
-            _run(arguments, log, lambda rank=rank: before(rank) if before else None)
+            words = arguments + (last if rank == len(logs) - 1 else [])
+            _run(words, log, lambda rank=rank: before(rank) if before else None)
         pids.append(pid)
     return pids
 

@@ -81,6 +81,23 @@ def workers_of(agent: "subprocess.Popen[str]") -> list[psutil.Process]:
     return psutil.Process(agent.pid).children()
 
 
+def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> None:
+    """torch unpickles what comes in there, and nothing asks who sends it."""
+    agent = start(config, "train.steps=100000", "checkpoint.every=0")
+    wait_for(lambda: len(steps(config.parent / "run")) >= 1, agent)
+    family = [psutil.Process(agent.pid), *workers_of(agent)]
+    listening = [
+        (each.pid, link.laddr.ip)
+        for each in family
+        for link in each.net_connections("inet")
+        if link.status == psutil.CONN_LISTEN
+    ]
+    agent.send_signal(signal.SIGTERM)
+    agent.communicate(timeout=60)
+    assert {pid for pid, _ in listening} <= {each.pid for each in family[1:]}  # gloo's, no store
+    assert {address for _, address in listening} == {"127.0.0.1"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "whom"),

@@ -1,5 +1,7 @@
 """`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from data.text.manifest import SplitName
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import Choice, load_model, open_checkpoint
+from train.config.agreement import agreed_facts, folder_digest
 from train.config.held_out import data_overrides
 from train.config.run import RunConfig, parse_config
 from train.config.smaller import to_evaluate
@@ -45,16 +48,31 @@ class Evaluated(NamedTuple):
         """Samples in a forward pass."""
         return self.config.evaluation.batch_size or self.config.train.micro_batch_size
 
+    def joined(self, split: str | None) -> comm.World:
+        """Joins the processes of this command, which all read the same.
+
+        Args:
+            split: that is read; None: none of the data.
+
+        Raises:
+            DisagreementError: a process has another command, checkpoint or data.
+        """
+        facts = agreed_facts(self.config, self.task if split else None, split)
+        facts["the command"] = shlex.join(sys.argv[1:])
+        facts["the checkpoint"] = f"contents {folder_digest(self.checkpoint.folder)}"
+        return comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
+
     @contextmanager
-    def loaded(self, doing: str) -> Iterator[tuple[nn.Module, comm.World]]:
+    def loaded(self, doing: str, split: str | None) -> Iterator[tuple[nn.Module, comm.World]]:
         """The model on this process's device, in evaluation mode, and the process.
 
         Inside the context a lack of memory is explained in one line.
 
         Args:
             doing: what is done with it, for that line.
+            split: that is read; None: none of the data.
         """
-        world = comm.initialize(self.config.parallel.timeout_minutes)
+        world = self.joined(split)
         allow_tf32(self.config.train.tf32, world.device)
         with explain_out_of_memory(lambda: doing, world, to_evaluate(self.config)):
             yield load_model(self.checkpoint, world.device, self.config.train.precision), world
@@ -157,7 +175,7 @@ def evaluate(
         opened.text("--leak")
         check_leaks(config, checkpoint.folder)
     task.check_split(split)
-    world = comm.initialize(config.parallel.timeout_minutes)
+    world = opened.joined(split)
     allow_tf32(config.train.tf32, world.device)
     unit, leaked = task.unit, None
     with (

@@ -70,7 +70,7 @@ def knockout(
         )
     task.check_split(split)
     started = time.monotonic()
-    with opened.loaded("leaving out experts") as (model, world):
+    with opened.loaded("leaving out experts", split) as (model, world):
         chosen = _chosen(model, path, layers, experts, steerings)
         text = PredictedText(task, split, tokens)
         amount = text.windows * text.length

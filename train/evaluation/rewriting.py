@@ -141,7 +141,7 @@ def rewriting(
     if not len(members):
         raise ConfigError("--rewrite: no training image is of the subpopulation")
     started = time.monotonic()
-    with opened.loaded("rewriting") as (model, world):
+    with opened.loaded("rewriting", split) as (model, world):
         head = routed_head(model)
         if head is None:
             raise ConfigError(

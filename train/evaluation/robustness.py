@@ -116,7 +116,7 @@ def robustness(
     score = _SCORES[set_name]
     config = opened.config
     started = time.monotonic()
-    with opened.loaded("evaluating") as (model, world):
+    with opened.loaded("evaluating", None) as (model, world):
         found = score(Scorer(opened, task, model, world), folder)
     return {
         "checkpoint": str(opened.checkpoint.folder),

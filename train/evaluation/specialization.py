@@ -65,7 +65,7 @@ def specialization(
         )
     task.check_split(split)
     started = time.monotonic()
-    with opened.loaded("measuring experts") as (model, world):
+    with opened.loaded("measuring experts", split) as (model, world):
         head = routed_head(model)
         layers = [*routed_layers(model), *([head] if head else [])]
         if not layers:

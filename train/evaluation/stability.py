@@ -62,7 +62,7 @@ def compare(
     task.check_split(split)
     probe = task.probe(units, split)
     config = opened.config
-    world = comm.initialize(config.parallel.timeout_minutes)
+    world = opened.joined(split)
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
     with explain_out_of_memory(lambda: "comparing routing", world, to_evaluate(config)):

@@ -10,6 +10,7 @@ from parallel.plan.devices import Device
 from parallel.plan.replay import exchanged_here, host_seconds, replayed
 from parallel.plan.times import StepTime
 from train.config.adaptation import model_of
+from train.config.agreement import agreed_facts
 from train.config.distillation import teacher_here
 from train.config.rules import validate
 from train.config.run import RunConfig
@@ -41,7 +42,10 @@ def forecast_here(
     found = footprint(config, dims)
     degrees = config.parallel
     world = comm.initialize(
-        degrees.timeout_minutes, degrees.tensor_parallel_size, degrees.expert_parallel_size
+        degrees.timeout_minutes,
+        degrees.tensor_parallel_size,
+        degrees.expert_parallel_size,
+        agreed_facts(config, None),
     )
     progress = Progress("operations", len(found.work), "op") if world.is_main else _silent
     spent = replayed(found.work, progress)

@@ -1,8 +1,13 @@
 """A run's folder, and the lock that lets only one start of the run use it at a time."""
 
+import contextlib
 import errno
 import fcntl
 import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +25,10 @@ LOCK_FILE = ".lock"
 LEASE_FILE = ".lease"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Errors of `flock` on a file system that has no locks."""
+
+
+SEEN_WITHIN = 10.0
+"""Seconds until a file that one host made is to be seen by the others."""
 
 
 class RunFolderConfig(Config):
@@ -67,19 +76,28 @@ class RunLock:
         world: this process. All call this together.
 
     On a shared file system it works between hosts if the file system passes locks on (NFS does,
-    and Lustre with the mount option `flock`). Where it has no locks a lease is taken instead.
+    and Lustre with the mount option `flock`). Where it has no locks a lease is taken instead. The
+    file of the lock holds a token of this start, which the other processes have to find there:
+    on a host whose folder is another one nothing could be saved together.
 
     Raises:
-        ConfigError: on every process, if another start of the run is still going, or the folder
-            cannot be written to.
+        ConfigError: on every process, if another start of the run is still going, the folder
+            cannot be written to, or is not the same one on all hosts.
     """
 
     def __init__(self, folder: Path, world: comm.World) -> None:
         self._descriptor: int | None = None
         self._lease: Lease | None = None
-        reason = comm.from_main(self._take(folder) if world.is_main else None)
+        self._token = secrets.token_hex(16)
+        told = (self._take(folder), self._token, socket.gethostname()) if world.is_main else None
+        reason, token, host = comm.from_main(told)
         if reason:
             raise ConfigError(f"run.folder: {folder} {reason}")
+        fault = "" if world.is_main else _fault_of(folder, token, f"that {host} (rank 0) writes to")
+        found = [each for each in comm.from_all(fault) if each]
+        if found:
+            self.release()
+            raise ConfigError(f"run.folder: {folder}: {found[0]}")
 
     def _take(self, folder: Path) -> str:
         """Takes the lock; returns the reason if that fails, else an empty string."""
@@ -93,6 +111,9 @@ class RunLock:
                 if error.errno not in NO_LOCKS:
                     raise
                 self._lease = Lease(folder / LEASE_FILE)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, self._token.encode(), 0)
+            os.fsync(self._descriptor)
         except BlockingIOError:
             self.release()
             return in_use
@@ -112,6 +133,45 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _fault_of(folder: Path, token: str, first: str) -> str:
+    """Why this process cannot use the folder that rank 0 has locked; empty if it can.
+
+    Args:
+        folder: the run's.
+        token: what rank 0 has written into the file of the lock.
+        first: what to call the folder of rank 0.
+    """
+    here = f"{socket.gethostname()} (rank {comm.rank()})"
+
+    def is_there() -> bool:
+        with contextlib.suppress(OSError):
+            return (folder / LOCK_FILE).read_text(encoding="utf-8") == token
+        return False
+
+    if not seen_in_time(is_there):
+        return (
+            f"on {here} it is another folder than the one {first}; all hosts need one file "
+            f"system, with this folder at the same path"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{here} may not write to the folder {first}"
+    return ""
+
+
+def seen_in_time(condition: Callable[[], bool]) -> bool:
+    """Waits until what another host has written is seen on this one, `SEEN_WITHIN` at most.
+
+    Args:
+        condition: whether it is.
+    """
+    until = time.monotonic() + SEEN_WITHIN
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def put_back_replaced(folder: Path, world: comm.World) -> None:

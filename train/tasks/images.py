@@ -159,6 +159,10 @@ class ImageClassification(Learner, Task[ImageBatch]):
         """A digest of the training images, the names of the classes, and the domains left out."""
         return self.data.fingerprint
 
+    def contents(self, split: str) -> str:
+        """A digest of the index of all splits."""
+        return self.data.contents
+
     @functools.cached_property
     def samples(self) -> ImageSamples:
         """Images after augmentation, by their global number."""

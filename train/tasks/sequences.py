@@ -125,6 +125,10 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         """A digest of the token ids and labels of the training rows."""
         return self.data.fingerprint
 
+    def contents(self, split: str) -> str:
+        """A digest of the token ids and labels of a split's rows."""
+        return self.data.contents(split)
+
     @functools.cached_property
     def samples(self) -> TrainingRows:
         """Training rows by their global number."""

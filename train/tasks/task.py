@@ -186,6 +186,14 @@ class Task(ABC, Generic[Batch]):
     def fingerprint(self) -> str:
         """A digest of the training data; a run goes on only with the same one."""
 
+    def contents(self, split: str) -> str:
+        """A digest of what a split holds, which processes of a run compare.
+
+        Args:
+            split: of those that there are.
+        """
+        return self.fingerprint
+
     @property
     @abstractmethod
     def samples(self) -> Dataset[Any]:

@@ -31,8 +31,8 @@ def test_two_processes_are_looked_at_and_measured(config: Path, polyad: Polyad) 
     assert about["between"] == []
     assert max(map(abs, about["clocks"])) < 0.5
     first, second = result["ranks"]
-    assert first["versions"] == second["versions"]
-    assert first["data"]["fingerprint"]
+    assert first["agreed"] == second["agreed"]
+    assert first["agreed"]["data.path (train)"].startswith("contents ")
     assert first["folder"]["seen"] is second["folder"]["seen"] is True
     assert (first["folder"]["lock"], first["folder"]["renamed"]) == ("taken", True)
     # Nothing is left behind, and the run's folder was not made.

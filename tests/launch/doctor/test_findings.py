@@ -19,12 +19,15 @@ def facts() -> Facts:
         **{"gpu": "NVIDIA A100", "gpu_memory_bytes": 80, "gpu_memory_free_bytes": 79},
         **{"throttled": 0, "ecc_errors": 0, "xid": []},
     }
+    agreed = {
+        **{"the version of torch": "2.13", "Polyad's code": "aa", "train_steps": "6"},
+        "data_path (train)": "contents ff",
+    }
     seen = {"seen": True, "seconds": 0.0, "renamed": True}
     return [
         {
             **{"host": f"node-{host}", "local_rank": local, "local_processes": 2},
-            **{"versions": {"torch": "2.13", "code": "aa"}, "config": "cc", "device": dict(device)},
-            "data": {"fingerprint": "ff"} if local == 0 else None,
+            **{"agreed": dict(agreed), "data_error": None, "device": dict(device)},
             "folder": seen | {"lock": "held" if (host, local) != (1, 0) else "taken"},
         }
         for host in (1, 2)
@@ -60,20 +63,24 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
     ("fault", "breaks", "words"),
     [
         (
-            change("versions.torch", "2.11", 2, 3),
+            change("agreed.the version of torch", "2.11", 2, 3),
             True,
-            ["torch differs", "2.13 on node-1", "node-2"],
+            ["the version of torch: 2.13 on node-1, 2.11 on node-2"],
         ),
-        (change("versions.code", "bb", 3), True, ["Polyad's code differs", "bb on node-2"]),
-        (change("config", "dd", 1), True, ["the configuration differs", "dd on node-1"]),
+        (change("agreed.Polyad's code", "bb", 3), True, ["Polyad's code: aa on ", "bb on node-2"]),
+        (change("agreed.train_steps", "9", 1), True, ["train_steps: 6 on ", "9 on node-1"]),
         (change("device.gpu", "NVIDIA V100", 2, 3), False, ["kind of GPU", "V100 on node-2"]),
         (change("device.gpus", 1, 2, 3), True, ["node-2 has 1 GPUs for 2 processes"]),
         (change("device.gpu_memory_free_bytes", 40, 3), False, ["node-2, GPU 1", "somebody else"]),
         (change("device.throttled", 0x40, 1), False, ["node-1, GPU 1", "0x40"]),
         (change("device.ecc_errors", 3, 0), True, ["node-1, GPU 0: 3 uncorrected"]),
         (change("device.xid", ["NVRM: Xid (1): 79"], 0), False, ["node-1: NVRM: Xid"]),
-        (change("data", {"error": "data.path: d: is damaged"}, 2), True, ["node-2: data.path: d"]),
-        (change("data", {"fingerprint": "gg"}, 2), True, ["the data differs", "gg on node-2"]),
+        (change("data_error", "data.path: d: is damaged", 2), True, ["node-2: data.path: d"]),
+        (
+            change("agreed.data_path (train)", "contents gg", 2),
+            True,
+            ["data_path (train): contents ff on", "gg on node-2"],
+        ),
         (
             change("folder", {"error": "run.folder: d: cannot be written to"}, 0, 1, 2, 3),
             True,
@@ -128,7 +135,7 @@ def test_slow_links_devices_and_clocks_are_named() -> None:
 def test_what_breaks_a_run_comes_first() -> None:
     found = facts()
     change("device.throttled", 8, 0)(found)
-    change("config", "dd", 1)(found)
+    change("agreed.train_steps", "9", 1)(found)
     assert [each.breaks for each in findings(found, measured(), "no room")] == [True, True, False]
     assert Finding(True, "no room") in findings(found, measured(), "no room")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.forking import ForkServer
 from tests.helpers.runs import write_config
 
 pytestmark = pytest.mark.distributed
@@ -21,6 +22,29 @@ def die_before_there_is_a_config(rank: int) -> None:
         return replace(self, target)
 
     Path.replace = killed  # type: ignore[method-assign, assignment]
+
+
+def work_in_a_folder_of_its_own(rank: int) -> None:
+    """A host whose disk is its own sees another folder behind the same path."""
+    Path(f"host-{rank}").mkdir()
+    os.chdir(f"host-{rank}")
+
+
+def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_step(
+    tmp_path, prepared_path, monkeypatch
+):
+    path = write_config(tmp_path / "config.yaml", prepared_path, run__folder="run")
+    server = ForkServer()
+    monkeypatch.chdir(tmp_path)  # where the server's processes begin
+    try:
+        run = server.start(tmp_path, ["train", str(path)], before=work_in_a_folder_of_its_own)
+        assert run.wait() == [2, 2], run.text()
+    finally:
+        server.stop()
+    (line,) = [line for line in run.logs[0].read_text().splitlines() if "error" in line]
+    assert line.startswith("polyad: error: run.folder: run: on ")
+    assert "(rank 1) it is another folder than the one that" in line
+    assert not (tmp_path / "host-0" / "run" / "config.yaml").exists()
 
 
 @pytest.mark.slow
