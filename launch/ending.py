@@ -83,25 +83,30 @@ def _report(error: Exception) -> int:
 def _say(message: str, status: int) -> None:
     """One line on standard error, from rank 0; from another one only if rank 0 has none.
 
+    Before the first step, where each process hears why another ends, one on each host says it.
+
     Args:
         message: the error.
         status: that this process will end with.
     """
     rank = rank_of_process()
-    if rank:
-        _tell_others(message, status)  # rank 0 then says it as its own
+    all_know = _tell_others(message, status) if rank else False
+    if all_know and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if rank and not all_know:
         time.sleep(RANK_ZERO_SPEAKS_FIRST)
-        message = f"rank {rank}: {message}"
-    print(f"polyad: error: {one_line(message)}", file=sys.stderr, flush=True)
+    name = f"rank {rank}: " if rank else ""
+    print(f"polyad: error: {name}{one_line(message)}", file=sys.stderr, flush=True)
     if not rank:
         _tell_others(message, status)
 
 
-def _tell_others(message: str, status: int) -> None:
-    """Ends the waiting of processes that this one has not met yet."""
-    if "RANK" in os.environ:
-        # Whatever fails here must not hide the error: a signal may have cut an import in two.
-        with contextlib.suppress(Exception):
+def _tell_others(message: str, status: int) -> bool:
+    """Ends the waiting of processes that this one has not met yet; whether they have heard it."""
+    # Whatever fails here must not hide the error: a signal may have cut an import in two.
+    with contextlib.suppress(Exception):
+        if "RANK" in os.environ:
             from parallel.meeting import leave_word
 
-            leave_word(one_line(message), status)
+            return leave_word(one_line(message), status)
+    return False

@@ -18,15 +18,18 @@ import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.machine import END_WITH_PARENT
 from launch.signals import answer_first_signal_only, stop_at_signals
 from train.errors import Stopped, one_line
 
+if TYPE_CHECKING:
+    from parallel.agents import Workers
+
 STANDALONE = "--standalone"
 WORKERS_STORE = "POLYAD_STORE"
-"""What `parallel/meeting.py` calls `STORE`; it is imported where hosts meet, as it takes long."""
+"""What `parallel/meeting.py` calls `STORE`: its import takes long, and commands read this file."""
 STOP_FILE = "POLYAD_STOP_FILE"
 """The environment variable that names a file for this host's workers. Those that stop as a signal
 asked them to write its number there and end with 0, which torchrun does not take for a failure: it
@@ -50,11 +53,14 @@ def main() -> int:
         os.environ[STOP_FILE] = str(Path(folder) / "stop")
         os.environ[END_WITH_PARENT] = str(os.getpid())  # of the workers
         words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
+        from parallel.agents import watch_workers
+
+        workers = watch_workers()
         if _is_one_host(sys.argv[:words]):
             _meet_in(Path(folder), words)
         else:
-            _meet_by_interface(words)
-        return _run() or _stopped()
+            _meet_others(words, workers)
+        return _run(workers) or _stopped()
 
 
 def _is_one_host(options: Sequence[str]) -> bool:
@@ -77,15 +83,17 @@ def _meet_in(folder: Path, words: int) -> None:
     os.environ[WORKERS_STORE] = str(folder / "workers")
 
 
-def _meet_by_interface(words: int) -> None:
+def _meet_others(words: int, workers: "Workers") -> None:
     """Makes this host known by its address on the network interface that was named, if one was.
 
     Args:
         words: how many of `sys.argv` are torchrun's.
+        workers: of this host.
     """
-    from parallel.meeting import addresses_of, listen_where_agents_meet, named_interface
+    from parallel.agents import meet_other_agents
+    from parallel.meeting import addresses_of, named_interface
 
-    listen_where_agents_meet()
+    meet_other_agents(dict(pairwise(sys.argv[:words])).get("--rdzv-id", ""), workers)
     own = [b for a, b in pairwise(sys.argv[:words]) if a == "--local-addr"]
     is_address = bool(own) and (":" in own[-1] or own[-1].replace(".", "").isdecimal())
     addresses = addresses_of(named_interface() or "")
@@ -93,7 +101,7 @@ def _meet_by_interface(words: int) -> None:
         sys.argv[words:words] = ["--local-addr", addresses[0]]
 
 
-def _run() -> int:
+def _run(workers: "Workers") -> int:
     try:
         # By its name, as a command: this room imports no communication library.
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
@@ -107,7 +115,7 @@ def _run() -> int:
         if hasattr(error, "sigval"):  # SignalException
             return 128 + int(error.sigval)
         if any(kind.__name__ == "RendezvousError" for kind in type(error).__mro__):
-            return _rendezvous_status(error)
+            return _rendezvous_status(error, workers)
         raise
     return 0
 
@@ -154,15 +162,26 @@ def _worker_status(rank: int, failure: Any) -> int:
     return 128 - status
 
 
-def _rendezvous_status(error: Exception) -> int:
-    reason = one_line(error) or "the other hosts did not come in time"
-    kind = type(error).__name__
-    print(
-        f"polyad: error: the hosts did not meet: {kind}: {reason}; --rdzv-endpoint, --rdzv-id and "
-        f"--nodes have to be the same on all of them",
-        file=sys.stderr,
-        flush=True,
-    )
+def _rendezvous_status(error: Exception, workers: "Workers") -> int:
+    if workers.bad_input:  # a worker has said what is wrong; the agents of other hosts have ended
+        return 2
+    options = dict(pairwise(sys.argv))
+    where = options.get("--rdzv-endpoint", "--rdzv-endpoint")
+    if type(error).__name__ == "RendezvousConnectionError" and workers.started:
+        line = f"the agent at {where}, where the hosts meet, has ended: its output says why"
+    elif type(error).__name__ == "RendezvousTimeoutError":
+        line = (
+            f"the hosts did not meet: fewer than {options.get('--nnodes', 'all')} came to {where} "
+            f"in time; the output of the others says why, or --rdzv-endpoint, --rdzv-id and "
+            f"--nodes are not the same on all"
+        )
+    else:
+        reason = one_line(error) or "the other hosts have given up"
+        line = (
+            f"the hosts did not meet: {type(error).__name__}: {reason}; --rdzv-endpoint, --rdzv-id "
+            f"and --nodes have to be the same on all of them"
+        )
+    print(f"polyad: error: {line}", file=sys.stderr, flush=True)
     return 1
 
 

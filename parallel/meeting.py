@@ -69,19 +69,24 @@ def meet(facts: Mapping[str, str], timeout_minutes: float) -> Store:
     return _Meeting(timeout_minutes).meet(facts)
 
 
-def leave_word(line: str, status: int) -> None:
+def leave_word(line: str, status: int) -> bool:
     """Tells the others that this process ends before it has met them; does nothing afterwards.
 
     Args:
         line: its error.
         status: its exit status.
+
+    Returns:
+        Whether every process that still waits ends with a line of its own.
     """
-    if "RANK" not in os.environ or dist.is_initialized() or _Meeting.over:
-        return
-    try:
-        _Meeting(LINGER / 60).leave_word(line, status)
-    except (MeetingError, ValueError, OSError, RuntimeError):
-        return  # nobody is there to hear it
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return False
+    if not _Meeting.over:
+        try:
+            _Meeting(LINGER / 60).leave_word(line, status)
+        except (MeetingError, ValueError, OSError, RuntimeError):
+            return False  # nobody is there to hear it
+    return True
 
 
 def comparison(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -262,18 +267,6 @@ def stay_on_loopback() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
-
-
-def listen_where_agents_meet() -> None:
-    """Makes the store of torchrun's agents, if it is in this process, listen on one address."""
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend as backend
-
-    def bound(host: str, port: int, **options: Any) -> TCPStore:
-        if options.get("is_master") and (listening := listener(host, port)) is not None:
-            options |= {"master_listen_fd": listening.detach(), "multi_tenant": False}
-        return TCPStore(host, port, **options)
-
-    backend.TCPStore = bound  # type: ignore[assignment,attr-defined]
 
 
 def listener(host: str, port: int) -> socket.socket | None:

@@ -9,8 +9,9 @@
          saved the step that it was in, if there was time, and the same command goes on from there
 
 A scheduler starts a run again after 75, 138 and 143, and after 137 (a process was killed); 1 and 2
-need a person to look. Under `polyad launch` torchrun starts the processes again by itself after 75
-and 137, as often as --max-restarts says, and never after 128 + n for these three signals.
+need a person to look. Under `polyad launch` torchrun starts the processes again by itself, as often
+as --max-restarts says: after 75 and 137, and after 1, with which processes end that have lost
+another one. It never does after 2, nor after 128 + n for these three signals.
 """
 
 import re

@@ -39,6 +39,23 @@ class Rendezvous:
         if self.local_addr is not None:
             host_name(self.local_addr, "--local-addr")
 
+    def name(self, run_folder: str) -> str:
+        """The id of the meeting; see `words`."""
+        return self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
+
+    def tell_others(self, run_folder: str, line: str) -> None:
+        """Tells the agents of other hosts that this host starts none.
+
+        Args:
+            run_folder: as in `words`.
+            line: why.
+        """
+        if self.endpoint is not None:
+            from parallel.agents import tell_agents
+
+            host, _, port = endpoint(self.endpoint, "--rdzv-endpoint").rpartition(":")
+            tell_agents(host.strip("[]"), int(port), self.name(run_folder), line)
+
     def words(self, run_folder: str) -> list[str]:
         """torchrun's options.
 
@@ -46,7 +63,7 @@ class Rendezvous:
             run_folder: as the configuration writes it, so that every host makes the same id of it.
         """
         where = endpoint(self.endpoint, "--rdzv-endpoint") if self.endpoint else "localhost:0"
-        name = self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
+        name = self.name(run_folder)
         words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
         if self.is_host is not None:
             words += ["--rdzv-conf", f"is_host={str(self.is_host).lower()}"]

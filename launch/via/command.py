@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ from launch.via.kubernetes import (
 from launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
 from launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
 from launch.via.submission import write_launch_file
+from train.errors import one_line
 
 if TYPE_CHECKING:
     from train.config.run import RunConfig
@@ -187,14 +188,28 @@ class Launch:
         nodes, processes = self._shape
         name = "polyad"
         if self.config is not None:
-            checked = self._checked(nodes, processes)
-            self._check_any_size(checked, nodes, processes)
+            try:
+                checked = self._checked(nodes, processes)
+                self._check_any_size(checked, nodes, processes)
+            except ValueError as error:
+                self._tell_others(error)
+                raise
             name = checked.run.folder
             variables |= _patience(checked.monitor.grace_seconds)
         meeting = STANDALONE if self.via == "local" else self.rendezvous.words(name)
         words = self._agent(nodes, processes, meeting)
         _become(words, variables, processes, dry_run=self.dry_run, say=self.via != "local")
         return 0
+
+    def _tell_others(self, error: ValueError) -> None:
+        """Tells the hosts that wait for this one why it does not start, if its run is known."""
+        from train.config.run import load_config
+
+        if self.config is None or self.dry_run:
+            return
+        with suppress(ValueError):
+            folder = load_config(self.config, self.overrides).run.folder
+            self.rendezvous.tell_others(folder, one_line(error))
 
     def _by_slurm(self, variables: dict[str, str]) -> int:
         nodes, processes = self._shape

@@ -141,3 +141,55 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(
     assert there[EVERY] == expected[EVERY]
     # The same batches; dropout depends on the number of processes.
     assert there[STEPS] == pytest.approx(expected[STEPS], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "here", "there"),
+    [
+        (
+            "optimizer.learning_rate=0.5",
+            "optimizer.learning_rate: 0.0006 on",
+            "rank 1: optimizer.learning_rate: 0.0006 on",
+        ),
+        ("data.path=nowhere", "does not start: data.path: nowhere", "data.path: nowhere: no such"),
+    ],
+)
+def test_a_host_that_would_do_something_else_or_nothing_ends_all_at_once(
+    override: str, here: str, there: str, hosts: tuple[Host, ...], data: Path, tmp_path: Path
+) -> None:
+    """The second host's key is another: one line on each, and no start again."""
+    config = write_config(tmp_path / "two", data)
+    begun = time.monotonic()
+    agents = [start(hosts[0], hosts[0], config), start(hosts[1], hosts[0], config, override)]
+    try:
+        ends = [agent.communicate(timeout=240)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            stop(agent)
+    assert [agent.returncode for agent in agents] == [2, 2], ends
+    assert time.monotonic() - begun < 90  # torchrun itself waits for 600 seconds
+    for said, expected in zip(ends, (here, there), strict=True):
+        (line,) = [line for line in said.splitlines() if line.startswith("polyad: error: ")]
+        assert expected in line
+
+
+@pytest.mark.slow
+def test_what_two_hosts_listen_on_is_the_interface_that_was_named(
+    hosts: tuple[Host, ...], data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "two", data)
+    agents = [start(host, hosts[0], config, "train.steps=100000") for host in hosts]
+    try:
+        wait_for((tmp_path / "two" / "run" / "metrics.jsonl").exists, agents)
+        for host in hosts:
+            code = (
+                "import psutil\nfor each in psutil.net_connections('inet'):\n"
+                "    if each.status == 'LISTEN': print(each.laddr.ip)"
+            )
+            command = [*host.inside, sys.executable, "-c", code]
+            found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            assert set(found.split()) == {host.address}
+    finally:
+        for agent in agents:
+            stop(agent)
