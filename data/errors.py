@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,46 @@ class DataError(ValueError):
 
 
 _OF_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker.*\n[\w.]+: (.*?)\s*\Z", re.DOTALL)
+
+
+_LOADER_ENDED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: (.+?)\.|exited)"
+)
+
+
+def loader_ended(error: BaseException | None) -> str | None:
+    """Describes the end of a loader process, if an error comes of one.
+
+    Torch raises it in the process that reads, wherever that is at the moment, and again when the
+    next batch is due; only the first error knows the signal.
+
+    Args:
+        error: What ended a command.
+
+    Returns:
+        One line: which process, why, and what to try; None: the error comes of something else.
+    """
+    line = None
+    while error is not None:
+        if found := _LOADER_ENDED.match(str(error)):
+            line = _line_of(found[1], found[2])
+            if found[2]:
+                break
+        error = error.__cause__ or error.__context__
+    return line
+
+
+def _line_of(process: str, description: str | None) -> str:
+    number = next((n for n in signal.Signals if signal.strsignal(n) == description), None)
+    reason = f"signal {number.value} ({number.name})" if number else (description or "itself")
+    if number == signal.SIGKILL:
+        reason += ", as Linux does where memory runs out"
+    elif number == signal.SIGBUS:
+        reason += ", as where /dev/shm is full"
+    return (
+        f"a loader process (pid {process}) was ended by {reason}: "
+        f"try fewer of them (data.num_workers; 0 reads in the process that trains)"
+    )
 
 
 MAX_NAME_BYTES = 255

@@ -5,9 +5,12 @@ are numbered consecutively without end; step s of a run takes the next global ba
 """
 
 import contextlib
+import functools
 import itertools
 import multiprocessing.resource_tracker
+import os
 import signal
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from data.batches import batches_from
 from data.errors import DataError
 
+_TRACKER_WARNS = "ignore:resource_tracker"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -133,7 +137,7 @@ def loader_of(
         batch_sampler=batches,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_signals if num_workers else None,
+        worker_init_fn=functools.partial(_begin, os.getpid()) if num_workers else None,
         # A forked worker would hold this process's sockets to its peers open, so that they could
         # not see it die; a spawned one starts clean.
         multiprocessing_context="spawn" if num_workers else None,
@@ -168,7 +172,11 @@ def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> 
         )
 
 
-def _ignore_signals(worker: int) -> None:
+def _begin(parent: int, worker: int) -> None:
+    # Torch looks whether the parent has changed since here: one that ended before would not be
+    # missed, and this process would stay for good.
+    if os.getppid() != parent:
+        os._exit(1)
     # A launcher signals every process of the job. The training process then saves a checkpoint
     # and needs its workers for that long; they end when it does.
     for number in _STOP_SIGNALS:
@@ -179,8 +187,11 @@ def _ignore_signals(worker: int) -> None:
 def _signals_blocked() -> Iterator[None]:
     """Blocks signals while workers start: they inherit this, and take seconds to ignore signals."""
     blocked = set(_STOP_SIGNALS)
-    # multiprocessing's tracker starts with the first worker, and then unblocks two signals.
+    # multiprocessing's tracker starts with the first worker, and then unblocks two signals. Of a
+    # process that was killed it cleans up, and warns that it has to: that is no news.
+    sys.warnoptions.append(_TRACKER_WARNS)
     multiprocessing.resource_tracker.ensure_running()
+    sys.warnoptions.remove(_TRACKER_WARNS)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from data.errors import loader_ended
 from launch.machine import is_main, rank_of_process
 from launch.signals import ignore_further_signals
 from launch.torchrun import tell_launcher
@@ -73,6 +74,9 @@ def _report(error: Exception) -> int:
         status = 2 if error.errno == errno.ENAMETOOLONG else 1
         _say(f"{where}{error.strerror}", status)
         return status
+    if line := loader_ended(error):
+        _say(line, 1)
+        return 1
     _tell_others(f"{type(error).__name__}: {error}", 1)
     if rank_of_process():  # often a consequence of rank 0's failure, after which torchrun ends it
         time.sleep(RANK_ZERO_SPEAKS_FIRST)

@@ -299,8 +299,20 @@ def collectives_waited_for(recorded: bytes) -> list[str]:
 def _in_words(entry: dict[str, Any]) -> str:
     kind = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
     numbers = sum(math.prod(size) for size in entry.get("input_sizes", []))
-    group = list(entry.get("process_group", ["?"]))[-1]
-    return f"{kind} of {numbers:,} numbers (number {entry['collective_seq_id']} of {group})"
+    group = _members_of(str(next(iter(entry.get("process_group", [])), "")))
+    return f"{kind} of {numbers:,} numbers (number {entry['collective_seq_id']} {group})"
+
+
+def _members_of(name: str) -> str:
+    """The ranks of a group that torch calls so."""
+    for group, each in list(distributed_c10d._world.pg_names.items()):
+        if each == name:
+            ranks = dist.get_process_group_ranks(group)
+            if len(ranks) == dist.get_world_size():
+                return f"among all {len(ranks)} processes"
+            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+            return f"among ranks {', '.join(map(str, ranks[:8]))}{more}"
+    return f"of group {name or 'unknown'}"
 
 
 def shutdown() -> None:

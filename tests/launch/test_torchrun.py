@@ -98,6 +98,43 @@ def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> No
     assert {address for _, address in listening} == {"127.0.0.1"}
 
 
+def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
+    return [each for each in worker.children() if "spawn_main" in " ".join(each.cmdline())]
+
+
+def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
+    words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=2"]
+    agent = start(config, *words, restarts=0)
+    wait_for(lambda: len(steps(config.parent / "run")) >= 2, agent)
+    killed, *others = (loader for each in workers_of(agent) for loader in loaders_of(each))
+    killed.kill()
+    _, said = agent.communicate(timeout=60)
+    assert agent.returncode == 1
+    ours = ("begins anew: ", "first step ", "step ")
+    (line,) = [line for line in said.splitlines() if not line.startswith(ours)]
+    assert f"a loader process (pid {killed.pid}) was ended by signal 9 (SIGKILL)" in line
+    assert "data.num_workers" in line
+    _, alive = psutil.wait_procs(others, timeout=20)
+    assert not alive
+
+
+def test_loader_processes_whose_parent_ended_while_they_started_end_too(config: Path) -> None:
+    words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=1"]
+    agent = start(config, *words, restarts=0)
+    begun: list[psutil.Process] = []
+
+    def started() -> bool:
+        begun[:] = [loader for each in workers_of(agent) for loader in loaders_of(each)]
+        return len(begun) == 2
+
+    wait_for(started, agent)
+    for process in (*workers_of(agent), psutil.Process(agent.pid)):
+        process.kill()
+    agent.communicate(timeout=60)
+    _, alive = psutil.wait_procs(begun, timeout=60)
+    assert not alive
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "whom"),
