@@ -215,6 +215,12 @@ class ImageData:
         folder = user_path(path)
         manifest = ImageManifest.read(folder)
         place = f"data.path: {folder}"
+        if manifest.may_be_misnamed:
+            raise DataError(
+                f"{place}: was prepared by an older version, which gave the names of classes of "
+                f"one file to all; `polyad prepare --images {manifest.source} --output {folder}` "
+                f"reads them anew"
+            )
         made_by = "images prepared by `polyad prepare --images FOLDER --domains`"
         check_leave_out(leave_out, manifest.domain_names, place, made_by)
         data = cls(folder, manifest, leave_out or ())

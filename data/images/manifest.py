@@ -20,7 +20,8 @@ from data.errors import DataError
 from data.images.shards import Shard
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 gave the names that one file of Parquet or Arrow has to the numbers of all."""
 SPLITS = ("train", "validation", "test")
 TEST_IS_VALIDATION = "test: the data set's validation split"
 """How `held_out` ends where that is so."""
@@ -77,6 +78,12 @@ class ImageManifest(Config):
         if self.held_out is None:
             return "validation" if "validation" in self.splits else None
         return "test" if self.held_out.endswith(TEST_IS_VALIDATION) else None
+
+    @property
+    def may_be_misnamed(self) -> bool:
+        """Whether numbers of several files may have been given the names of one."""
+        endings = {Path(shard.path).suffix.lower() for shard in self.shards}
+        return self.version < 2 and len(self.shards) > 1 and bool(endings & {".parquet", ".arrow"})
 
     @classmethod
     def read(cls, folder: Path) -> "ImageManifest":

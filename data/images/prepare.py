@@ -4,8 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -14,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError, check_path, user_path
+from data.images.labels import by_name
 from data.images.manifest import (
+    FORMAT_VERSION,
     MANIFEST_FILE,
     SPLITS,
     ImageManifest,
     ImageSplitInfo,
     record_of,
 )
-from data.images.shards import ROW, Entry, Rows, Shard
+from data.images.shards import ROW, Entry, Rows
 from data.images.sources.found import Found
 from data.images.sources.opening import open_images
 from data.images.sources.raw import MNIST
@@ -78,7 +79,7 @@ def prepare_images(
     _check_output(output, request, overwrite)
     progress = Progress(report)
     found = open_images(source, output, domains=domains)
-    kept = _kept(output, source, request, found)
+    kept = _kept(output, request, found)
     if kept is not None:
         progress.say(f"{output}: was prepared from the same images; it is kept")
         return kept
@@ -86,8 +87,7 @@ def prepare_images(
         listed = _listed(found, progress)
     finally:
         progress.close()
-    names = _class_names(source, found, listed)
-    listed = _labelled(source, listed, len(names))
+    names, listed = by_name(source, found, listed)
     for domain, missing in missing_classes(listed["train"], names, found.domain_names):
         progress.say(f"{domain}: has no image of {missing}")
     splits, said = split_images(listed, held_out, found.domain_names)
@@ -113,26 +113,27 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
         raise DataError(f"--output: {output}: holds other prepared data; --overwrite replaces it")
 
 
-def _kept(output: Path, source: str, request: str, found: Found) -> ImageManifest | None:
+def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
     """The manifest of a folder that was made from the same request and files."""
     try:
         manifest = ImageManifest.read(output)
     except DataError:
         return None
+    if manifest.version != FORMAT_VERSION:
+        return None
     if (manifest.request, manifest.shards) != (request, list(found.shards)):
         return None
-    if manifest.stamp != _stamp(found.shards) or any(s.kind in QUICK for s in found.shards):
-        return None
-    if found.class_names and _class_names(source, found, {}) != manifest.class_names:
+    if manifest.stamp != _stamp(found) or any(s.kind in QUICK for s in found.shards):
         return None
     complete = all((output / name).is_file() for name in manifest.files)
     return manifest if complete else None
 
 
-def _stamp(shards: Sequence[Shard]) -> str:
-    """A digest of when the files of images were written last."""
-    times = [os.stat(shard.path).st_mtime_ns for shard in shards if shard.kind not in QUICK]
-    return hashlib.sha256(json.dumps(times).encode()).hexdigest()
+def _stamp(found: Found) -> str:
+    """A digest of the names of classes, and of when the files of images were written last."""
+    times = [os.stat(shard.path).st_mtime_ns for shard in found.shards if shard.kind not in QUICK]
+    known = [times, found.class_names, found.names_of_shards]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
@@ -168,42 +169,6 @@ def _check_name(entry: Entry) -> None:
         raise DataError(f"{entry.name!r}: a name of an image holds no line feed")
     if not -1 <= entry.label < 2**31:
         raise DataError(f"{entry.name}: has the label {entry.label}, which is no number of a class")
-
-
-def _class_names(source: str, found: Found, listed: dict[str, Listed]) -> list[str]:
-    if found.class_names is not None:
-        repeated = [name for name, count in Counter(found.class_names).items() if count > 1]
-        if not repeated:
-            return list(found.class_names)
-        # ImageNet's names have two cranes: the number tells them apart.
-        return [
-            f"{name} ({number})" if name in repeated else name
-            for number, name in enumerate(found.class_names)
-        ]
-    highest = max(int(each.rows["label"].max()) for each in listed.values() if len(each.rows))
-    if highest < 0:
-        raise DataError(f"--images: {source}: no image has a class")
-    return [str(number) for number in range(highest + 1)]
-
-
-def _labelled(source: str, listed: dict[str, Listed], classes: int) -> dict[str, Listed]:
-    """The splits, without a test split of which nobody knows the labels."""
-    kept = {}
-    for split, each in listed.items():
-        labels = each.rows["label"]
-        if split == "test" and len(labels) and bool((labels == -1).all()):
-            continue
-        wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-        if len(wrong):
-            first = int(wrong[0])
-            raise DataError(
-                f"--images: {source}: {each.names[first]} of {split} has the label "
-                f"{int(labels[first])}, and classes are 0 to {classes - 1}"
-                f"{f' ({len(wrong):,} images like it)' if len(wrong) > 1 else ''}"
-            )
-        if len(labels):
-            kept[split] = each
-    return kept
 
 
 def _written(
@@ -245,7 +210,7 @@ def _written(
             for split, each in splits.items()
         },
         shards=list(found.shards),
-        stamp=_stamp(found.shards),
+        stamp=_stamp(found),
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),

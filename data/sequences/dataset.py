@@ -69,7 +69,9 @@ class SequenceData:
         self.has_segments = self._form.segments
         self.class_names: list[str] = []
         if self.schema.task == "classification":
-            self.class_names = list(known_classes or self._classes())
+            self.class_names = self._classes(known_classes)
+        else:
+            self._check_numbers()
         self._labels = {
             name: self._labels_of(table)
             for name, table in tables.items()
@@ -185,9 +187,17 @@ class SequenceData:
         Args:
             split: Whose labels are known.
         """
+        return self._digest(split, self.class_names)
+
+    def is_of(self, fingerprint: str) -> bool:
+        """Whether a fingerprint is of these rows, also as older versions made it: without names."""
+        numbered = _numbers(len(self.class_names))
+        return fingerprint in (self.fingerprint, self._digest("train", numbered))
+
+    def _digest(self, split: str, class_names: Sequence[str]) -> str:
         rows, digest = self.encoded(split), hashlib.sha256()
         assert rows.labels_N is not None
-        digest.update(json.dumps([self.schema.task, self.class_names, rows.choices]).encode())
+        digest.update(json.dumps([self.schema.task, class_names, rows.choices]).encode())
         if self.left_out:
             digest.update(json.dumps(self.left_out).encode())
         for array in (rows.pieces.ids_S, rows.pieces.starts_R1, rows.labels_N):
@@ -229,10 +239,26 @@ class SequenceData:
             to_longest=self.settings.padding == "longest",
         )
 
-    def _classes(self) -> list[str]:
-        if "train" not in self._tables:
+    def _classes(self, known: Sequence[str] | None) -> list[str]:
+        train = self._tables.get("train")
+        if known:
+            # Checkpoints of older versions have the numbers of the training rows for names.
+            named = train and train.class_names
+            return list(named if named and list(known) == _numbers(len(named)) else known)
+        if train is None:
             raise DataError(f"{self.settings.path}: has no split 'train'")
-        return class_names(self._tables["train"], self.schema.label)
+        return class_names(train, self.schema.label)
+
+    def _check_numbers(self) -> None:
+        """Checks that labels that are numbers in themselves mean the same in all splits."""
+        first = next(iter(self._tables.values()))
+        for table in self._tables.values():
+            if table.class_names != first.class_names:
+                raise DataError(
+                    f"{table.place}: its labels are called {listed(table.class_names or (), 5)}, "
+                    f"those of {first.place} {listed(first.class_names or (), 5)}: with data.task: "
+                    f"{self.schema.task} numbers have to mean the same in all splits"
+                )
 
     def _labels_of(self, table: Table) -> Labels:
         column = self.schema.label
@@ -241,3 +267,7 @@ class SequenceData:
         if self.schema.task == "regression":
             return values(table, column)
         return right_choices(table, column, self.choices)
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]

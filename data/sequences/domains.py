@@ -8,7 +8,7 @@ from data.domains import check_classes, check_leave_out
 from data.errors import DataError
 from data.sequences.labels import is_hidden, labels_in_words
 from data.sequences.schemas import SPLITS, Schema
-from data.sequences.tables import Table, held_out
+from data.sequences.tables import Table, held_out, joined
 
 TEST = "test"
 
@@ -131,13 +131,5 @@ def _left_out(
         raise DataError(
             f"data.leave_out: {', '.join(leave_out)}: no row of it has a label that is known"
         )
-    first = parts[0]
-    for part in parts:
-        if (part.class_names, part.columns.keys()) != (first.class_names, first.columns.keys()):
-            raise DataError(
-                f"data.leave_out: {part.place} has other columns or names of classes than "
-                f"{first.place}, and rows of both are the test split"
-            )
-    columns = {name: [v for part in parts for v in part.columns[name]] for name in first.columns}
     place = " and ".join(part.place for part in parts if len(part))
-    return replace(first, columns=columns, place=f"{place} (domains left out)")
+    return replace(joined(parts, schema.label), place=f"{place} (domains left out)")

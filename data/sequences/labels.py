@@ -72,7 +72,7 @@ def labels_in_words(table: Table, column: str) -> list[str]:
 
 
 def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:
-    """The class of each row.
+    """The class of each row, by its name: splits may number the same classes differently.
 
     Args:
         table: Of any split.
@@ -82,11 +82,6 @@ def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:
     Raises:
         DataError: A label is missing, or is not among the classes.
     """
-    if table.class_names is not None and list(table.class_names) != list(names):
-        raise DataError(
-            f"{table.place}: its classes are {listed(table.class_names, 5)}, those of the training "
-            f"rows {listed(names, 5)}"
-        )
     known = {name: number for number, name in enumerate(names)}
     labels = []
     for row, value in enumerate(_known(table, column)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from data.class_names import each_once, named_classes
 from data.errors import DataError, listed, nearest, user_path
 from data.images.sources.found import SPLIT_NAMES
 from data.sequences.schemas import BENCHMARKS, SPLITS, Schema
@@ -67,9 +68,9 @@ def read_tables(path: str, schema: Schema) -> dict[str, Table]:
     wanted += [name for name in (schema.pair, schema.domain) if name]
     folder = user_path(path)
     if folder.is_file():
-        return {_split_of(folder, schema) or "train": _read_files([folder], wanted)}
+        return {_split_of(folder, schema) or "train": _read_files([folder], wanted, schema.label)}
     if folder.is_dir() and (files := _files_by_split(folder, schema)):
-        return {split: _read_files(found, wanted) for split, found in files.items()}
+        return {split: _read_files(found, wanted, schema.label) for split, found in files.items()}
     return _read_dataset(path, schema, wanted)
 
 
@@ -88,17 +89,60 @@ def _files_by_split(folder: Path, schema: Schema) -> dict[str, list[Path]]:
     return {split: files[split] for split in SPLITS if split in files}
 
 
-def _read_files(files: Sequence[Path], wanted: Sequence[str]) -> Table:
-    tables = [_READERS[_suffix(file)](file, wanted) for file in files]
+def _read_files(files: Sequence[Path], wanted: Sequence[str], label: str) -> Table:
+    return joined(
+        [
+            replace(_READERS[_suffix(file)](file, wanted), class_names=_class_names(file, label))
+            for file in files
+        ],
+        label,
+    )
+
+
+def joined(tables: Sequence[Table], label: str) -> Table:
+    """The rows of several tables, one after the other; classes are told by their names.
+
+    Args:
+        tables: At least one.
+        label: The column of labels.
+
+    Raises:
+        DataError: They have other columns, or only some of them name their classes.
+    """
     first = tables[0]
-    for file, table in zip(files, tables, strict=True):
+    for table in tables:
         if table.columns.keys() != first.columns.keys():
             raise DataError(
-                f"{file}: its columns are {listed(table.present)}, those of {files[0]} "
+                f"{table.place}: its columns are {listed(table.present)}, those of {first.place} "
                 f"{listed(first.present)}"
             )
-    joined = {name: [v for table in tables for v in table.columns[name]] for name in first.columns}
-    return replace(first, columns=joined)
+    names = list(dict.fromkeys(name for table in tables for name in table.class_names or ()))
+    if any(table.class_names != first.class_names for table in tables):
+        tables = [_in_words(table, label) for table in tables]
+    columns = {name: [v for table in tables for v in table.columns[name]] for name in first.columns}
+    return replace(first, columns=columns, class_names=names or None)
+
+
+def _in_words(table: Table, label: str) -> Table:
+    """A table with names in place of numbers in its column of labels."""
+    values, names = table.columns.get(label, ()), table.class_names
+    if names is None and not all(isinstance(value, str | None) for value in values):
+        raise DataError(
+            f"{table.place}: its column {label!r} holds numbers without names, where other files "
+            f"name theirs: which number is which class is not known; names in all files are "
+            f"needed, or in none"
+        )
+    words = [names[v] if names and type(v) is int and 0 <= v < len(names) else v for v in values]
+    return replace(table, columns={**table.columns, label: words})
+
+
+def _class_names(file: Path, label: str) -> list[str] | None:
+    """What a file calls the numbers in its column of labels; None: it does not say."""
+    if file.suffix != ".parquet":
+        return None
+    import pyarrow.parquet
+
+    return named_classes(pyarrow.parquet.read_schema(file).metadata, label)
 
 
 def _suffix(file: Path) -> str:
@@ -178,6 +222,7 @@ _READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
 
 
 def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
+    from data.sequences.hub_names import check_names
     from data.text.hub import find_dataset, open_rows, read_columns
 
     spec = path
@@ -191,6 +236,8 @@ def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str,
             f"set of the hub is hub:OWNER/NAME[:CONFIG]"
         )
     splits = open_rows(dataset)
+    if dataset.kind == "copy":
+        check_names(dataset, splits)
     found: dict[str, Table] = {}
     for split in SPLITS:
         theirs = schema.splits.get(split, split)
@@ -198,12 +245,12 @@ def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str,
             continue
         rows = splits[theirs]
         columns = read_columns(dataset, rows, wanted)
-        feature = (rows.features or {}).get(schema.label)
+        names = getattr((rows.features or {}).get(schema.label), "names", None)
         found[split] = Table(
             place=f"{spec} ({theirs})",
             columns=columns,
             present=list(rows.column_names or columns),
-            class_names=getattr(feature, "names", None),
+            class_names=each_once(names) if names else None,
         )
     if not found:
         raise DataError(

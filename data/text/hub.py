@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -321,17 +321,32 @@ def _open(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[s
         return _load(dataset, streaming)
 
 
+def data_files(dataset: HubDataset) -> Mapping[str, Sequence[str]]:
+    """The files of each split of a local copy."""
+    import datasets
+
+    with _one_line(dataset.spec):
+        files: Mapping[str, Sequence[str]] | None
+        files = datasets.load_dataset_builder(**_arguments(dataset)).config.data_files
+        return files or {}
+
+
+def _arguments(dataset: HubDataset) -> dict[str, Any]:
+    """What `datasets` is asked for."""
+    if dataset.kind == "copy" and dataset.config and not (Path(dataset.name) / README).is_file():
+        # Copied without the page that names configurations: the folders have their names.
+        return {"path": dataset.name, "data_dir": dataset.config}
+    return {"path": dataset.name, "name": dataset.config}
+
+
 def _load(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    arguments: dict[str, Any] = {"path": dataset.name, "name": dataset.config}
+    arguments = _arguments(dataset)
     if dataset.kind == "copy":
         folder = Path(dataset.name)
-        if dataset.config and not (folder / README).is_file():
-            # Copied without the page that names configurations: the folders have their names.
-            arguments = {"path": dataset.name, "data_dir": dataset.config}
         # Streamed in any case: the library keeps a second copy of what it has loaded once, and
         # would give that again where files of the first have changed since.
         splits = datasets.load_dataset(**arguments, streaming=True)

@@ -29,6 +29,7 @@ from model.output import RoutingStats
 from model.settings import ModelSettings
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.state_file import State
 from parallel.huggingface_bert import BertWeights
 from parallel.weights import Weights, open_weights
 from train.errors import ConfigError
@@ -128,6 +129,10 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     def contents(self, split: str) -> str:
         """A digest of the token ids and labels of a split's rows."""
         return self.data.contents(split)
+
+    def same_data(self, state: State) -> bool:
+        """Whether the run of a checkpoint was trained on the same rows."""
+        return self.data.is_of(state.data_fingerprint)
 
     @functools.cached_property
     def samples(self) -> TrainingRows:

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from data.class_names import named_classes, names_of_feature
 from data.errors import DataError
 from data.images.shards import Entry, Shard
 from data.images.sources.found import Found, split_of
@@ -35,21 +37,42 @@ def open_arrow(root: Path) -> Found:
             split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
             for split, numbers in by_split.items()
         },
-        class_names=_class_names(root),
+        class_names=None,
+        names_of_shards=[_class_names(file, root) for file in files],
         total_bytes=sum(shard.size for shard in shards),
     )
 
 
-def _class_names(root: Path) -> list[str] | None:
-    for about in sorted(root.rglob("dataset_info.json")):
-        try:
-            features = json.loads(about.read_text(encoding="utf-8")).get("features") or {}
-        except (ValueError, AttributeError, OSError) as error:
-            raise DataError(f"{about}: cannot be read: {str(error)[:120]}") from None
-        for label in LABELS:
-            if names := features.get(label, {}).get("names"):
-                return [str(name) for name in names]
-    return None
+def _class_names(file: Path, root: Path) -> list[str] | None:
+    """What `dataset_info.json` says, the nearest to a file, else the file itself."""
+    for folder in file.parents:
+        about = folder / "dataset_info.json"
+        if about.is_file():
+            try:
+                features = json.loads(about.read_text(encoding="utf-8")).get("features") or {}
+            except (ValueError, AttributeError, OSError) as error:
+                raise DataError(f"{about}: cannot be read: {str(error)[:120]}") from None
+            for label in LABELS:
+                if names := names_of_feature(features.get(label)):
+                    return names
+        if folder == root:
+            break
+    schema = _schema(file)
+    label = next((name for name in LABELS if name in schema.names), None)
+    return named_classes(schema.metadata, label) if label else None
+
+
+def _schema(file: Path) -> Any:
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as mapped:
+            try:
+                return pa.ipc.open_stream(mapped).schema
+            except pa.ArrowInvalid:
+                return pa.ipc.open_file(mapped).schema
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read as Arrow: {str(error)[:120]}") from None
 
 
 def _rows(file: Path, shard: int) -> Iterator[Entry]:

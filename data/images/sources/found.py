@@ -26,7 +26,10 @@ class Found:
     splits: dict[str, Callable[[], Iterator[Entry]]]
     """Lists the images of each split."""
     class_names: list[str] | None
-    """None: numbers, as many as there are labels."""
+    """The same of all shards; None: numbers, as many as there are labels, unless shards name them.
+    """
+    names_of_shards: list[list[str] | None] = field(default_factory=list)
+    """What each shard calls its own numbers of classes, None for nothing; empty: `class_names`."""
     has_attributes: bool = False
     """Whether an image has any number of the classes, which are then attributes."""
     domain_names: list[str] = field(default_factory=list)

@@ -6,7 +6,6 @@ their places in the file follow from the headers of pages and the lengths before
 image is read alone. Otherwise a whole row group has to be read at once.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from data.class_names import named_classes
 from data.errors import DataError, listed
 from data.images.shards import Entry, Kind, Shard
 from data.images.sources.found import Found, split_of
@@ -72,10 +72,8 @@ def open_parquet(path: Path) -> Found:
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file}: cannot be read as parquet: {str(error)[:120]}") from None
         columns = _columns(schemas[-1], file)
-    if columns.label is None:
-        names: list[str] | None = list(columns.attributes)
-    else:
-        names = _class_names(schemas[0].metadata or {}, columns.label)
+    label = columns.label
+    of_each = [named_classes(schema.metadata, label) for schema in schemas] if label else []
     image = columns.image
     kinds = {number: _kind(file, f"{image}.bytes") for number, file in enumerate(files)}
     shards = [
@@ -101,8 +99,9 @@ def open_parquet(path: Path) -> Found:
             split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
             for split, numbers in by_split.items()
         },
-        class_names=names,
-        has_attributes=columns.label is None,
+        class_names=None if label else list(columns.attributes),
+        names_of_shards=of_each,
+        has_attributes=label is None,
         grouped=frozenset(
             split
             for split, numbers in by_split.items()
@@ -125,16 +124,6 @@ def _columns(schema: Any, file: Path) -> Columns:
             raise DataError(f"{file}: has no column of {what}, {wanted}; it has {listed(names)}")
     assert image is not None
     return Columns(image, label, () if label else attributes)
-
-
-def _class_names(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
-    """Names that `datasets` writes beside the schema."""
-    try:
-        about = json.loads(metadata.get(b"huggingface", b"{}"))
-        names = about["info"]["features"][label]["names"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return [str(name) for name in names]
 
 
 def _kind(file: Path, column: str) -> Kind:

@@ -17,7 +17,7 @@ BLOCK = 512
 CLASS_KEYS = ("cls", "label", "class")
 """Endings of a member, or keys of a `.json`, that hold the number of the class."""
 CLASSES_FILE = "classes.txt"
-"""Beside the tars: the names of the classes, one a line."""
+"""Beside the tars, or in a folder around them: the names of the classes, one a line."""
 
 
 class Member(NamedTuple):
@@ -107,9 +107,6 @@ def open_tars(path: Path) -> Found:
     for number, file in enumerate(files):
         by_split.setdefault(split_of(file, path), []).append(number)
     root = path if path.is_dir() else path.parent
-    names = None
-    if (root / CLASSES_FILE).is_file():
-        names = _class_names(root / CLASSES_FILE)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
@@ -122,13 +119,22 @@ def open_tars(path: Path) -> Found:
             split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
             for split, numbers in by_split.items()
         },
-        class_names=names,
+        class_names=None,
+        names_of_shards=[_class_names(file, root) for file in files],
         total_bytes=sum(shard.size for shard in shards),
     )
 
 
-def _class_names(file: Path) -> list[str]:
-    """A name a line; empty ones at the end are none."""
+def _class_names(tar: Path, root: Path) -> list[str] | None:
+    """The names beside a tar, or in the nearest folder around it up to the root.
+
+    A name a line; empty ones at the end are none.
+    """
+    around = [folder for folder in tar.parents if folder.is_relative_to(root)]
+    beside = (folder / CLASSES_FILE for folder in around)
+    file = next((each for each in beside if each.is_file()), None)
+    if file is None:
+        return None
     try:
         names = file.read_text(encoding="utf-8").rstrip().splitlines()
     except UnicodeDecodeError as error:

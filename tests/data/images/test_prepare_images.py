@@ -322,6 +322,103 @@ def test_labels_of_minus_one_are_refused_in_train_and_left_out_in_test(tmp_path)
         prepared(tmp_path, tmp_path / "other")
 
 
+def named_images(path, names, words):
+    """Images of `datasets` with a class each; the class is the colour."""
+    import datasets
+
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    )
+    pictures = [Image.new("RGB", (4, 4), word) for word in words]
+    table = datasets.Dataset.from_dict({"image": pictures, "label": words}, features=features)
+    if path is not None:
+        path.parent.mkdir(exist_ok=True)
+        table.to_parquet(path)
+    return table
+
+
+RED_BLUE, BLUE_RED = ["red", "blue"], ["blue", "red"]
+COLOURS = {"red": [255, 0, 0], "blue": [0, 0, 255]}
+
+
+def assert_named_right(data, images):
+    names = data.manifest.class_names
+    shown = 0
+    for split in data.splits:
+        opened = data.split(split)
+        for number in range(len(opened)):
+            word = names[int(opened.labels[number])]
+            assert opened.decode(number)[0, 0].tolist() == COLOURS[word]
+            shown += 1
+    assert shown == images
+
+
+@pytest.mark.parametrize(
+    ("form", "split"),
+    [("parquet", "test"), ("parquet", "validation"), ("parquet", "train"), ("saved", "test"),
+     ("saved", "validation")],
+)  # fmt: skip
+def test_classes_are_told_by_their_names_whatever_their_numbers(tmp_path, form, split):
+    import datasets
+
+    source = tmp_path / "source"
+    places = {
+        "parquet": (source / "train-0.parquet", source / f"{split}-1.parquet"),
+        "saved": (None, None),
+    }[form]
+    first = named_images(places[0], RED_BLUE, ["red", "blue", "red", "red"] * 2)
+    second = named_images(places[1], BLUE_RED, ["blue", "blue", "red"] * 2)
+    if form == "saved":
+        datasets.DatasetDict({"train": first, split: second}).save_to_disk(str(source))
+    data = prepared(source, tmp_path / "out")
+    assert data.manifest.class_names == RED_BLUE
+    assert_named_right(data, 14)
+
+
+def test_tars_have_the_names_beside_them(tmp_path):
+    for split, names in (("train", RED_BLUE), ("test", BLUE_RED)):
+        folder = tmp_path / "tars" / split
+        folder.mkdir(parents=True)
+        with tarfile.open(folder / "0.tar", "w") as tar:
+            for number, word in enumerate(["red", "blue", "red", "red"]):
+                content = io.BytesIO()
+                Image.new("RGB", (4, 4), word).save(content, "PNG")
+                label = str(names.index(word)).encode()
+                for ending, part in (("png", content.getvalue()), ("cls", label)):
+                    member = tarfile.TarInfo(f"{number}.{ending}")
+                    member.size = len(part)
+                    tar.addfile(member, io.BytesIO(part))
+        (folder / "classes.txt").write_text("\n".join(names))
+    assert_named_right(prepared(tmp_path / "tars", tmp_path / "out", held_out=0.25), 8)
+    (tmp_path / "tars/test/classes.txt").unlink()
+    with pytest.raises(DataError, match=r"test/0\.tar has numbers of classes without names, .*"):
+        prepared(tmp_path / "tars", tmp_path / "other", held_out=0.25)
+
+
+def test_a_class_that_no_training_file_names_is_refused(tmp_path):
+    source = tmp_path / "parquet"
+    named_images(source / "train.parquet", RED_BLUE, ["red", "blue"])
+    named_images(source / "test.parquet", ["red", "green", "blue"], ["red", "green", "blue"])
+    with pytest.raises(DataError, match=r"row 1 of test is of the class 'green', which no file of"):
+        prepared(source, tmp_path / "out")
+    named_images(source / "test.parquet", ["green", *BLUE_RED], ["red", "blue"])
+    assert prepared(source, tmp_path / "out").manifest.class_names == RED_BLUE
+
+
+def test_names_that_an_older_version_mixed_up_are_read_anew(tmp_path):
+    source, output = tmp_path / "parquet", tmp_path / "out"
+    named_images(source / "train.parquet", RED_BLUE, ["red", "blue"] * 2)
+    named_images(source / "test.parquet", BLUE_RED, ["red", "blue"] * 2)
+    prepared(source, output)
+    manifest = json.loads((output / "manifest.json").read_text())
+    (output / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
+    with pytest.raises(
+        DataError, match=r"gave the names of classes of one file to all; `polyad pr"
+    ):
+        ImageData.open(output)
+    assert_named_right(prepared(source, output), 8)
+
+
 def test_class_folders_that_differ_between_splits_are_refused(tmp_path):
     made.class_folders(tmp_path / "all" / "train")
     made.class_folders(tmp_path / "all" / "val")

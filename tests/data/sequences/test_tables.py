@@ -177,13 +177,69 @@ def test_bad_labels_are_one_line(tmp_path):
         class_names(table_of(tmp_path, ["a", "b"]), "lable")
 
 
-def test_class_names_of_a_data_set_that_differ_between_splits_are_refused(tmp_path):
-    from dataclasses import replace
+def named_table(path, names, words):
+    """A Parquet file as `datasets` writes it: numbers of classes, and their names."""
+    import datasets
 
-    train = replace(table_of(tmp_path, ["x"]), class_names=["no", "yes"])
-    other = replace(train, class_names=["yes", "no"])
-    with pytest.raises(DataError, match="its classes are 'yes', 'no', those of the training rows"):
-        class_labels(other, "label", ["no", "yes"])
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+    )
+    table = datasets.Dataset.from_dict({"text": words, "label": words}, features=features)
+    path.parent.mkdir(exist_ok=True)
+    table.to_parquet(path)
+    return table
+
+
+CAT_DOG, DOG_CAT = ["cat", "dog"], ["dog", "cat"]
+
+
+def labels_of(path, split, names=None):
+    tables = read_tables(str(path), Schema())
+    names = names or class_names(tables["train"], "label")
+    return [names[n] for n in class_labels(tables[split], "label", names)]
+
+
+@pytest.mark.parametrize("split", ["test", "validation", "train"])
+def test_classes_are_told_by_their_names_whatever_their_numbers(tmp_path, split):
+    import datasets
+
+    folder = tmp_path / "parquet"
+    train = named_table(folder / "train-0.parquet", CAT_DOG, ["cat", "dog", "cat"])
+    other = named_table(folder / f"{split}-1.parquet", DOG_CAT, ["dog", "dog", "cat"])
+    assert pyarrow.parquet.read_table(folder / f"{split}-1.parquet")["label"].to_pylist() == [
+        0, 0, 1,
+    ]  # fmt: skip
+    expected = (["cat", "dog", "cat"] if split == "train" else []) + ["dog", "dog", "cat"]
+    assert labels_of(folder, split) == expected
+    assert class_names(read_tables(str(folder), Schema())["train"], "label") == CAT_DOG
+    with pytest.raises(DataError, match="names the numbers in 'label' 'dog', 'cat', another file"):
+        read_tables(f"hub:{folder}", Schema())
+    if split != "train":
+        saved = tmp_path / "saved"
+        datasets.DatasetDict({"train": train, split: other}).save_to_disk(str(saved))
+        assert labels_of(saved, split) == expected
+
+
+def test_classes_that_only_some_files_name_are_refused_or_words(tmp_path):
+    named_table(tmp_path / "train-0.parquet", DOG_CAT, ["cat", "dog"])
+    write(tmp_path / "train-1.csv", [{"text": "woof", "label": "dog"}])
+    write(tmp_path / "test.csv", [{"text": "meow", "label": "cat"}])
+    assert labels_of(tmp_path, "train") == ["cat", "dog", "dog"]
+    assert labels_of(tmp_path, "test") == ["cat"]
+    for split, said in (("train", "holds numbers without names"), ("test", "'1' is not among")):
+        numbers = pa.table({"text": ["meow"], "label": [1]})
+        pyarrow.parquet.write_table(numbers, tmp_path / f"{split}-2.parquet")
+        (tmp_path / "test.csv").unlink(missing_ok=True)
+        with pytest.raises(DataError, match=said):
+            labels_of(tmp_path, split)
+        (tmp_path / f"{split}-2.parquet").unlink()
+
+
+def test_a_class_that_the_training_rows_do_not_name_is_refused(tmp_path):
+    named_table(tmp_path / "train.parquet", CAT_DOG, ["cat", "dog"])
+    named_table(tmp_path / "test.parquet", ["bird", *CAT_DOG], ["cat", "bird"])
+    with pytest.raises(DataError, match=r"row 2: the label 'bird' is not among .* 'cat', 'dog'"):
+        labels_of(tmp_path, "test")
 
 
 def test_benchmarks_have_metrics_that_their_tasks_allow():

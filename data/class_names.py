@@ -1,0 +1,35 @@
+"""Names of classes, as files of `datasets` have them."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str] | None:
+    """The names of the numbers in a column, which `datasets` writes beside a schema.
+
+    Args:
+        metadata: Of the schema of a Parquet or Arrow file.
+        column: Of the labels.
+
+    Returns:
+        A name for each number from 0; None: the file names none.
+    """
+    try:
+        about = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+        return names_of_feature(about["info"]["features"][column])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def names_of_feature(feature: Any) -> list[str] | None:
+    """The names in the description of a column, as `dataset_info.json` has it."""
+    names = feature.get("names") if isinstance(feature, dict) else None
+    return each_once(list(map(str, names))) if isinstance(names, list) and names else None
+
+
+def each_once(names: Sequence[str]) -> list[str]:
+    """Names of which none stands twice: of ImageNet's two cranes the number tells them apart."""
+    count = Counter(names)
+    return [f"{name} ({number})" if count[name] > 1 else name for number, name in enumerate(names)]
