@@ -1,9 +1,10 @@
 """Names of classes, as files of `datasets` have them."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from data.json_reader import parse_json
 
 
 def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str] | None:
@@ -17,9 +18,9 @@ def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[s
         A name for each number from 0; None: the file names none.
     """
     try:
-        about = json.loads((metadata or {}).get(b"huggingface", b"{}"))
+        about = parse_json((metadata or {}).get(b"huggingface", b"{}"), "huggingface")
         return names_of_feature(about["info"]["features"][column])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

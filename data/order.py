@@ -5,7 +5,6 @@ every loader worker of a node needs it, and all of them the same.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
@@ -13,13 +12,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from data.files import locked
 from data.node import node_folder
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.integer]]
@@ -96,8 +96,8 @@ class EpochOrders:
         root = node_folder("orders")
         folder = root / f"{self._key}-{epoch}"
         if not _is_whole(folder):
-            with _locked(root / f"{self._key}.lock", wait=wait) as locked:
-                if locked and not _is_whole(folder):
+            with locked(root / f"{self._key}.lock", wait=wait) as ours:
+                if ours and not _is_whole(folder):
                     _delete(folder)
                     _write(folder, self._build(epoch))
                     self._forget(root, epoch)
@@ -154,15 +154,3 @@ def _delete(path: Path) -> None:
 
 def _mapped(folder: Path) -> Arrays:
     return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
-
-
-@contextlib.contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Within the block no other process has the lock; False: another one has it, without `wait`."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True

@@ -16,8 +16,6 @@ from data.images.manifest import MANIFEST_FILE, ImageManifest
 from data.images.shards import ROW, Reader, Rows
 
 TEST = "test"
-WINDOW = 16
-"""Row groups of compressed parquet that are read, and shuffled, together."""
 
 
 class ImageSplit:
@@ -79,20 +77,8 @@ class ImageSplit:
         return self._reader.place(self._rows[number], self._name(number))
 
     def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
-        """All numbers in the random order of an epoch.
-
-        Of compressed parquet whole row groups are shuffled, and the images of 16 groups at a time:
-        each group is then read about once in an epoch.
-        """
-        if not self._about.grouped:
-            shuffled: npt.NDArray[np.integer] = generator.permutation(len(self))
-            return shuffled
-        keys = np.stack([self._rows["shard"], self._rows["offset"]], axis=1)
-        _, group = np.unique(keys, axis=0, return_inverse=True)
-        place = generator.permutation(int(group.max()) + 1)[group.reshape(-1)]
-        by_window: npt.NDArray[np.int64]
-        by_window = np.lexsort((generator.random(len(self)), place // WINDOW))
-        return by_window
+        """All numbers in the random order of an epoch."""
+        return generator.permutation(len(self))
 
     def _name(self, number: int) -> str:
         begin = int(self._ends[number - 1]) + 1 if number else 0
@@ -144,7 +130,7 @@ class ChosenImages:
         return self._split(number).name_of(int(self._number_of[number]))
 
     def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
-        """All numbers in random order; no source with domains is read by row groups."""
+        """All numbers in random order."""
         return generator.permutation(len(self))
 
     def _split(self, number: int) -> ImageSplit:
@@ -215,11 +201,12 @@ class ImageData:
         folder = user_path(path)
         manifest = ImageManifest.read(folder)
         place = f"data.path: {folder}"
-        if manifest.may_be_misnamed:
+        if manifest.may_be_wrong:
             raise DataError(
                 f"{place}: was prepared by an older version, which gave the names of classes of "
-                f"one file to all; `polyad prepare --images {manifest.source} --output {folder}` "
-                f"reads them anew"
+                f"one file to all, and could take wrong bytes for an image; `polyad prepare "
+                f"--images {manifest.source} --output {folder}`, with the options of then, reads "
+                f"them anew"
             )
         made_by = "images prepared by `polyad prepare --images FOLDER --domains`"
         check_leave_out(leave_out, manifest.domain_names, place, made_by)

@@ -6,6 +6,7 @@ SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
 SPLIT.attributes.npy    0 or 1 of each attribute of each image, where images have attributes
 SPLIT.domains.npy   the number of each image's domain, where images have domains
+images.bin          images that cannot be read where they are, one after the other
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from data.images.shards import Shard
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
-"""1 gave the names that one file of Parquet or Arrow has to the numbers of all."""
+"""1 read images of Parquet in other ways, and gave the class names of one file of Parquet or Arrow to
+the numbers of all."""
 SPLITS = ("train", "validation", "test")
 TEST_IS_VALIDATION = "test: the data set's validation split"
 """How `held_out` ends where that is so."""
@@ -37,7 +39,7 @@ class ImageSplitInfo(Config):
     per_domain: list[Count] = Field(default_factory=list)
     """Images of each domain; empty: there are none."""
     grouped: bool = False
-    """Whether it is read by whole row groups, and shuffled by them."""
+    """Of version 1: whether it is read by whole row groups."""
 
 
 class FileRecord(Config):
@@ -63,6 +65,8 @@ class ImageManifest(Config):
     shards: list[Shard]
     stamp: str = ""
     """A digest of when files of images were written last; empty: it is not known."""
+    left_out: dict[str, Count] = Field(default_factory=dict)
+    """What of the source is not in the index: how many, by reason."""
     held_out: str | None = None
     """What was held out of what; None: the splits are the data set's own."""
     request: str
@@ -80,10 +84,10 @@ class ImageManifest(Config):
         return "test" if self.held_out.endswith(TEST_IS_VALIDATION) else None
 
     @property
-    def may_be_misnamed(self) -> bool:
-        """Whether numbers of several files may have been given the names of one."""
-        endings = {Path(shard.path).suffix.lower() for shard in self.shards}
-        return self.version < 2 and len(self.shards) > 1 and bool(endings & {".parquet", ".arrow"})
+    def may_be_wrong(self) -> bool:
+        """Whether an older version may have taken wrong images, or names of another file."""
+        tables = [shard for shard in self.shards if Path(shard.path).suffix.lower() == ".arrow"]
+        return self.version < 2 and (len(tables) > 1 or any(shard.column for shard in self.shards))
 
     @classmethod
     def read(cls, folder: Path) -> "ImageManifest":

@@ -1,18 +1,19 @@
 """`polyad prepare --images`: an index of images that stay where they are."""
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from data.errors import DataError, check_path, user_path
+from data.files import locked, writing
 from data.images.labels import by_name
 from data.images.manifest import (
     FORMAT_VERSION,
@@ -22,7 +23,9 @@ from data.images.manifest import (
     ImageSplitInfo,
     record_of,
 )
-from data.images.shards import ROW, Entry, Rows
+from data.images.mistakes import check_highest, check_mistakes
+from data.images.packed import GO_ON, PACKED_FILE, Packed
+from data.images.shards import ROW, Entry, Rows, Shard
 from data.images.sources.found import Found
 from data.images.sources.opening import open_images
 from data.images.sources.raw import MNIST
@@ -32,11 +35,19 @@ from data.progress import Progress, Report
 QUICK = ("folder", "raw")
 """Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or
 labels be in files that are no shards."""
-INDEX = re.compile(rf"({'|'.join(SPLITS)})\.(npy|ends\.npy|names|attributes\.npy|domains\.npy)")
+FEW = 100
+"""Images of a validation split below which it is said that they are few."""
+LOCK_FILE = ".lock"
+"""Is locked while the folder is prepared."""
+INDEX = re.compile(
+    rf"({'|'.join(SPLITS)})\.(npy|ends\.npy|names|attributes\.npy|domains\.npy)|"
+    rf"{re.escape(PACKED_FILE)}"
+)
 """Files of the index."""
 OURS = re.compile(
     rf"({INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
-    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)})(\.partial)?|files"
+    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)})(\.partial)?|"
+    rf"files|{re.escape(LOCK_FILE)}"
 )
 """All that a prepared folder holds."""
 
@@ -47,6 +58,7 @@ def prepare_images(
     *,
     held_out: float | None = None,
     domains: bool = False,
+    accept: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> ImageManifest:
@@ -61,6 +73,8 @@ def prepare_images(
             the data set has no validation split of its own beside a test.
         domains: Whether the source has a folder for each domain, and in these one for each class;
             images are then held out within each domain.
+        accept: Whether images are prepared although something is probably a mistake, as a class
+            without images.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -77,21 +91,54 @@ def prepare_images(
     asked = [source, held_out, *(["domains"] if domains else [])]
     request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
     _check_output(output, request, overwrite)
-    progress = Progress(report)
-    found = open_images(source, output, domains=domains)
-    kept = _kept(output, request, found)
-    if kept is not None:
-        progress.say(f"{output}: was prepared from the same images; it is kept")
-        return kept
-    try:
-        listed = _listed(found, progress)
-    finally:
-        progress.close()
-    names, listed = by_name(source, found, listed)
-    for domain, missing in missing_classes(listed["train"], names, found.domain_names):
-        progress.say(f"{domain}: has no image of {missing}")
-    splits, said = split_images(listed, held_out, found.domain_names)
-    return _written(output, source, request, found, names, splits, said)
+    with _alone(output), contextlib.closing(Progress(report)) as progress:
+        found = open_images(source, output, domains=domains)
+        kept = _kept(output, request, found)
+        if kept is not None:
+            progress.say(f"{output}: was prepared from the same images; it is kept")
+            return kept
+        try:
+            listed = _listed(found, progress)
+            check_highest(source, found, listed)
+            names, labelled = by_name(source, found, listed)
+            for split in listed.keys() - labelled.keys():
+                for name in listed[split].names:
+                    found.left_out.add(f"{split} images without a label", name, mistake=False)
+            check_mistakes(source, found, labelled, names, accept=accept)
+            for domain, missing in missing_classes(labelled["train"], names, found.domain_names):
+                progress.say(f"{domain}: has no image of {missing}")
+            splits, said = split_images(labelled, held_out, found.domain_names)
+            return _written(output, source, request, found, names, splits, said)
+        finally:
+            if found.packed is not None:
+                found.packed.discard()
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Within the block no other process prepares a folder; one that stays empty is removed.
+
+    Raises:
+        DataError: Another one does, or the folder cannot be made.
+    """
+    lock = output / LOCK_FILE
+    with writing(output, "name another folder with --output"):
+        output.mkdir(parents=True, exist_ok=True)
+        taken = contextlib.ExitStack()
+        ours = taken.enter_context(locked(lock, wait=False))
+    with taken:
+        if not ours:
+            raise DataError(
+                f"--output: {output}: another process prepares it; wait until that has ended, or "
+                f"name another folder"
+            )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if [entry.name for entry in output.iterdir()] == [LOCK_FILE]:
+                    lock.unlink()
+                    output.rmdir()
 
 
 def _check_output(output: Path, request: str, overwrite: bool) -> None:
@@ -119,9 +166,9 @@ def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
         manifest = ImageManifest.read(output)
     except DataError:
         return None
-    if manifest.version != FORMAT_VERSION:
-        return None
-    if (manifest.request, manifest.shards) != (request, list(found.shards)):
+    own = [shard for shard in manifest.shards if Path(shard.path).name != PACKED_FILE]
+    theirs = [shard for shard in found.shards if Path(shard.path).name != PACKED_FILE]
+    if (manifest.version, manifest.request, own) != (FORMAT_VERSION, request, theirs):
         return None
     if manifest.stamp != _stamp(found) or any(s.kind in QUICK for s in found.shards):
         return None
@@ -131,7 +178,8 @@ def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
 
 def _stamp(found: Found) -> str:
     """A digest of the names of classes, and of when the files of images were written last."""
-    times = [os.stat(shard.path).st_mtime_ns for shard in found.shards if shard.kind not in QUICK]
+    files = [shard.path for shard in found.shards if shard.kind not in QUICK]
+    times = [os.stat(path).st_mtime_ns for path in files if Path(path).name != PACKED_FILE]
     known = [times, found.class_names, found.names_of_shards]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
@@ -160,7 +208,10 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
         of_domain = np.array(domains, dtype=np.int32) if domains else None
         listed[split] = Listed(np.array(rows, dtype=ROW), names, of_each, of_domain)
     if not listed.get("train") or not len(listed["train"].rows):
-        raise DataError("--images: the source has no training images")
+        without = ", ".join(found.left_out.mistakes())
+        raise DataError(
+            f"--images: the source has no training images{f', but {without}' * bool(without)}"
+        )
     return listed
 
 
@@ -181,15 +232,20 @@ def _written(
     said: str | None,
 ) -> ImageManifest:
     """Writes the index; one that says the same stays as it is, since a run may read it."""
-    output.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
+    shards = found.shards
+    if found.packed is not None:
+        found.packed.close()
+        shards = _with_packed(found.shards, found.packed)
+        if found.packed.size:
+            written.append(found.packed.partial)
     for split, each in splits.items():
         encoded = [os.fsencode(name) for name in each.names]
         ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
         written += [
             _save(output / f"{split}.npy", each.rows),
             _save(output / f"{split}.ends.npy", ends),
-            _write(output / f"{split}.names", partial(_put, b"".join(n + b"\n" for n in encoded))),
+            _write(output / f"{split}.names", b"".join(name + b"\n" for name in encoded)),
         ]
         if each.attributes is not None:
             written.append(_save(output / f"{split}.attributes.npy", each.attributes))
@@ -205,18 +261,18 @@ def _written(
                 images=len(each.rows),
                 per_class=each.per_class(len(names)),
                 per_domain=each.per_domain(len(found.domain_names)),
-                grouped=split in found.grouped or (said is not None and bool(found.grouped)),
             )
             for split, each in splits.items()
         },
-        shards=list(found.shards),
+        shards=shards,
         stamp=_stamp(found),
+        left_out=dict(found.left_out.counts),
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),
         files={path.stem: record_of(path) for path in written},
     )
-    new = _write(output / MANIFEST_FILE, partial(_put, manifest.to_json().encode()))
+    new = _write(output / MANIFEST_FILE, manifest.to_json().encode())
     if _stands(output, manifest):
         for path in written:
             path.unlink()
@@ -255,22 +311,34 @@ def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> st
     return digest.hexdigest()
 
 
+def _with_packed(shards: list[Shard], packed: Packed) -> list[Shard]:
+    """The shards, with the size of the file of packed images, or without it if it has none."""
+    own = [shard for shard in shards if shard.path != str(packed.path)]
+    size = {"size": packed.size}
+    return [
+        *own,
+        *(s.model_copy(update=size) for s in shards[len(own) :] if packed.size),
+    ]
+
+
 def _save(path: Path, array: npt.NDArray[np.generic] | Rows) -> Path:
     """As `_write`, an array."""
-    return _write(path, partial(np.save, arr=array, allow_pickle=False))
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    return _write(path, content.getbuffer())
 
 
-def _put(content: bytes, file: BinaryIO) -> None:
-    file.write(content)
-
-
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> Path:
+def _write(path: Path, content: bytes | memoryview) -> Path:
     """Writes what is to become a file, and gives the partial one."""
     unfinished = path.with_name(f"{path.name}.partial")
-    with unfinished.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with writing(path, GO_ON), unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
     return unfinished
 
 
@@ -299,5 +367,22 @@ def prepared_rows(
         yield "domains", f"{len(manifest.domain_names)}: {shown}"
     if manifest.held_out:
         yield "held out", manifest.held_out
+    if manifest.left_out:
+        each_of = (f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
+        yield "left out", "; ".join(each_of)
+    validation = manifest.splits.get("validation")
+    if validation is not None and validation.images < FEW:
+        yield "note", _few(manifest, validation.images)
     yield "folder", str(output)
     yield "time", f"{seconds:.1f} s"
+
+
+def _few(manifest: ImageManifest, images: int) -> str:
+    """Says of a small validation split what it can tell, and how to get a larger one."""
+    said = (
+        f"validation has {images:,} images: one more that is right is {1 / images:.1%} of accuracy"
+    )
+    if not manifest.held_out:
+        return said
+    both = images + manifest.splits["train"].images
+    return f"{said}; --held-out 0.2 would take {round(0.2 * both):,} of the {both:,}"

@@ -4,10 +4,10 @@ An image is a row (shard, offset, size, label). What offset and size mean depend
 kind:
 
     folder    a file of that name below the folder; its size
-    range     bytes of a tar, a parquet file, an Arrow file or a zip, as they stand there
+    range     bytes of a tar, a zip, a table, or the prepared folder's own file, as they stand there
     zip       the size of a compressed member of that name
-    parquet   row group and row: the column is compressed, and a whole group is read at once
     raw       pixels without a format, of the shard's shape
+    parquet   of folders of version 1 only, which are not read
 """
 
 import functools
@@ -29,9 +29,6 @@ from data.images.decoding import Pixels, decode
 Kind = Literal["folder", "range", "zip", "parquet", "raw"]
 ROW = np.dtype([("shard", "<i4"), ("offset", "<i8"), ("size", "<i8"), ("label", "<i4")])
 Rows = npt.NDArray[np.void]
-GROUPS_HELD = 20
-"""Row groups of compressed parquet that are kept in memory: a window of them, and some of the next
-one."""
 
 
 class Shard(Config):
@@ -45,7 +42,7 @@ class Shard(Config):
     shape: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
     """Of raw pixels: channels, height and width."""
     column: str | None = None
-    """Of compressed parquet: the column of images."""
+    """Of parquet in folders of version 1: the column of images."""
 
 
 class Entry(NamedTuple):
@@ -117,9 +114,6 @@ class Reader:
             return (Path(shard.path) / name).read_bytes()
         if shard.kind == "zip":
             return _member(shard.path, name)
-        if shard.kind == "parquet":
-            group = _group(shard.path, int(row["offset"]), shard.column or "image")
-            return group[int(row["size"])]
         content = os.pread(self._file(int(row["shard"])), int(row["size"]), int(row["offset"]))
         if len(content) < int(row["size"]):
             raise DataError(f"{self.place(row, name)}: the file ends before the image does")
@@ -144,19 +138,6 @@ def _member(path: str, name: str) -> bytes:
 def _zip(path: str, process: int) -> zipfile.ZipFile:
     """An open zip file; a forked process would move its parent's place in it."""
     return zipfile.ZipFile(path)
-
-
-@functools.lru_cache(maxsize=GROUPS_HELD)
-def _group(path: str, group: int, image: str) -> list[bytes]:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path).read_row_group(group, columns=[image])
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: row group {group} cannot be read: {str(error)[:120]}") from None
-    column = table[image].combine_chunks()
-    found: list[bytes] = column.field("bytes").to_pylist()
-    return found
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:

@@ -27,6 +27,12 @@ def prepare_arguments(parser: Parser) -> None:
         "and in these one for each class; the held-out share is taken from each domain",
     )
     add(
+        "--accept",
+        action="store_true",
+        help="for --images: prepare them although something looks like a mistake, such as a class "
+        "without images, only one class, or files that are left out; it is said all the same",
+    )
+    add(
         "--source",
         help="python-stdlib, python:PACKAGE, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
         "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "

@@ -14,14 +14,16 @@ def prepare(options: Namespace) -> None:
 
     prepare_environment()
     given = vars(options)
-    images, held_out, domains = (given.pop(name) for name in ("images", "held_out", "domains"))
+    of_images = {name: given.pop(name) for name in ("held_out", "domains", "accept")}
+    images = given.pop("images")
     if images is not None:
-        _prepare_images(images, held_out, domains, given)
+        _prepare_images(images, of_images, given)
         return
-    if held_out is not None:
-        raise UsageError(f"--held-out: {held_out} means nothing without --images")
-    if domains:
-        raise UsageError("--domains: means nothing without --images")
+    if of_images["held_out"] is not None:
+        raise UsageError(f"--held-out: {of_images['held_out']} means nothing without --images")
+    for name in ("domains", "accept"):
+        if of_images[name]:
+            raise UsageError(f"--{name}: means nothing without --images")
     missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
@@ -41,9 +43,7 @@ def prepare(options: Namespace) -> None:
         stdout.write(prepared_table(manifest, options.output, seconds) + "\n")
 
 
-def _prepare_images(
-    source: str, held_out: float | None, domains: bool, given: dict[str, Any]
-) -> None:
+def _prepare_images(source: str, of_images: dict[str, Any], given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name not in ("output", "overwrite") and value not in _TEXT_DEFAULTS.get(name, (None,)):
             option = _TEXT_OPTIONS.get(name, name.replace("_", "-"))
@@ -55,8 +55,7 @@ def _prepare_images(
         manifest = prepare_images(
             source,
             given["output"],
-            held_out=held_out,
-            domains=domains,
+            **of_images,
             overwrite=given["overwrite"],
         )
         rows = list(prepared_rows(manifest, given["output"], time.monotonic() - started))

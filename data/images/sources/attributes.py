@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from data.errors import DataError
 from data.images.shards import Entry, Shard
-from data.images.sources.found import IMAGE_SUFFIXES, Found
+from data.images.sources.found import IMAGE_SUFFIXES, Found, LeftOut, is_hidden, is_image
 
 ATTRIBUTES = "list_attr_*.txt"
 PARTITION = "list_eval_partition.txt"
@@ -31,12 +31,13 @@ def attribute_list(root: Path) -> Path | None:
     return next(iter(sorted([*root.glob(ATTRIBUTES), *root.glob(f"*/{ATTRIBUTES}")])), None)
 
 
-def open_attributes(root: Path, attributes: Path) -> Found:
+def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
     """Opens files with attributes.
 
     Args:
         root: The folder.
         attributes: The list of them.
+        left_out: Counts images that it does not name.
 
     Raises:
         DataError: A list is damaged, or files that it names are not there.
@@ -45,6 +46,9 @@ def open_attributes(root: Path, attributes: Path) -> Found:
     names, values = _attributes(attributes)
     split_of = _partition(root)
     folder = _folder_of(root, next(iter(values)))
+    for file in sorted(folder.iterdir()):
+        if is_image(file.name) and not is_hidden(file.name) and file.name not in values:
+            left_out.add(f"images that {attributes.name} does not name", file.name)
 
     def entries(split: str) -> Iterator[Entry]:
         for file, of_file in values.items():
@@ -56,6 +60,8 @@ def open_attributes(root: Path, attributes: Path) -> Found:
                 raise DataError(
                     f"{folder / file}: is named in {attributes}, and is not there"
                 ) from None
+            if split_of and file not in split_of:
+                raise DataError(f"{root}: {PARTITION} has no line of {file}")
             yield Entry(0, 0, size, 0, file, of_file)
 
     here = {split_of.get(file, "train") for file in values}
@@ -68,6 +74,7 @@ def open_attributes(root: Path, attributes: Path) -> Found:
         },
         class_names=names,
         has_attributes=True,
+        left_out=left_out,
     )
 
 
@@ -85,6 +92,8 @@ def _attributes(path: Path) -> tuple[list[str], dict[str, npt.NDArray[np.uint8]]
             raise DataError(
                 f"{path}: line {number}: a file and {len(names)} numbers, each 1 or -1, are needed"
             )
+        if file in values:
+            raise DataError(f"{path}: line {number}: {file} stands in an earlier line, too")
         values[file] = np.array([word == "1" for word in words], dtype=np.uint8)
     if not values:
         raise DataError(f"{path}: names no images")

@@ -1,9 +1,11 @@
-"""What a source consists of."""
+"""What a source consists of, and what of it is left out."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from data.images.packed import Packed
 from data.images.shards import Entry, Shard
 
 SPLIT_NAMES = {
@@ -13,8 +15,38 @@ SPLIT_NAMES = {
 }  # fmt: skip
 """How folders and files of splits are called."""
 IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff"}
+    {
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".gif"),
+        *(".ppm", ".pgm", ".pbm", ".pnm", ".tif", ".tiff"),
+    }
 )
+"""Endings of the formats that are decoded, in small letters."""
+HIDDEN = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
+"""What systems put beside files, with all names that begin with a point."""
+
+
+class LeftOut:
+    """What a source has and its index has not, by reason."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._mistakes: dict[str, str] = {}
+
+    def add(self, reason: str, name: str, *, mistake: bool = True) -> None:
+        """Counts something that is left out.
+
+        Args:
+            reason: What it is, in the plural.
+            name: Of this one.
+            mistake: Whether leaving it out is probably not what is wanted.
+        """
+        self.counts[reason] += 1
+        if mistake:
+            self._mistakes.setdefault(reason, name)
+
+    def mistakes(self) -> list[str]:
+        """What is probably not wanted, each with its number and the first one's name."""
+        return [f"{why}: {self.counts[why]:,} (as {name})" for why, name in self._mistakes.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +66,11 @@ class Found:
     """Whether an image has any number of the classes, which are then attributes."""
     domain_names: list[str] = field(default_factory=list)
     """Empty: images have no domains."""
-    grouped: frozenset[str] = field(default_factory=frozenset)
-    """Splits that are read by whole row groups."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Is complete when all splits are listed."""
+    packed: Packed | None = None
+    """Takes images that cannot be read where they are; it is the last shards; None: there are none.
+    """
     total_bytes: int = 0
     """Of all images, if it is known: for the progress."""
 
@@ -48,3 +83,13 @@ def split_of(file: Path, root: Path) -> str:
             if word in SPLIT_NAMES:
                 return SPLIT_NAMES[word]
     return "train"
+
+
+def is_hidden(name: str) -> bool:
+    """Whether one part of a path is a system's own, and no data."""
+    return name.startswith(".") or name in HIDDEN
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name is an image's."""
+    return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES

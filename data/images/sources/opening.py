@@ -1,25 +1,33 @@
 """Which kind of source a user means."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from data.errors import DataError, user_path
+from data.files import writing
+from data.images.packed import GO_ON
 from data.images.shards import png
+from data.images.sources.archives import read_tar, read_zip
 from data.images.sources.arrow import open_arrow
 from data.images.sources.attributes import attribute_list, open_attributes
-from data.images.sources.domains import open_domains
-from data.images.sources.folders import open_folder, open_zip
-from data.images.sources.found import Found
+from data.images.sources.classes import by_class, by_domain
+from data.images.sources.found import Found, LeftOut, is_image
 from data.images.sources.parquet import open_parquet
 from data.images.sources.raw import is_raw, open_raw
-from data.images.sources.tars import open_tars
+from data.images.sources.trees import Tree, folder_tree
+from data.images.sources.webdataset import open_tars
 
 DIGITS, HUB = "digits", "hub:"
 KNOWN = (
     "digits, hub:OWNER/NAME, or a folder of classes, a .zip of one, .tar files, .parquet files, a "
     "folder of `datasets`, or the files of MNIST, CIFAR or CelebA"
 )
+COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+DATA = (".arrow", ".parquet", ".tar", ".zip")
+"""Endings of files that images may be in."""
+OF_CACHE = "cache-"
+"""How files begin that `datasets` keeps beside saved ones: what `map` and the like made of them."""
 
 
 def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
@@ -33,44 +41,85 @@ def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
     Raises:
         DataError: It is not there, or of no known kind.
     """
+    left_out = LeftOut()
     if domains:
-        return open_domains(source)
+        return _open_domains(source, output, left_out)
     if source == DIGITS:
-        return open_folder(_digits(output / "files"))
-    if source.startswith(HUB) and not user_path(source.removeprefix(HUB)).is_dir():
-        return open_parquet(_downloaded(source.removeprefix(HUB)))
+        return by_class(folder_tree(_digits(output / "files"), left_out), left_out)
     path = user_path(source.removeprefix(HUB))
+    if source.startswith(HUB) and not path.is_dir():
+        path = _downloaded(source.removeprefix(HUB))
     if not path.exists():
         raise DataError(f"--images: {source}: there is no such file or folder; {KNOWN} are allowed")
-    return _open_file(path) if path.is_file() else _open_folder(path, output)
+    if path.is_dir():
+        return _open_folder(path, output, left_out)
+    return _open_file(path, output, left_out)
 
 
-def _open_file(path: Path) -> Found:
+def _open_domains(source: str, output: Path, left_out: LeftOut) -> Found:
+    path = user_path(source)
+    if path.is_dir():
+        return by_domain(folder_tree(path, left_out, output), left_out)
+    readers = {".zip": read_zip, ".tar": read_tar}
+    if path.is_file() and path.suffix.lower() in readers:
+        return by_domain(readers[path.suffix.lower()](path, left_out), left_out)
+    raise DataError(
+        f"--domains: {source}: is no tree of DOMAIN/CLASS/image: a folder of that form, or a .zip "
+        f"or .tar of one, is allowed"
+    )
+
+
+def _open_file(path: Path, output: Path, left_out: LeftOut) -> Found:
     name = path.name.lower()
-    if name.endswith((".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")):
+    if name.endswith(COMPRESSED_TARS):
         raise DataError(
             f"--images: {path}: is a compressed tar, of which no image can be read alone; unpack "
             f"it to a .tar"
         )
-    for ending, opened in ((".tar", open_tars), (".zip", open_zip), (".parquet", open_parquet)):
-        if name.endswith(ending):
-            return opened(path)
+    if name.endswith(".tar"):
+        return open_tars([path], path, left_out)
+    if name.endswith(".zip"):
+        return by_class(read_zip(path, left_out), left_out)
+    if name.endswith(".parquet"):
+        return open_parquet([path], path, output, left_out)
     raise DataError(f"--images: {path}: is of no known kind; {KNOWN} are allowed")
 
 
-def _open_folder(path: Path, output: Path) -> Found:
+def _open_folder(path: Path, output: Path, left_out: LeftOut) -> Found:
     if is_raw(path):
-        return open_raw(path, output)
+        return open_raw(path, output, left_out)
     attributes = attribute_list(path)
     if attributes is not None:
-        return open_attributes(path, attributes)
-    for ending, opened in (("arrow", open_arrow), ("parquet", open_parquet), ("tar", open_tars)):
-        if next(path.rglob(f"*.{ending}"), None) is not None:
-            return opened(path)
-    compressed = next(path.rglob("*.tar.gz"), None) or next(path.rglob("*.tgz"), None)
-    if compressed is not None:
-        return _open_file(compressed)
-    return open_folder(path)
+        return open_attributes(path, attributes, left_out)
+    tree = folder_tree(path, left_out, output)
+    for ending in (".arrow", ".parquet", ".tar"):
+        files = sorted(
+            tree.root.joinpath(*file.parts)
+            for file in tree.files
+            if file.parts[-1].lower().endswith(ending) and not file.parts[-1].startswith(OF_CACHE)
+        )
+        if files:
+            _note_others(tree, ending, left_out)
+            if ending == ".tar":
+                return open_tars(files, tree.root, left_out)
+            opened = open_arrow if ending == ".arrow" else open_parquet
+            return opened(files, tree.root, output, left_out)
+    for file in tree.files:
+        if file.parts[-1].lower().endswith(COMPRESSED_TARS):
+            return _open_file(tree.root.joinpath(*file.parts), output, left_out)
+    return by_class(tree, left_out)
+
+
+def _note_others(tree: Tree, ending: str, left_out: LeftOut) -> None:
+    """Counts what stands beside files of a kind; leaving data out is probably a mistake."""
+    for file in tree.files:
+        name = "/".join(file.parts)
+        suffix = PurePosixPath(name).suffix.lower()
+        if file.parts[-1].startswith(OF_CACHE):
+            left_out.add("files of the cache of `datasets`", name, mistake=False)
+        elif suffix != ending:
+            data = is_image(name) or name.lower().endswith((*DATA, *COMPRESSED_TARS))
+            left_out.add(f"files that end in {suffix or 'nothing'}", name, mistake=data)
 
 
 def _downloaded(name: str) -> Path:
@@ -98,10 +147,10 @@ def _digits(folder: Path) -> Path:
 
     images, labels = digits()
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-        place = folder / str(label)
-        place.mkdir(parents=True, exist_ok=True)
-        target = place / f"{number:04}.png"
-        if not target.is_file():
-            grey = np.clip(np.asarray(image) * 255 / 16, 0, 255).round().astype(np.uint8)
-            target.write_bytes(png(grey))
+        target = folder / str(label) / f"{number:04}.png"
+        grey = png(np.clip(np.asarray(image) * 255 / 16, 0, 255).round().astype(np.uint8))
+        if not target.is_file() or target.stat().st_size != len(grey):
+            with writing(target, GO_ON):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(grey)
     return folder

@@ -3,12 +3,14 @@
 import gzip
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from data.errors import DataError
+from data.files import writing
+from data.images.packed import GO_ON
 from data.images.shards import Entry, Shard
-from data.images.sources.found import Found
+from data.images.sources.found import Found, LeftOut, is_hidden, is_image
 
 MNIST = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -17,6 +19,8 @@ MNIST = {
 CIFAR_10 = {"train": [f"data_batch_{n}.bin" for n in range(1, 6)], "test": ["test_batch.bin"]}
 CIFAR_100 = {"train": ["train.bin"], "test": ["test.bin"]}
 CIFAR_PIXELS = 3 * 32 * 32
+MOST_UNPACKED = 1 << 32
+"""Bytes that a `.gz` may unpack to."""
 
 
 def is_raw(root: Path) -> bool:
@@ -26,20 +30,31 @@ def is_raw(root: Path) -> bool:
     )
 
 
-def open_raw(root: Path, output: Path) -> Found:
+def open_raw(root: Path, output: Path, left_out: LeftOut) -> Found:
     """Opens a folder of such files.
 
     Args:
         root: The folder.
         output: Where `.gz` files are unpacked to: they cannot be read in the middle.
+        left_out: Counts other files of images, and of pixels.
 
     Raises:
-        DataError: A file is damaged.
+        DataError: A file is damaged, or has no labels beside it.
     """
     if _mnist_file(root, MNIST["train"][0]) is not None:
-        return _open_mnist(root, output)
+        return _open_mnist(root, output, left_out)
     cifar_10 = (root / CIFAR_10["train"][0]).is_file()
-    return _open_cifar(root, CIFAR_10 if cifar_10 else CIFAR_100, labels=1 if cifar_10 else 2)
+    names, labels = (CIFAR_10, 1) if cifar_10 else (CIFAR_100, 2)
+    return _open_cifar(root, names, labels, left_out)
+
+
+def _note_others(root: Path, used: Iterable[Path], left_out: LeftOut) -> None:
+    known = {path.name for path in used}
+    for file in sorted(root.iterdir()):
+        if file.name not in known and not is_hidden(file.name) and file.is_file():
+            mistake = is_image(file.name) or file.suffix in (".bin", ".gz") or "ubyte" in file.name
+            why = f"files that end in {file.suffix or 'nothing'}"
+            left_out.add(why, file.name, mistake=mistake)
 
 
 def _mnist_file(root: Path, name: str) -> Path | None:
@@ -49,14 +64,18 @@ def _mnist_file(root: Path, name: str) -> Path | None:
     return None
 
 
-def _open_mnist(root: Path, output: Path) -> Found:
+def _open_mnist(root: Path, output: Path, left_out: LeftOut) -> Found:
+    used: list[Path] = []
     shards: list[Shard] = []
     splits: dict[str, Callable[[], Iterator[Entry]]] = {}
     for split, names in MNIST.items():
-        files = [_mnist_file(root, name) for name in names]
-        if files[0] is None or files[1] is None:
+        there = [file for file in (_mnist_file(root, name) for name in names) if file is not None]
+        if not there:
             continue
-        images, labels = (_unpacked(file, output) for file in files if file is not None)
+        if len(there) == 1:
+            raise DataError(f"{there[0]}: stands alone: {' and '.join(names)} are needed")
+        used += there
+        images, labels = (_unpacked(file, output) for file in there)
         count, height, width = _header(images, 3)
         (known,) = _header(labels, 1)
         if known != count:
@@ -72,21 +91,38 @@ def _open_mnist(root: Path, output: Path) -> Found:
                 yield Entry(shard, 16 + row * pixels, pixels, number, f"row {row}")
 
         splits[split] = entries
-    return Found(shards=shards, splits=splits, class_names=None)
+    _note_others(root, used, left_out)
+    return Found(shards=shards, splits=splits, class_names=None, left_out=left_out)
 
 
 def _unpacked(file: Path, output: Path) -> Path:
     if file.suffix != ".gz":
         return file.resolve()
-    try:
-        content = gzip.decompress(file.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be unpacked: {error}") from None
-    output.mkdir(parents=True, exist_ok=True)
     target = output / file.stem
     partial = target.with_name(f"{target.name}.partial")
-    partial.write_bytes(content)
+    with writing(target, GO_ON):
+        output.mkdir(parents=True, exist_ok=True)
+        unpacked = partial.open("wb")
+    with unpacked:
+        for block in _blocks(file):
+            with writing(target, GO_ON):
+                unpacked.write(block)
+        with writing(target, GO_ON):
+            unpacked.flush()
     return partial.replace(target).resolve()
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    left = MOST_UNPACKED
+    try:
+        with gzip.open(file) as packed:
+            while block := packed.read(1 << 20):
+                left -= len(block)
+                if left < 0:
+                    raise DataError(f"{file}: unpacks to more than {MOST_UNPACKED:,} bytes")
+                yield block
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be unpacked: {error}") from None
 
 
 def _header(file: Path, dimensions: int) -> tuple[int, ...]:
@@ -104,7 +140,7 @@ def _header(file: Path, dimensions: int) -> tuple[int, ...]:
     return sizes
 
 
-def _open_cifar(root: Path, names: dict[str, list[str]], labels: int) -> Found:
+def _open_cifar(root: Path, names: dict[str, list[str]], labels: int, left_out: LeftOut) -> Found:
     length = labels + CIFAR_PIXELS
     files = {split: [root / name for name in each] for split, each in names.items()}
     shards: list[Shard] = []
@@ -130,8 +166,11 @@ def _open_cifar(root: Path, names: dict[str, list[str]], labels: int) -> Found:
     meta = next((root / n for n in ("batches.meta.txt", "fine_label_names.txt")
                  if (root / n).is_file()), None)  # fmt: skip
     named = meta.read_text(encoding="utf-8").split() if meta else None
+    used = [*(Path(shard.path) for shard in shards), *([meta] if meta else [])]
+    _note_others(root, used, left_out)
     return Found(
         shards=shards,
         splits={split: lambda split=split: entries(split) for split in numbers},  # type: ignore[misc]
         class_names=named,
+        left_out=left_out,
     )

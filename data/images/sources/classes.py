@@ -1,0 +1,226 @@
+"""A folder for each class, below a folder for each split or alone, or below one for each domain."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from data.errors import DataError, listed
+from data.images.shards import Entry, Shard
+from data.images.sources.found import SPLIT_NAMES, Found, LeftOut, is_image
+from data.images.sources.trees import File, Parts, Tree
+
+BESIDE = frozenset(
+    {
+        *(".txt", ".md", ".rst", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml"),
+        *(".html", ".pdf", ".log", ".ini", ".py", ".m", ".sh", ".sha256", ".md5"),
+    }
+)
+"""Endings of what is said of images, beside them: leaving it out is no mistake."""
+NO_CLASSES = (
+    frozenset({"images", "image", "imgs", "img", "pictures", "photos"}),
+    frozenset({"labels", "label", "masks", "mask", "annotations", "annotation", "segmentations"}),
+)
+"""Folders of images, and folders of what belongs to each of them: with both, neither is a class."""
+
+
+class _Image(NamedTuple):
+    """An image, and the folders that it is in."""
+
+    file: File
+    name: str
+    """Of its class."""
+    rest: Parts
+    """Its path below the class's folder."""
+    domain: str = ""
+
+
+def by_class(tree: Tree, left_out: LeftOut) -> Found:
+    """Opens folders of classes.
+
+    Args:
+        tree: With `train`, `val` or `validation`, and `test`, or with the classes themselves; or
+            with one folder around that.
+        left_out: Counts what is no image, and images in no folder of a class.
+
+    Raises:
+        DataError: There are no folders of classes, or splits have other classes.
+    """
+    around = _around(tree, 2)
+    tops = _split_folders(tree, around)
+    places = {split: (*around, top) for split, top in tops.items()} or {"train": around}
+    split_at = {place: split for split, place in places.items()}
+    images: dict[str, list[_Image]] = {split: [] for split in places}
+    depth = len(around) + bool(tops)
+    for file in sorted(tree.files):
+        split = split_at.get(file.parts[:depth])
+        in_class = split is not None and len(file.parts) > depth + 1
+        if not is_image(file.parts[-1]):
+            _leave_out(file, left_out, in_class=in_class)
+        elif split is None:
+            left_out.add("images in no folder of a split", "/".join(file.parts))
+        elif not in_class:
+            left_out.add("images in no folder of a class", "/".join(file.parts))
+        else:
+            images[split].append(_Image(file, file.parts[depth], file.parts[depth + 1 :]))
+    classes = {
+        split: sorted({*_below(tree, place), *(image.name for image in images[split])})
+        for split, place in places.items()
+    }
+    for split in ("validation", "test"):  # as a test split that nobody has labelled
+        if split in classes and not classes[split]:
+            del classes[split], places[split]
+    names = _same_classes(tree, classes)
+    of_splits = {split: images[split] for split in places}
+    return _found(tree, of_splits, list(places.values()), names, [], left_out)
+
+
+def by_domain(tree: Tree, left_out: LeftOut) -> Found:
+    """Opens folders of domains, DomainBed's form: DOMAIN/CLASS/image.
+
+    Every folder at the top is a domain, whatever it is called. Domains need not have the same
+    classes.
+
+    Raises:
+        DataError: It is no such tree.
+    """
+    around = _around(tree, 3)
+    depth = len(around)
+    images = []
+    for file in sorted(tree.files):
+        parts = file.parts[depth:] if file.parts[:depth] == around else ()
+        if not is_image(file.parts[-1]):
+            _leave_out(file, left_out, in_class=len(parts) > 2)
+        elif len(parts) == 2:
+            raise _no_domains(tree, f"{parts[0]} holds images, and no folders of classes")
+        elif len(parts) < 2:
+            left_out.add("images in no folder of a domain", "/".join(file.parts))
+        else:
+            images.append(_Image(file, parts[1], parts[2:], parts[0]))
+    domains = _below(tree, around)
+    if not domains or not images:
+        raise _no_domains(tree, "it has no images in such folders")
+    splits = _named_splits(domains)
+    if splits:
+        raise _no_domains(tree, f"{listed(splits.values())} are splits, and no domains")
+    for domain in sorted(domains - {image.domain for image in images}):
+        raise _no_domains(tree, f"{domain} holds no folder with images")
+    if len(domains) == 1:
+        raise _no_domains(tree, f"it has only one domain, {min(domains)!r}")
+    names = sorted({image.name for image in images})
+    return _found(tree, {"train": images}, [around], names, sorted(domains), left_out)
+
+
+def _found(
+    tree: Tree,
+    images: Mapping[str, list[_Image]],
+    places: Sequence[Parts],
+    names: list[str],
+    domains: list[str],
+    left_out: LeftOut,
+) -> Found:
+    """Images of each split, in the order of their domains, classes and paths."""
+    label = {name: number for number, name in enumerate(names)}
+    splits = {}
+    for shard, (split, found) in enumerate(images.items()):
+        found.sort(key=lambda image: (image.domain, label[image.name], "/".join(image.rest)))
+        splits[split] = partial(_entries, found, label, domains, None if tree.shards else shard)
+    return Found(
+        shards=tree.shards
+        or [Shard(path=str(tree.root.joinpath(*place)), kind="folder") for place in places],
+        splits=splits,
+        class_names=names,
+        domain_names=domains,
+        left_out=left_out,
+        total_bytes=sum(image.file.size for found in images.values() for image in found),
+    )
+
+
+def _entries(
+    images: list[_Image], label: Mapping[str, int], domains: list[str], shard: int | None
+) -> Iterator[Entry]:
+    """The images of a split; with a shard those of a folder, of which each is a file."""
+    for file, name, rest, domain in images:
+        number = domains.index(domain) if domains else None
+        if shard is None:
+            place, called = (file.shard, file.offset, file.size), file.name
+        else:
+            called = "/".join((*([domain] if domain else []), name, *rest))
+            place = (shard, 0, file.size)
+        yield Entry(*place, label[name], called, domain=number)
+
+
+def _around(tree: Tree, depth: int) -> Parts:
+    """The folders that stand around everything, if images are deeper than need be.
+
+    Args:
+        tree: Of images.
+        depth: How many names the path of an image has at least, below these.
+    """
+    images = [file.parts for file in tree.files if is_image(file.parts[-1])]
+    around: Parts = ()
+    while True:
+        inside = [parts for parts in images if parts[: len(around)] == around]
+        tops = {parts[len(around)] for parts in inside if len(parts) > len(around) + 1}
+        tops |= _below(tree, around)
+        deepest = max((len(parts) for parts in inside), default=0)
+        if len(tops) != 1 or deepest <= len(around) + depth or _named_splits(tops):
+            return around
+        around = (*around, tops.pop())
+
+
+def _below(tree: Tree, place: Parts) -> set[str]:
+    """The names of the folders in a folder."""
+    depth = len(place)
+    return {f[depth] for f in tree.folders if len(f) == depth + 1 and f[:depth] == place}
+
+
+def _leave_out(file: File, left_out: LeftOut, *, in_class: bool) -> None:
+    ending = PurePosixPath(file.parts[-1]).suffix.lower()
+    why = f"files that end in {ending}" if ending else "files without an ending"
+    left_out.add(why, "/".join(file.parts), mistake=in_class and ending not in BESIDE)
+
+
+def _split_folders(tree: Tree, around: Parts) -> dict[str, str]:
+    """The folder of each split, if any folder is called like one; empty: there are classes."""
+    below = _below(tree, around)
+    splits = _named_splits(below)
+    for split in splits:
+        same = sorted(each for each in below if SPLIT_NAMES.get(each.lower()) == split)
+        if len(same) > 1:
+            raise DataError(
+                f"{tree.root}: {listed(same)} are both the {split} split; one is allowed"
+            )
+    if splits and not _below(tree, (*around, splits["train"])):
+        if not below - set(splits.values()):
+            raise DataError(
+                f"{tree.root}: {splits['train']} holds images, and no folders of classes"
+            )
+        return {}  # beside others a folder that holds no folders is a class, as of vehicles
+    return splits
+
+
+def _named_splits(names: Iterable[str]) -> dict[str, str]:
+    """The folder of each split, if one is called like that of training."""
+    found = {SPLIT_NAMES[n.lower()]: n for n in sorted(names) if n.lower() in SPLIT_NAMES}
+    return found if "train" in found else {}
+
+
+def _same_classes(tree: Tree, classes: Mapping[str, list[str]]) -> list[str]:
+    """The classes, which have to be those of every split."""
+    names = classes["train"]
+    if not names:
+        raise DataError(f"{tree.root}: has no folders of classes with images")
+    for split, others in classes.items():
+        missing, more = sorted(set(names) - set(others)), sorted(set(others) - set(names))
+        if more or missing:
+            which = f"has {listed(more, 3)} more" if more else f"lacks {listed(missing, 3)}"
+            raise DataError(
+                f"{tree.root}: its {split} split {which}: the classes of all splits have to be the "
+                f"same"
+            )
+    return names
+
+
+def _no_domains(tree: Tree, reason: str) -> DataError:
+    return DataError(f"--domains: {tree.root}: is no tree of DOMAIN/CLASS/image: {reason}")

@@ -1,0 +1,77 @@
+"""The one reader of JSON that others have written: bounded, and each fault is one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+
+MOST_BYTES = 1 << 28
+"""Bytes of a JSON file at most: a tokenizer of 256,000 words has 33 million."""
+
+
+def read_json(
+    path: Path, *, most_bytes: int = MOST_BYTES, error: type[ValueError] = DataError
+) -> Any:
+    """Reads a JSON file.
+
+    Args:
+        path: The file.
+        most_bytes: A larger file is refused, and not read.
+        error: Is raised.
+
+    Raises:
+        ValueError: Of the given class: the file cannot be read, is too large, or is not JSON.
+    """
+    return parse_json(read_bounded(path, most_bytes, error), str(path), error=error)
+
+
+def read_bounded(
+    path: Path, most_bytes: int = MOST_BYTES, error: type[ValueError] = DataError
+) -> bytes:
+    """Reads a file that should be small.
+
+    Args:
+        path: The file.
+        most_bytes: A larger file is refused, and not read.
+        error: Is raised.
+
+    Raises:
+        ValueError: Of the given class: it cannot be read, is too large, or is no plain file.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe never ends
+            raise error(f"{path}: is not a file")
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
+    if len(content) > most_bytes:
+        raise error(f"{path}: has more than {most_bytes:,} bytes, and is not read")
+    return content
+
+
+def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = DataError) -> Any:
+    """Parses JSON, with or without a byte order mark.
+
+    Args:
+        content: All of it.
+        place: File, and line or member if there is one: how the error begins.
+        error: Is raised.
+
+    Raises:
+        ValueError: Of the given class: it is not JSON, or cannot be held.
+    """
+    try:
+        if isinstance(content, bytes):
+            content = content.decode("utf-8-sig")
+        return json.loads(content.removeprefix("\ufeff"))
+    except UnicodeDecodeError as fault:
+        raise error(f"{place}: is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
+    except json.JSONDecodeError as fault:
+        where = f"line {fault.lineno}, column {fault.colno}"
+        raise error(f"{place}: is not JSON: {fault.msg} at {where}") from None
+    except RecursionError:
+        raise error(f"{place}: is not read: its JSON is nested too deeply") from None
+    except ValueError:  # Python reads no number of more than 4,300 digits
+        raise error(f"{place}: is not read: its JSON has a number of too many digits") from None
