@@ -22,8 +22,8 @@ from data.images.shards import Shard
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
-"""1 read images of Parquet in other ways, and gave the class names of one file of Parquet or Arrow to
-the numbers of all."""
+"""1 read images of Parquet in other ways, and gave the class names of one file of a table to the
+numbers of all."""
 SPLITS = ("train", "validation", "test")
 TEST_IS_VALIDATION = "test: the data set's validation split"
 """How `held_out` ends where that is so."""
@@ -86,8 +86,9 @@ class ImageManifest(Config):
     @property
     def may_be_wrong(self) -> bool:
         """Whether an older version may have taken wrong images, or names of another file."""
-        tables = [shard for shard in self.shards if Path(shard.path).suffix.lower() == ".arrow"]
-        return self.version < 2 and (len(tables) > 1 or any(shard.column for shard in self.shards))
+        endings = {Path(shard.path).suffix.lower() for shard in self.shards}
+        several = len(self.shards) > 1 and bool(endings & {".parquet", ".arrow"})
+        return self.version < 2 and (several or any(shard.column for shard in self.shards))
 
     @classmethod
     def read(cls, folder: Path) -> "ImageManifest":

@@ -25,7 +25,7 @@ from data.images.manifest import (
 )
 from data.images.mistakes import check_highest, check_mistakes
 from data.images.packed import GO_ON, PACKED_FILE, Packed
-from data.images.shards import ROW, Entry, Rows, Shard
+from data.images.shards import MOST_BYTES, ROW, Entry, Rows, Shard, too_large
 from data.images.sources.found import Found
 from data.images.sources.opening import open_images
 from data.images.sources.raw import MNIST
@@ -218,6 +218,8 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
 def _check_name(entry: Entry) -> None:
     if "\n" in entry.name:
         raise DataError(f"{entry.name!r}: a name of an image holds no line feed")
+    if entry.size > MOST_BYTES:
+        raise DataError(f"{entry.name}: {too_large(entry.size)}")
     if not -1 <= entry.label < 2**31:
         raise DataError(f"{entry.name}: has the label {entry.label}, which is no number of a class")
 
@@ -380,7 +382,7 @@ def prepared_rows(
 def _few(manifest: ImageManifest, images: int) -> str:
     """Says of a small validation split what it can tell, and how to get a larger one."""
     said = (
-        f"validation has {images:,} images: one more that is right is {1 / images:.1%} of accuracy"
+        f"validation has {images:,} image{'s' * (images > 1)}: each is {1 / images:.0%} of a score"
     )
     if not manifest.held_out:
         return said

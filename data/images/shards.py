@@ -29,6 +29,8 @@ from data.images.decoding import Pixels, decode
 Kind = Literal["folder", "range", "zip", "parquet", "raw"]
 ROW = np.dtype([("shard", "<i4"), ("offset", "<i8"), ("size", "<i8"), ("label", "<i4")])
 Rows = npt.NDArray[np.void]
+MOST_BYTES = 1 << 29
+"""Bytes of the file of one image."""
 
 
 class Shard(Config):
@@ -57,6 +59,11 @@ class Entry(NamedTuple):
     """0 or 1 of each attribute; None: the image has one class."""
     domain: int | None = None
     """The number of its domain; None: the source has none."""
+
+
+def too_large(size: int) -> str:
+    """Says that the file of an image is."""
+    return f"has {size:,} bytes, and {MOST_BYTES:,} are allowed for an image"
 
 
 class Reader:
@@ -111,7 +118,11 @@ class Reader:
 
     def _content(self, shard: Shard, row: Any, name: str) -> bytes:
         if shard.kind == "folder":
-            return (Path(shard.path) / name).read_bytes()
+            with (Path(shard.path) / name).open("rb") as file:
+                content = file.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise DataError(f"{self.place(row, name)}: {too_large(len(content))}")
+            return content
         if shard.kind == "zip":
             return _member(shard.path, name)
         content = os.pread(self._file(int(row["shard"])), int(row["size"]), int(row["offset"]))
@@ -129,7 +140,11 @@ class Reader:
 
 def _member(path: str, name: str) -> bytes:
     try:
-        return _zip(path, os.getpid()).read(name)
+        with _zip(path, os.getpid()).open(name) as member:
+            content = member.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise DataError(f"{path}: {name}: {too_large(len(content))}")
+            return content
     except (zipfile.BadZipFile, zlib.error, KeyError, NotImplementedError, RuntimeError) as error:
         raise DataError(f"{path}: {name}: cannot be unpacked: {error}") from None
 

@@ -101,13 +101,16 @@ def _entries(
         ):
             whole = mapped.read_buffer()
             for batch in _batches(whole):
+                batch.validate(full=True)  # or a forged place would be read outside of the file
                 columns = columns_of(batch.schema, file)
                 places.begin(_begin(batch.column(columns.image), columns.is_struct, whole))
                 for at in range(0, len(batch), ROWS):
                     part = batch.slice(at, ROWS)
                     yield from entries_of(part, columns, file, row, places, left_out)
                     row += len(part)
-    except (pa.ArrowException, OSError) as error:
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         said = " ".join(str(error).split())[:120]
         raise DataError(f"{file}: cannot be read as Arrow: {said}") from None
 

@@ -120,6 +120,9 @@ def _found(
     left_out: LeftOut,
 ) -> Found:
     """Images of each split, in the order of their domains, classes and paths."""
+    for name in (*names, *domains):
+        if "\n" in name or name.encode("utf-8", "replace").decode() != name:
+            raise DataError(f"{tree.root}: {name!r}: the name of a class is UTF-8, of one line")
     label = {name: number for number, name in enumerate(names)}
     splits = {}
     for shard, (split, found) in enumerate(images.items()):

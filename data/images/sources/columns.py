@@ -6,6 +6,7 @@ and is copied into a file of the prepared folder if not.
 """
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from data.images.sources.found import LeftOut
 LABELS = ("label", "fine_label", "labels", "class")
 """Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""
 IMAGES = ("image", "img")
-NEAR = 1 << 16
-"""Bytes behind an image in which the next one is looked for."""
+NEAR, FAR = 1 << 16, 1 << 22
+"""Bytes behind an image in which the next one is looked for, and the first of another row group."""
 
 
 class Columns(NamedTuple):
@@ -115,7 +116,7 @@ class Places:
 
     def __init__(self, file: Path, number: int, packed: Packed, packed_number: int) -> None:
         self._number, self._packed, self._packed_number = number, packed, packed_number
-        self._begin = 0
+        self._begin, self._near = 0, FAR
         self._lost = False
         with file.open("rb") as opened:
             self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -128,9 +129,10 @@ class Places:
         """Ends that."""
         self._mapped.close()
 
-    def begin(self, at: int) -> None:
-        """Says that the next images are perhaps found from a byte on."""
-        self._begin, self._lost = max(0, at), False
+    def begin(self, at: int | None = None) -> None:
+        """Says that the next image is the first of some, which stand perhaps from a byte on."""
+        self._begin = self._begin if at is None else max(0, at)
+        self._near, self._lost = FAR, False
 
     def place(self, content: bytes) -> tuple[int, int, int]:
         """Shard, offset and size of the next image."""
@@ -138,7 +140,7 @@ class Places:
         if at is None:
             self._lost = True  # a part that is compressed holds no image as it is
             return self._packed_number, self._packed.add(content), len(content)
-        self._begin = at + len(content)
+        self._begin, self._near = at + len(content), NEAR
         return self._number, at, len(content)
 
     def _found(self, content: bytes) -> int | None:
@@ -146,7 +148,7 @@ class Places:
         for at in (self._begin + 4, self._begin):
             if self._mapped[at : at + len(content)] == content:
                 return at
-        near = self._mapped[self._begin : self._begin + NEAR + len(content)].find(content)
+        near = self._mapped[self._begin : self._begin + self._near + len(content)].find(content)
         return None if near < 0 else self._begin + near
 
 
@@ -166,9 +168,9 @@ def entries_of(
     import pyarrow.compute as compute
 
     images = batch.column(columns.image)
-    paths = [None] * len(batch)
+    paths: list[bytes | None] = [None] * len(batch)
     if columns.has_path:
-        paths = compute.struct_field(images, "path").to_pylist()
+        paths = _paths(compute.struct_field(images, "path"))
     if columns.is_struct:
         images = compute.struct_field(images, "bytes")
     contents = images.to_pylist()
@@ -179,13 +181,23 @@ def entries_of(
         known = batch.column(columns.label).to_pylist()
         labels = [-1 if number is None else int(number) for number in known]
     for row, (content, path) in enumerate(zip(contents, paths, strict=True)):
-        name = Path(path or "").name or f"row {first + row}"
+        name = Path(os.fsdecode(path or b"")).name or f"row {first + row}"
         if content is None:
             why = "with the path of an image, and without its bytes" if path else "without an image"
             left_out.add(f"rows {why}", f"{file.name}: row {first + row}")
             continue
         bits = None if attributes is None else attributes[row]
         yield Entry(*places.place(content), labels[row], name, bits)
+
+
+def _paths(column: Any) -> list[bytes | None]:
+    """Paths as bytes: a file may hold any."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    paths: list[bytes | None] = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+    return paths
 
 
 def _bits(batch: Any, columns: Columns, file: Path, first: int) -> npt.NDArray[np.uint8]:

@@ -40,6 +40,7 @@ class LeftOut:
             name: Of this one.
             mistake: Whether leaving it out is probably not what is wanted.
         """
+        reason = reason.encode("utf-8", "backslashreplace").decode()  # as it is written down
         self.counts[reason] += 1
         if mistake:
             self._mistakes.setdefault(reason, name)

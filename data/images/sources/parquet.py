@@ -4,7 +4,6 @@ false, which are attributes (as of flwrlabs/celeba).
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from data.class_names import named_classes
 from data.errors import DataError
@@ -36,7 +35,7 @@ def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut)
     for file in files:
         try:
             schema = pyarrow.parquet.read_schema(file)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{file}: cannot be read as parquet: {_line(error)}") from None
         columns.append(columns_of(schema, file))
         label = columns[-1].label
@@ -81,20 +80,16 @@ def _entries(file: Path, columns: Columns, places: Places, left_out: LeftOut) ->
         # Without these two, pyarrow holds all compressed bytes of a row group at a time.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as opened:
             for group in range(opened.num_row_groups):
-                places.begin(_begin(opened.metadata.row_group(group), columns.wanted[0]))
+                places.begin()
                 for batch in opened.iter_batches(
                     ROWS, row_groups=[group], columns=columns.wanted, use_threads=False
                 ):
                     yield from entries_of(batch, columns, file, row, places, left_out)
                     row += len(batch)
-    except (pyarrow.ArrowException, OSError) as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{file}: cannot be read as parquet: {_line(error)}") from None
-
-
-def _begin(group: Any, column: str) -> int:
-    """About where the images of a row group begin."""
-    chunks = (group.column(number) for number in range(group.num_columns))
-    return next((int(c.data_page_offset) for c in chunks if c.path_in_schema == column), 0)
 
 
 def _line(error: Exception) -> str:

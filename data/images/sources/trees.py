@@ -17,6 +17,7 @@ from data.images.sources.found import LeftOut, is_hidden, is_image
 Parts = tuple[str, ...]
 """The names of a path."""
 HIDDEN_FILES = "hidden files and folders"
+CIRCLES = "links to a folder that they are in"
 MOST_LINKS = 40
 """Links that lead from one to the next, at most."""
 MOST_LINKED = 1_000_000
@@ -75,7 +76,7 @@ def folder_tree(root: Path, left_out: LeftOut, output: Path | None = None) -> Tr
                 elif entry.is_dir():
                     real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
                     if real in around:
-                        left_out.add("links to a folder that they are in", "/".join(inside))
+                        left_out.add(CIRCLES, "/".join(inside))
                         continue
                     tree.folders.add(inside)
                     waiting.append((inside, (*around, real)))
@@ -164,27 +165,32 @@ class ArchiveTree:
         return Tree(self._root, self._shards, list(self._files.values()), self._folders)
 
     def _follow(self) -> None:
+        """Adds what links lead to: files first, as a folder that a link leads to may hold them."""
+        leading: dict[Parts, Parts] = {}
+        for link, target in self._links.items():
+            for _ in range(MOST_LINKS):
+                target = self._links.get(target, target)
+            if target in self._files:
+                self._files[link] = self._files[target]._replace(parts=link)
+                self.add_folder(link[:-1])
+            else:
+                leading[link] = target
         inside: defaultdict[Parts, list[File]] = defaultdict(list)
         for file in self._files.values():
             for depth in range(1, len(file.parts)):
                 inside[file.parts[:depth]].append(file)
         most = 4 * len(self._files) + MOST_LINKED
-        for link, first in self._links.items():
-            if len(self._files) > most:
-                raise DataError(f"{self._root}: {'/'.join(link)}: its links multiply its files")
-            target = first
-            for _ in range(MOST_LINKS):
-                if target not in self._links:
-                    break
-                target = self._links[target]
-            if target in self._files:
-                self._files[link] = self._files[target]._replace(parts=link)
-                self.add_folder(link[:-1])
-            elif target in inside or target in self._folders:
-                self.add_folder(link)
-                for file in inside[target]:
-                    parts = (*link, *file.parts[len(target) :])
-                    self._files[parts] = file._replace(parts=parts)
-                    self.add_folder(parts[:-1])
-            else:
+        for link, target in leading.items():
+            if link[: len(target)] == target:
+                self._left_out.add(CIRCLES, "/".join(link))
+                continue
+            if target not in inside and target not in self._folders:
                 self._left_out.add("links to what is not in the archive", "/".join(link))
+                continue
+            if len(self._files) + len(inside[target]) > most:
+                raise DataError(f"{self._root}: {'/'.join(link)}: its links multiply its files")
+            self.add_folder(link)
+            for file in inside[target]:
+                parts = (*link, *file.parts[len(target) :])
+                self._files[parts] = file._replace(parts=parts)
+                self.add_folder(parts[:-1])
