@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from data.errors import DataError
+from data.json_reader import parse_json
 
 
 def canonical(content: str) -> str:
@@ -18,7 +19,7 @@ def canonical(content: str) -> str:
     """
     # Not the library's own serialization: it may change with the library's version, and would
     # change the fingerprint of prepared data.
-    value = json.loads(content)
+    value = parse_json(content, "")
     if not isinstance(value, dict) or "model" not in value:
         raise DataError("not a tokenizer.json: no key 'model'")
     value["truncation"] = value["padding"] = None

@@ -56,22 +56,23 @@ def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = Da
 
     Args:
         content: All of it.
-        place: File, and line or member if there is one: how the error begins.
+        place: File, and line or member if there is one: how the error begins; empty: as it is.
         error: Is raised.
 
     Raises:
         ValueError: Of the given class: it is not JSON, or cannot be held.
     """
+    before = f"{place}: " if place else ""
     try:
         if isinstance(content, bytes):
             content = content.decode("utf-8-sig")
         return json.loads(content.removeprefix("\ufeff"))
     except UnicodeDecodeError as fault:
-        raise error(f"{place}: is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
+        raise error(f"{before}is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
     except json.JSONDecodeError as fault:
         where = f"line {fault.lineno}, column {fault.colno}"
-        raise error(f"{place}: is not JSON: {fault.msg} at {where}") from None
+        raise error(f"{before}is not JSON: {fault.msg} at {where}") from None
     except RecursionError:
-        raise error(f"{place}: is not read: its JSON is nested too deeply") from None
+        raise error(f"{before}is not read: its JSON is nested too deeply") from None
     except ValueError:  # Python reads no number of more than 4,300 digits
-        raise error(f"{place}: is not read: its JSON has a number of too many digits") from None
+        raise error(f"{before}is not read: its JSON has a number of too many digits") from None

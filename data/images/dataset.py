@@ -14,6 +14,7 @@ from data.errors import DataError, listed, user_path
 from data.images.decoding import Pixels
 from data.images.manifest import MANIFEST_FILE, ImageManifest
 from data.images.shards import ROW, Reader, Rows
+from data.json_reader import read_json
 
 TEST = "test"
 
@@ -304,6 +305,6 @@ def holds_images(folder: Path) -> bool:
     from data.images.manifest import is_of_images
 
     try:
-        return is_of_images(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return is_of_images(read_json(folder / MANIFEST_FILE))
+    except DataError:
         return False

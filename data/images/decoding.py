@@ -5,6 +5,7 @@ Orientation tags are not followed, as in the usual ImageNet pipelines.
 """
 
 import io
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,21 @@ from data.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
 """[H, W, 3]."""
-MAX_PIXELS = 178_956_970
-"""Pixels of an image: Pillow's limit. A small file can hold more, to fill the memory."""
+MOST_MEMORY = 1 << 30
+"""Bytes that decoding an image may take. A small file can hold an image that takes any number."""
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Of Pillow's formats: some of the others start programs."""
 _JPEG = b"\xff\xd8\xff"
+_JPEG_BYTES = 9
+"""Of a pixel: three colours, and two bytes of each that a progressive JPEG keeps until its end."""
+_PILLOW_BYTES = {"1": 11, "L": 11, "P": 11, "RGB": 10, "I;16": 9, "I;16B": 9, "I;16L": 9, "I": 12}
+"""Of a pixel, by mode: Pillow's image, the same in RGB (4 bytes), and what is copied from that."""
+_OTHER_BYTES = 14
+_WEBP_BYTES = 8
+"""Of a pixel, what the decoder of WebP holds beside that."""
+_TOO_LARGE = f"takes more than the {MOST_MEMORY:,} bytes of memory that decoding may take"
+BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
+"""Keys of TIFF, and a value."""
 
 try:
     import simplejpeg
@@ -37,7 +48,7 @@ def decode(content: bytes, name: str) -> Pixels:
         uint8 [H, W, 3].
 
     Raises:
-        DataError: It is truncated, empty, damaged, no image, or too large.
+        DataError: It is truncated, empty, damaged, no image, or takes too much memory.
     """
     if not content:
         raise DataError(f"{name}: is empty")
@@ -52,7 +63,7 @@ def _jpeg(content: bytes, name: str) -> Pixels | None:
     """A JPEG of three colours or of grey; None leaves it to Pillow."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
-        _check_size(height * width, name)
+        _check_memory(height, width, _JPEG_BYTES, name)
         if colours not in ("YCbCr", "Gray", "RGB"):
             return None
         pixels: Pixels = simplejpeg.decode_jpeg(content, colorspace="RGB")
@@ -66,18 +77,23 @@ def _jpeg(content: bytes, name: str) -> Pixels | None:
 def _any(content: bytes, name: str) -> Pixels:
     from PIL import Image
 
+    # Pillow's own warning counts pixels, whatever memory they take.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _check_size(image.width * image.height, name)
+            bytes_of_pixel = _PILLOW_BYTES.get(image.mode, _OTHER_BYTES)
+            bytes_of_pixel += _WEBP_BYTES if image.format == "WEBP" else 0
+            _check_memory(image.height, image.width, bytes_of_pixel, name)
+            _check_depth(image, name)
             image.load()
             if image.mode.startswith("I"):
-                return _grey(np.asarray(image))
-            return np.array(image.convert("RGB"))
+                return _grey(image)
+            rgb = image if image.mode == "RGB" else image.convert("RGB")
+            return np.array(rgb)
     except DataError:
         raise
     except Image.DecompressionBombError:
-        _check_size(MAX_PIXELS + 1, name)
-        raise
+        raise DataError(f"{name}: {_TOO_LARGE}") from None
     except Exception as error:  # Pillow's readers raise many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         if "cannot identify image file" in reason:
@@ -85,15 +101,28 @@ def _any(content: bytes, name: str) -> Pixels:
         raise DataError(f"{name}: cannot be decoded: {reason[:120]}") from None
 
 
-def _grey(values: npt.NDArray[Any]) -> Pixels:
-    """Grey of 16 bits as three equal colours of 8."""
-    high = (values.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+def _check_depth(image: Any, name: str) -> None:
+    """Refuses grey of which no format says what is white: it would be black, or nearly."""
+    wide = image.mode == "I" and image.format == "TIFF"  # PNG and PGM of 16 bits are I, too
+    if image.mode == "F" or wide:
+        raise DataError(
+            f"{name}: holds grey of 32 bits, of which the file does not say what is white; save it "
+            f"with 8 or 16 bits"
+        )
+
+
+def _grey(image: Any) -> Pixels:
+    """Grey of up to 16 bits as three equal colours of 8."""
+    values = np.asarray(image)
+    bits = 16
+    if image.format == "TIFF":
+        bits = int(image.tag_v2.get(BITS_PER_SAMPLE, (16,))[0])
+        if image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO:
+            values = (1 << bits) - 1 - values
+    high = (values >> (bits - 8)).astype(np.uint8)
     return np.repeat(high[..., None], 3, axis=-1)
 
 
-def _check_size(pixels: int, name: str) -> None:
-    if pixels > MAX_PIXELS:
-        raise DataError(
-            f"{name}: has more pixels than the {MAX_PIXELS:,} that are allowed: it would fill the "
-            f"memory"
-        )
+def _check_memory(height: int, width: int, of_pixel: int, name: str) -> None:
+    if height * width * of_pixel > MOST_MEMORY:
+        raise DataError(f"{name}: {_TOO_LARGE}")

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from data.config import Config
 from data.errors import DataError
 from data.images.shards import Shard
+from data.json_reader import read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
@@ -98,15 +99,12 @@ class ImageManifest(Config):
             DataError: There is none, or it is damaged, or of other data.
         """
         path = folder / MANIFEST_FILE
-        try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-        except OSError:
+        if not path.exists():
             raise DataError(
                 f"data.path: {folder}: is not a folder of prepared images: it has no "
                 f"{MANIFEST_FILE}; `polyad prepare --images SOURCE --output {folder}` makes one"
-            ) from None
-        except ValueError:
-            raise DataError(f"{path}: is damaged: it is not JSON") from None
+            )
+        tree = read_json(path)
         if not is_of_images(tree):
             raise DataError(
                 f"data.path: {folder}: holds prepared text, and data.kind: images needs a folder "

@@ -116,7 +116,7 @@ def prepare_images(
 
 @contextlib.contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """Within the block no other process prepares a folder; one that stays empty is removed.
+    """Within the block no other process prepares a folder; what is unfinished then is removed.
 
     Raises:
         DataError: Another one does, or the folder cannot be made.
@@ -136,6 +136,9 @@ def _alone(output: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
+                for entry in output.iterdir():
+                    if entry.name.endswith(".partial") and INDEX.fullmatch(entry.stem):
+                        entry.unlink()
                 if [entry.name for entry in output.iterdir()] == [LOCK_FILE]:
                     lock.unlink()
                     output.rmdir()
@@ -370,8 +373,8 @@ def prepared_rows(
     if manifest.held_out:
         yield "held out", manifest.held_out
     if manifest.left_out:
-        each_of = (f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
-        yield "left out", "; ".join(each_of)
+        left = (f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
+        yield "left out", "; ".join(left)
     validation = manifest.splits.get("validation")
     if validation is not None and validation.images < FEW:
         yield "note", _few(manifest, validation.images)

@@ -4,7 +4,6 @@ A table is held whole, by column: what is fine-tuned on is small beside what is 
 """
 
 import csv
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 from data.class_names import each_once, named_classes
 from data.errors import DataError, listed, nearest, user_path
 from data.images.sources.found import SPLIT_NAMES
+from data.json_reader import parse_json
 from data.sequences.schemas import BENCHMARKS, SPLITS, Schema
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -186,7 +186,7 @@ def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
                     continue
-                row = json.loads(line)
+                row = parse_json(line, f"{file}, line {number}")
                 if not isinstance(row, dict):
                     raise DataError(f"{file}, line {number}: is not a JSON object")
                 rows.append(row)

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from data.config import Config
 from data.errors import DataError
+from data.json_reader import parse_json, read_bounded
 
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1
@@ -193,18 +194,11 @@ class Manifest(Config):
             DataError: It cannot be read, a newer version wrote it, or it is not what was written.
         """
         path = plain_file(folder, MANIFEST_FILE)
-        try:
-            if not path.is_file():  # not a pipe, which never ends
-                raise ValueError("it is not a file")
-            with path.open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise ValueError(f"larger than {MOST_BYTES:,} bytes")
-            tree = json.loads(content)
-            version = tree["format_version"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            why = f"no key {error}" if isinstance(error, KeyError) else error
-            raise DataError(f"{path}: not a readable manifest of prepared data: {why}") from None
+        place = f"{path}: not a readable manifest of prepared data"
+        tree = parse_json(read_bounded(path, MOST_BYTES), place)
+        if not isinstance(tree, dict) or "format_version" not in tree:
+            raise DataError(f"{place}: no key 'format_version'")
+        version = tree["format_version"]
         if type(version) is not int or not UNSEALED_VERSION <= version <= FORMAT_VERSION:
             raise DataError(
                 f"{path}: format version {version!r:.60}; this Polyad reads versions "

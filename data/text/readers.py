@@ -6,7 +6,6 @@ of a text file, which may be of any length, in parts.
 
 import codecs
 import gzip
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from data.errors import DataError, listed, nearest
+from data.json_reader import parse_json
 
 PART_BYTES = 64 * 1024
 """A text file is read in parts of this size, and a longer document comes in such."""
@@ -184,10 +184,7 @@ def _lines(file: BinaryIO, path: Path, stop: int) -> Iterator[bytes]:
 
 
 def _text_of_line(line: bytes, text_key: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}") from None
+    value = parse_json(line, "")
     if not isinstance(value, dict):
         raise DataError(f"{type(value).__name__} where a JSON object is expected")
     if text_key not in value:

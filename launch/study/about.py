@@ -4,12 +4,12 @@ Commit and versions are those with which runs were trained, of which each run's 
 and not those with which they were compared.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from data.json_reader import read_json
 from train.study.grid import as_written
 from train.study.study import Run, Study
 
@@ -68,11 +68,10 @@ def _environments(runs: Sequence[Run]) -> list[dict[str, Any]]:
     counts: list[int] = []
     for run in runs:
         try:
-            text = (run.folder / "environment.json").read_text(encoding="utf-8")
-            tree = json.loads(text)
+            tree = read_json(run.folder / "environment.json")
             environment = {key: tree[key] for key in ENVIRONMENT}
             environment["uncommitted_changes"] = bool(tree["git_diff"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue  # what is known of a run, and no part of its result
         if environment not in found:
             found.append(environment)

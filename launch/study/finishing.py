@@ -1,10 +1,10 @@
 """What is done with one run of a study: it is trained to its end, scored, and measured."""
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from data.json_reader import read_json
 from launch.output import say, strict
 from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
 from launch.study.choice import validation_score
@@ -53,7 +53,7 @@ def finishing(run: Run, jobs: int) -> Work:
     yield "evaluate", str(run.folder), *which, "--json", str(scores)
     # Of the whole run, for the time that others will take.
     seconds = time.monotonic() - started if from_step == 0 else None
-    evaluation = json.loads(scores.read_text(encoding="utf-8"))
+    evaluation = read_json(scores)
     result = _keep(run, _result(run, evaluation) | {"seconds": seconds, "jobs": jobs})
     scores.unlink()
     return result

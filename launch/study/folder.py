@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_whole
+from data.json_reader import read_json
 from launch.output import strict
 from train.errors import ConfigError
 from train.guard.run_folder import NO_LOCKS, check_place
@@ -213,10 +214,7 @@ def _restored(value: Any) -> Any:
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    try:
-        tree: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    tree = read_json(path, error=ConfigError)
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:
         raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it")

@@ -11,7 +11,6 @@ runs/VARIANT/seed-N.knockout.json    what each expert is for, if the study has `
 A measure that is added later is made of the checkpoints that are there: nothing is trained again.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.json_reader import read_json
 from launch.records import head_changes, last_fluctuation, read_records, validations
 from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
@@ -290,10 +290,7 @@ def _used(counts_SY: Sequence[Sequence[float]]) -> int:
 
 
 def _read(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    try:
-        tree: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    tree = read_json(path, error=ConfigError)
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:
         raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it; remove it")

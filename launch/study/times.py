@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.json_reader import read_json
 from launch.study.choice import Results, choose
 from launch.study.folder import write_json
 from launch.study.measures import all_measures
@@ -259,7 +260,7 @@ def _cost(variant: Variant) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """What is kept; nothing where the file is damaged, which costs a trial and no run."""
     try:
-        tree: Any = json.loads(file.read_text(encoding="utf-8"))
+        tree = read_json(file)
         return {name: [dict(each) for each in tree[name]] for name in ("trials", "measures")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return {"trials": [], "measures": []}

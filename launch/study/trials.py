@@ -1,10 +1,10 @@
 """Takes the trials of a study: how long its variants take, before the first of them is trained."""
 
-import json
 import math
 from collections.abc import Mapping
 from time import monotonic, time
 
+from data.json_reader import read_json
 from launch.child import STOPPED, Children
 from launch.output import say
 from launch.study.choice import Results
@@ -56,7 +56,7 @@ def take_trials(
             if status:
                 say(f"the trial of {variant.name} failed: how long it takes is not known")
                 continue
-            of_study.keep_trial(variant, json.loads(out.read_text(encoding="utf-8")))
+            of_study.keep_trial(variant, read_json(out))
             out.unlink()
 
 

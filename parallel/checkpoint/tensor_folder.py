@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from data.json_reader import read_bounded
 from parallel.checkpoint.index import MASTER, OF_WEIGHTS
 from parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
 
@@ -204,10 +205,9 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
     """
     check_file(path, error_class)
     try:
-        return parsed(kind, path.read_bytes())
-    except (OSError, FormError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise error_class(f"{path}: {reason}") from None
+        return parsed(kind, read_bounded(path, error=error_class))
+    except FormError as error:
+        raise error_class(f"{path}: {error}") from None
 
 
 def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.files import write_whole
+from data.json_reader import read_json
 from train.config.run import RunConfig
 from train.errors import ConfigError
 from train.state import package_versions
@@ -43,9 +44,9 @@ def write_environment(folder: Path, world_size: int) -> None:
     earlier: list[Any] = []
     if path.exists():
         try:
-            previous = json.loads(path.read_text(encoding="utf-8"))
+            previous = read_json(path)
             earlier = [*previous.pop("earlier", []), previous]
-        except (ValueError, RecursionError, AttributeError):
+        except (ValueError, TypeError, AttributeError):
             earlier = []
     now = describe_environment(world_size) | {"earlier": earlier}
     write_whole(path, json.dumps(now, indent=1))

@@ -3,7 +3,6 @@
 Shapes: B images of a batch, K classes of the model, S classes of a set.
 """
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from data.images.imagenet import (
     imagenet_classes,
 )
 from data.images.samples import EvaluationImages
+from data.json_reader import read_json
 from parallel import comm
 from parallel.weights import Choice
 from train.console import Progress
@@ -276,12 +276,7 @@ def _real(scorer: Scorer, file: Path) -> dict[str, Any]:
 
 
 def _real_labels(file: Path) -> list[list[int]]:
-    try:
-        labels = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(f"{file}: is not JSON; ReaL's real.json is") from None
+    labels = read_json(file, error=ConfigError)
     if not isinstance(labels, list) or not all(isinstance(each, list) for each in labels):
         raise ConfigError(f"{file}: is not a list of lists of class numbers, as ReaL's real.json")
     return labels

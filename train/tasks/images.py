@@ -3,6 +3,7 @@
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
 
+import contextlib
 import copy
 import functools
 import json
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from data.errors import DataError
 from data.evaluation import Numbered, evaluation_batches
 from data.images.config import ImageDataConfig
 from data.images.dataset import ImageData
@@ -41,6 +43,11 @@ from train.tasks.task import (
     Task,
     Unit,
 )
+
+SHRUNK = 2
+"""How many times as long as `model.image_size` a side may be before it is said."""
+FEW = 100
+"""Images of a validation split below which it is said that they are few."""
 
 
 class ImageProbe:
@@ -371,6 +378,28 @@ class ImageClassification(Learner, Task[ImageBatch]):
         return Kept(
             state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: names.encode()}
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Whether images are made much smaller, and whether few validate."""
+        said = []
+        side = self.model.image_size
+        train = self.data.split("train")
+        with contextlib.suppress(DataError):  # a damaged image is for training to refuse
+            height, width = train.decode(0).shape[:2]
+            if min(height, width) > SHRUNK * side:
+                said.append(
+                    f"model.image_size: images are read at {side} x {side} pixels; the first has "
+                    f"{width:,} x {height:,}"
+                )
+        count = len(self.data.split("validation")) if self.has_validation else FEW
+        if count < FEW:
+            images = f"{count:,} image{'s' * (count > 1)} of {count + len(train):,}"
+            said.append(
+                f"validation: {images}: each is {1 / count:.0%} of a score; `polyad prepare "
+                f"--held-out` takes more"
+            )
+        return said
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
         """What the model cannot take from these weights, as a head of other classes; a folder of

@@ -4,6 +4,7 @@ Names, numbers and sizes in an archive are anybody's: what lies outside of the f
 than headers and labels are, is refused before it is read.
 """
 
+import io
 import re
 import stat
 import struct
@@ -122,10 +123,10 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
         DataError: A header is damaged, or the file ends too early, or goes on behind its end.
     """
     end = path.stat().st_size
-    with path.open("rb") as file:
-        archive, at = None, 0
+    at = 0
+    with _Headers(path) as file:
         try:
-            archive = tarfile.open(fileobj=_Headers(file, path), mode="r:")  # noqa: SIM115
+            archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115
             while (member := archive.next()) is not None:
                 archive.members.clear()  # or all of them are kept
                 if member.size < 0 or member.offset < at or member.offset_data < member.offset:
@@ -142,7 +143,7 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
             if end == 0:
                 raise DataError(f"{path}: is empty, and no tar") from None
             raise DataError(_damaged(path, at, error)) from None
-        _check_end(file, path, archive.offset)
+    _check_end(path, archive.offset)
 
 
 def _damaged(path: Path, at: int, reason: object) -> str:
@@ -150,50 +151,33 @@ def _damaged(path: Path, at: int, reason: object) -> str:
     return f"{path}: the header at byte {at:,} is damaged, or one behind it: {said}"
 
 
-def _check_end(file: BinaryIO, path: Path, at: int) -> None:
+def _check_end(path: Path, at: int) -> None:
     """Checks that a tar ends with zeros: `tarfile` takes a damaged header for its end."""
-    file.seek(at)
-    while block := file.read(1 << 20):
-        if block.count(0) != len(block):
-            if block[: tarfile.BLOCKSIZE].strip(b"\0") and file.tell() - len(block) == at:
-                raise DataError(f"{path}: the header at byte {at:,} is damaged")
-            raise DataError(
-                f"{path}: goes on behind its end at byte {at:,}: were tars joined? Unpack it, and "
-                f"name the folder, or name a folder of the single tars"
-            )
+    with path.open("rb") as file:
+        file.seek(at)
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise DataError(f"{path}: the header at byte {at:,} is damaged")
+        while block := file.read(1 << 20):
+            if block.count(0) != len(block):
+                raise DataError(
+                    f"{path}: goes on behind its end at byte {at:,}: were tars joined? Unpack it, "
+                    f"and name the folder, or name a folder of the single tars"
+                )
 
 
-class _Headers:
-    """What `tarfile` reads of a tar: headers, and no member.
+class _Headers(io.FileIO):
+    """A tar, of which headers are read, and no members."""
 
-    Args:
-        file: The tar.
-        path: For errors.
-    """
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
-
-    def read(self, size: int = -1) -> bytes:
-        """Reads a header, or what stands behind one."""
-        at = self._file.tell()
+    def read(self, size: int | None = -1) -> bytes:
+        """Reads a header, or names and keys that stand behind one."""
+        at, size = self.tell(), -1 if size is None else size
+        damaged = f"{self.name}: the header at byte {at:,} is damaged"
         if not 0 <= size <= MOST_HEADER:
             raise DataError(
-                f"{self._path}: the header at byte {at:,} is damaged: it says that {size:,} bytes "
-                f"of names and keys follow, and {MOST_HEADER:,} are allowed"
+                f"{damaged}: it says that {size:,} bytes of names and keys follow, and "
+                f"{MOST_HEADER:,} are allowed"
             )
-        content = self._file.read(size)
+        content = super().read(size) or b""
         if size > tarfile.BLOCKSIZE and MOST_DIGITS.search(content):
-            raise DataError(
-                f"{self._path}: the header at byte {at:,} is damaged: it has a number of more than "
-                f"1,000 digits"
-            )
+            raise DataError(f"{damaged}: it has a number of more than 1,000 digits")
         return content
-
-    def seek(self, at: int) -> int:
-        """Goes to a byte."""
-        return self._file.seek(at)
-
-    def tell(self) -> int:
-        """The byte that is read next."""
-        return self._file.tell()

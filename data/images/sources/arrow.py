@@ -65,8 +65,9 @@ def _class_names(file: Path, root: Path) -> list[str] | None:
         if about.is_file():
             tree = read_json(about)
             features = tree.get("features") if isinstance(tree, dict) else None
-            for label in LABELS if isinstance(features, dict) else ():
-                if names := names_of_feature(features.get(label)):
+            known = features if isinstance(features, dict) else {}
+            for label in LABELS:
+                if names := names_of_feature(known.get(label)):
                     return names
         if folder == root:
             break

@@ -1,6 +1,6 @@
 """A folder for each class, below a folder for each split or alone, or below one for each domain."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -124,7 +124,7 @@ def _found(
         if "\n" in name or name.encode("utf-8", "replace").decode() != name:
             raise DataError(f"{tree.root}: {name!r}: the name of a class is UTF-8, of one line")
     label = {name: number for number, name in enumerate(names)}
-    splits = {}
+    splits: dict[str, Callable[[], Iterator[Entry]]] = {}
     for shard, (split, found) in enumerate(images.items()):
         found.sort(key=lambda image: (image.domain, label[image.name], "/".join(image.rest)))
         splits[split] = partial(_entries, found, label, domains, None if tree.shards else shard)

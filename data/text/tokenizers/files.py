@@ -5,6 +5,7 @@ from pathlib import Path
 from tokenizers import models
 
 from data.errors import DataError, nearest, user_path
+from data.json_reader import read_bounded
 from data.text.manifest import TOKENIZER_FILES
 from data.text.tokenizers.hub import (
     BYTE_LEVEL_FILES,
@@ -114,7 +115,7 @@ def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:
     if file.name == VOCABULARY_FILE:
         return read_vocabulary(file, end_of_text)
     if file.suffix == ".model":
-        return SentencePieceTokenizer(file.read_bytes(), end_of_text)
-    content = file.read_text(encoding="utf-8")
+        return SentencePieceTokenizer(read_bounded(file), end_of_text)
+    content = read_bounded(file).decode("utf-8-sig")
     kind = WordTokenizer if is_word_vocabulary(content) else Tokenizer
     return kind(content, end_of_text)

@@ -1,11 +1,11 @@
 """Tokenizers of the Hugging Face hub: by name, from its cache or over the network."""
 
 import contextlib
-import json
 import re
 from pathlib import Path
 
 from data.errors import DataError
+from data.json_reader import read_json
 from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
@@ -118,9 +118,9 @@ def named_end_of_text(folder: Path) -> str | None:
     file = folder / ABOUT_FILE
     if not file.is_file():
         return None
-    try:
-        token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
+    tree = read_json(file)
+    if not isinstance(tree, dict):
+        raise DataError(f"{file}: is no JSON object")
+    token = tree.get("eos_token")
     end_of_text = token.get("content") if isinstance(token, dict) else token
     return end_of_text if isinstance(end_of_text, str) else None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Regex, normalizers
 
 from data.errors import DataError
+from data.json_reader import parse_json
 
 MOST_GROWTH = 32
 """Characters that one character of a text may become, or one of a token when it is decoded."""
@@ -53,7 +54,7 @@ def check_growth(content: str) -> int:
     Raises:
         DataError: A part makes more than `MOST_GROWTH` characters of one.
     """
-    value = json.loads(content)
+    value = parse_json(content, "")
     model = value.get("model")
     for key in _AFFIXES if isinstance(model, dict) else ():
         if isinstance(affix := model.get(key), str) and len(affix) > MOST_AFFIX:
@@ -83,7 +84,7 @@ def chance_of(content: str) -> dict[str, Any]:
     Returns:
         Those of `CHANCE` that its model sets, and their values.
     """
-    model = json.loads(content).get("model")
+    model = parse_json(content, "").get("model")
     found = {key: model.get(key) for key in CHANCE} if isinstance(model, dict) else {}
     return {key: setting for key, setting in found.items() if setting is not None}
 
@@ -97,7 +98,7 @@ def without_chance(content: str) -> str:
     Returns:
         The same without the keys that `chance_of` finds.
     """
-    value = json.loads(content)
+    value = parse_json(content, "")
     value["model"] |= dict.fromkeys(chance_of(content))
     return json.dumps(value, ensure_ascii=False)
 

@@ -11,8 +11,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from data.errors import DataError, nearest
 from data.fingerprint import canonical, fingerprint
+from data.json_reader import parse_json
 from data.text.manifest import TOKENIZER_FILE, TokenizerFile
 from data.text.tokenizers.limits import CHANCE, chance_of, check_growth, without_chance
+from data.text.tokenizers.patterns import check_patterns
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (
@@ -93,6 +95,7 @@ class Tokenizer:
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         self._content = canonical(content)
         self.growth = check_growth(self._content)
+        check_patterns(parse_json(self._content, ""))
         self._backend = tokenizers.Tokenizer.from_str(self._content)
         for key in CHANCE:
             if getattr(self._backend.model, key, None) is not None:
@@ -126,6 +129,10 @@ class Tokenizer:
                 batch.extend(encoding.ids for encoding in encodings)
         except Exception as error:  # bare; a vocabulary of words without one for unknown ones
             raise self._unknown_word(texts) or error from None
+        except BaseException as error:  # of the library, as where a pattern takes too long
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"this tokenizer cannot encode a text: {error}") from None
         for row, ids in enumerate(batch):
             if self.end_of_text_id in ids:
                 batch[row] = self._encode_forged(texts[row])

@@ -3,7 +3,6 @@
 Source: Devlin et al. 2019 and the released code, whose `vocab.txt` has a token a line.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from tokenizers import (
 )
 
 from data.errors import DataError
+from data.json_reader import read_json
 from data.text.tokenizers.tokenizer import Tokenizer
 
 VOCABULARY_FILE = "vocab.txt"
@@ -106,9 +106,9 @@ def _about(file: Path) -> dict[str, bool]:
     if not file.is_file():
         return {}
     try:
-        tree = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
+        tree = dict(read_json(file))
+    except TypeError:
+        raise DataError(f"{file}: is no JSON object") from None
     return {key: value for key, value in tree.items() if isinstance(value, bool)}
 
 

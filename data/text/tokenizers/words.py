@@ -1,6 +1,5 @@
 """A vocabulary of whole words, as white space separates them."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
 from data.errors import DataError
+from data.json_reader import parse_json
 from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 
 UNKNOWN = "<unk>"
@@ -30,7 +30,7 @@ class WordTokenizer(Tokenizer):
 
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
         super().__init__(content, end_of_text)
-        model = json.loads(content)["model"]
+        model = parse_json(content, "")["model"]
         self._words: dict[str, int] = dict(model["vocab"])
         self._unknown = self._words.get(model["unk_token"])
         if self._unknown == self.end_of_text_id:
@@ -77,7 +77,7 @@ def is_word_vocabulary(content: str) -> bool:
     Returns:
         Whether `WordTokenizer` encodes as it does.
     """
-    value = json.loads(content)
+    value = parse_json(content, "")
     model = value.get("model") if isinstance(value, dict) else None
     return (
         isinstance(model, dict)

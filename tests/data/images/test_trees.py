@@ -267,3 +267,34 @@ def test_two_that_prepare_one_folder_do_not_damage_it(tmp_path):
     data = prepared(tmp_path / "all", tmp_path / "out", held_out=share)
     assert data.manifest.splits["validation"].images == round(120 * share)
     assert not list(data.faults(lambda count: None))
+
+
+@pytest.mark.parametrize("kind", ["index", "packed"])
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, kind):
+    """A limit of the size of a file is what a full disk is to a write; it was a traceback."""
+    if kind == "index":
+        source, name = made.class_folders(tmp_path / "all", 60), "train.npy"
+    else:
+        source, name = made.parquet(tmp_path / "a.parquet", 60, compression="snappy"), "images.bin"
+    code = (
+        "import resource, sys\n"
+        "from data.images.prepare import prepare_images\n"
+        "from data.errors import DataError\n"
+        "import pyarrow.parquet, pyarrow.compute\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+        "try: prepare_images(sys.argv[1], sys.argv[2], report=lambda line: None)\n"
+        "except DataError as error: print(error); sys.exit(error.exit_status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == (
+        f"{tmp_path}/out/{name}: cannot be written: File too large; make room there, and give the "
+        f"same command again\n"
+    )
+    assert not (tmp_path / "out").exists()
+    assert prepared(source, tmp_path / "out").manifest.splits["train"].images

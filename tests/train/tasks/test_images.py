@@ -206,16 +206,34 @@ def test_other_classes_than_the_checkpoints_are_refused(workers, config, tmp_pat
     assert "class 2 is 'dog', not 'cat'" in text
 
 
-def test_the_sigmoid_loss_by_hand(data):
+def opened(data, **settings):
     from data.images.config import ImageDataConfig
     from model.build import read_model_config
     from train.tasks.task import EvaluationConfig
 
-    sections = Sections(
-        data=ImageDataConfig(path=str(data), loss="sigmoid"),
+    return ImageClassification.open(Sections(
+        data=ImageDataConfig(path=str(data), **settings),
         model=read_model_config(TREE["model"]), evaluation=EvaluationConfig(), seed=0,
-    )  # fmt: skip
-    task = ImageClassification.open(sections)
+    ))  # fmt: skip
+
+
+def test_small_splits_and_shrunken_images_are_said_before_a_run(tmp_path):
+    """360 pictures gave 4 to validate with, and were read at 8 x 8 pixels, without a word."""
+    for label in ("ant", "bee"):
+        (tmp_path / "all" / label).mkdir(parents=True)
+        for number in range(180):
+            file = tmp_path / "all" / label / f"{number:03}.png"
+            made.picture(0, number, (40, 30)).save(file)
+    prepare_images(str(tmp_path / "all"), tmp_path / "out", report=lambda line: None)
+    assert opened(tmp_path / "out").notes == [
+        "model.image_size: images are read at 8 x 8 pixels; the first has 40 x 30",
+        "validation: 4 images of 360: each is 25% of a score; `polyad prepare --held-out` takes "
+        "more",
+    ]
+
+
+def test_the_sigmoid_loss_by_hand(data):
+    task = opened(data, loss="sigmoid")
     logits, targets = torch.tensor([[0.0, 2.0, -1.0]]), torch.tensor([[0.25, 0.75, 0.0]])
     p = torch.sigmoid(logits)
     expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(-1)

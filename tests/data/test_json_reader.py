@@ -1,0 +1,75 @@
+"""JSON that others have written is one line where it is none, whoever reads it."""
+
+import json
+
+import pytest
+
+from data.errors import DataError
+from data.images.dataset import ImageData, holds_images
+from data.sequences.tables import _read_jsonl as read_table
+from data.text.dataset import PreparedData
+from data.text.readers import read_jsonl
+from data.text.tokenizers.hub import named_end_of_text
+from launch.study.folder import _read as read_result
+from launch.study.measures import _read as read_measure
+from parallel.checkpoint.tensor_folder import read_json as read_config
+from tests.data.images.test_prepare_images import prepared
+from tests.helpers import images as made
+from train.errors import ConfigError
+from train.evaluation.robustness import _real_labels
+
+BAD = {
+    "nested": b"[" * 100_000 + b"]" * 100_000,
+    "objects": b'{"a":' * 100_000,
+    "digits": b'{"text": ' + b"9" * 5000 + b"}",
+    "bytes": b'{"text": "\xff"}',
+    "cut": b'{"text": "a',
+    "empty": b"",
+}
+
+
+def beside_arrow(path, content):
+    root = made.arrow(path / "saved", 2)
+    for file in root.rglob("dataset_info.json"):
+        file.write_bytes(content)
+    prepared(root, path / "out")
+
+
+def in_a_folder(path, name, content):
+    (path / name).write_bytes(content)
+    return path
+
+
+READERS = {
+    "lines of text": lambda p, c: list(read_jsonl(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl",
+                                                  "text")),
+    "a table": lambda p, c: read_table(in_a_folder(p, "a.jsonl", c + b"\n") / "a.jsonl", ["text"]),
+    "a manifest of images": lambda p, c: ImageData.open(in_a_folder(p, "manifest.json", c)),
+    "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
+    "what Arrow files are": beside_arrow,
+    "the end of text": lambda p, c: named_end_of_text(in_a_folder(p, "tokenizer_config.json", c)),
+    "ReaL labels": lambda p, c: _real_labels(in_a_folder(p, "real.json", c) / "real.json"),
+    "a study's result": lambda p, c: read_result(in_a_folder(p, "a.json", c) / "a.json", ("a",)),
+    "a measure": lambda p, c: read_measure(in_a_folder(p, "a.json", c) / "a.json", ["a"]),
+    "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",
+                                                  ConfigError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_json_is_one_line_for_every_reader(tmp_path, reader, kind):
+    of_lines = reader in ("lines of text", "a table")  # which pass an empty line over
+    content = b"{" if of_lines and kind == "empty" else BAD[kind]
+    with pytest.raises((DataError, ConfigError)) as caught:
+        READERS[reader](tmp_path, content)
+    assert "\n" not in str(caught.value)
+    assert ".json" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_folder_with_such_a_manifest_holds_no_images(tmp_path, kind):
+    (tmp_path / "manifest.json").write_bytes(BAD[kind])
+    assert not holds_images(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps({"kind": "images"}))
+    assert holds_images(tmp_path)
