@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import DataError
+from data.images.sources.found import is_hidden, is_image
 
 ROBUSTNESS_SETS = ("c", "a", "r", "o", "v2", "sketch", "real")
 """ImageNet-C, -A, -R, -O, -V2 and -Sketch, and the ReaL labels of the validation split."""
 CLASSES_FILE = Path(__file__).with_name("imagenet_classes.txt")
-SUFFIXES = frozenset({".jpeg", ".jpg", ".png", ".webp", ".bmp"})
 
 ALEXNET_ERRORS = {
     "gaussian_noise": 0.886428,
@@ -103,16 +103,16 @@ def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
 def _labelled(folder: Path, numbers: dict[str, int], allowed: str) -> list[LabelledFile]:
     if not folder.is_dir():
         raise DataError(f"{folder}: there is no such folder")
-    classes = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    classes = sorted(e for e in folder.iterdir() if e.is_dir() and not is_hidden(e.name))
     for entry in classes:
         if entry.name not in numbers:
             raise DataError(f"{entry}: is not a folder of a class; {allowed} are")
-    found = [
-        LabelledFile(path=path, label=numbers[entry.name])
-        for entry in classes
-        for path in sorted(entry.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    found = []
+    for entry in classes:
+        for path in sorted(path for path in entry.iterdir() if not is_hidden(path.name)):
+            if not is_image(path.name):
+                raise DataError(f"{path}: is no image, and stands where images do")
+            found.append(LabelledFile(path=path, label=numbers[entry.name]))
     if not found:
         raise DataError(f"{folder}: has no image in folders of classes; {allowed} are")
     return found

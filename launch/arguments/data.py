@@ -10,8 +10,9 @@ def prepare_arguments(parser: Parser) -> None:
     add(
         "--images",
         metavar="SOURCE",
-        help="images in place of text: digits, hub:OWNER/NAME, or a folder of classes, a .zip of "
-        "one, .tar files, .parquet files, a folder of `datasets`, or the files of MNIST or CIFAR",
+        help="images in place of text: digits, hub:OWNER/NAME, or a folder of classes, a .zip or "
+        ".tar of one, .tar files of WebDataset, .parquet files, a folder of `datasets`, or the "
+        "files of MNIST or CIFAR",
     )
     add(
         "--held-out",
@@ -23,8 +24,8 @@ def prepare_arguments(parser: Parser) -> None:
     add(
         "--domains",
         action="store_true",
-        help="for --images: SOURCE is a folder, or a .zip of one, with a folder for each domain, "
-        "and in these one for each class; the held-out share is taken from each domain",
+        help="for --images: SOURCE is a folder, or a .zip or .tar of one, with a folder for each "
+        "domain, and in these one for each class; the held-out share is taken from each domain",
     )
     add(
         "--accept",

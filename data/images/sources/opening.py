@@ -20,8 +20,8 @@ from data.images.sources.webdataset import open_tars
 
 DIGITS, HUB = "digits", "hub:"
 KNOWN = (
-    "digits, hub:OWNER/NAME, or a folder of classes, a .zip of one, .tar files, .parquet files, a "
-    "folder of `datasets`, or the files of MNIST, CIFAR or CelebA"
+    "digits, hub:OWNER/NAME, or a folder of classes, a .zip or .tar of one, .tar files of "
+    "WebDataset, .parquet files, a folder of `datasets`, or the files of MNIST, CIFAR or CelebA"
 )
 COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 DATA = (".arrow", ".parquet", ".tar", ".zip")
