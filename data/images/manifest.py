@@ -6,7 +6,7 @@ SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
 SPLIT.attributes.npy    0 or 1 of each attribute of each image, where images have attributes
 SPLIT.domains.npy   the number of each image's domain, where images have domains
-images.bin          images that cannot be read where they are, one after the other
+images-*.bin        images that cannot be read where they are, one after the other
 """
 
 import hashlib

@@ -2,9 +2,7 @@
 
 import contextlib
 import hashlib
-import io
 import json
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,36 +12,21 @@ import numpy.typing as npt
 
 from data.errors import DataError, check_path, user_path
 from data.files import locked, writing
+from data.images.index import INDEX, QUICK, stamp_of, without_packed, write_index
 from data.images.labels import by_name
-from data.images.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
-    ImageManifest,
-    ImageSplitInfo,
-    record_of,
-)
+from data.images.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, ImageManifest
 from data.images.mistakes import check_highest, check_mistakes
-from data.images.packed import GO_ON, PACKED_FILE, Packed
-from data.images.shards import MOST_BYTES, ROW, Entry, Rows, Shard, too_large
+from data.images.shards import MOST_BYTES, ROW, Entry, too_large
 from data.images.sources.found import Found
 from data.images.sources.opening import open_images
 from data.images.sources.raw import MNIST
 from data.images.splits import Listed, missing_classes, split_images
 from data.progress import Progress, Report
 
-QUICK = ("folder", "raw")
-"""Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or
-labels be in files that are no shards."""
 FEW = 100
 """Images of a validation split below which it is said that they are few."""
 LOCK_FILE = ".lock"
 """Is locked while the folder is prepared."""
-INDEX = re.compile(
-    rf"({'|'.join(SPLITS)})\.(npy|ends\.npy|names|attributes\.npy|domains\.npy)|"
-    rf"{re.escape(PACKED_FILE)}"
-)
-"""Files of the index."""
 OURS = re.compile(
     rf"({INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
     rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)})(\.partial)?|"
@@ -108,7 +91,7 @@ def prepare_images(
             for domain, missing in missing_classes(labelled["train"], names, found.domain_names):
                 progress.say(f"{domain}: has no image of {missing}")
             splits, said = split_images(labelled, held_out, found.domain_names)
-            return _written(output, source, request, found, names, splits, said)
+            return write_index(output, source, request, found, names, splits, said)
         finally:
             if found.packed is not None:
                 found.packed.discard()
@@ -169,22 +152,13 @@ def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
         manifest = ImageManifest.read(output)
     except DataError:
         return None
-    own = [shard for shard in manifest.shards if Path(shard.path).name != PACKED_FILE]
-    theirs = [shard for shard in found.shards if Path(shard.path).name != PACKED_FILE]
+    own, theirs = map(without_packed, (manifest.shards, found.shards))
     if (manifest.version, manifest.request, own) != (FORMAT_VERSION, request, theirs):
         return None
-    if manifest.stamp != _stamp(found) or any(s.kind in QUICK for s in found.shards):
+    if manifest.stamp != stamp_of(found) or any(s.kind in QUICK for s in found.shards):
         return None
     complete = all((output / name).is_file() for name in manifest.files)
     return manifest if complete else None
-
-
-def _stamp(found: Found) -> str:
-    """A digest of the names of classes, and of when the files of images were written last."""
-    files = [shard.path for shard in found.shards if shard.kind not in QUICK]
-    times = [os.stat(path).st_mtime_ns for path in files if Path(path).name != PACKED_FILE]
-    known = [times, found.class_names, found.names_of_shards]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
@@ -225,126 +199,6 @@ def _check_name(entry: Entry) -> None:
         raise DataError(f"{entry.name}: {too_large(entry.size)}")
     if not -1 <= entry.label < 2**31:
         raise DataError(f"{entry.name}: has the label {entry.label}, which is no number of a class")
-
-
-def _written(
-    output: Path,
-    source: str,
-    request: str,
-    found: Found,
-    names: list[str],
-    splits: dict[str, Listed],
-    said: str | None,
-) -> ImageManifest:
-    """Writes the index; one that says the same stays as it is, since a run may read it."""
-    written: list[Path] = []
-    shards = found.shards
-    if found.packed is not None:
-        found.packed.close()
-        shards = _with_packed(found.shards, found.packed)
-        if found.packed.size:
-            written.append(found.packed.partial)
-    for split, each in splits.items():
-        encoded = [os.fsencode(name) for name in each.names]
-        ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
-        written += [
-            _save(output / f"{split}.npy", each.rows),
-            _save(output / f"{split}.ends.npy", ends),
-            _write(output / f"{split}.names", b"".join(name + b"\n" for name in encoded)),
-        ]
-        if each.attributes is not None:
-            written.append(_save(output / f"{split}.attributes.npy", each.attributes))
-        if each.domains is not None:
-            written.append(_save(output / f"{split}.domains.npy", each.domains))
-    manifest = ImageManifest(
-        source=source,
-        class_names=names,
-        has_attributes=found.has_attributes,
-        domain_names=found.domain_names,
-        splits={
-            split: ImageSplitInfo(
-                images=len(each.rows),
-                per_class=each.per_class(len(names)),
-                per_domain=each.per_domain(len(found.domain_names)),
-            )
-            for split, each in splits.items()
-        },
-        shards=shards,
-        stamp=_stamp(found),
-        left_out=dict(found.left_out.counts),
-        held_out=said,
-        request=request,
-        fingerprint=_fingerprint(splits["train"], names, found.domain_names),
-        files={path.stem: record_of(path) for path in written},
-    )
-    new = _write(output / MANIFEST_FILE, manifest.to_json().encode())
-    if _stands(output, manifest):
-        for path in written:
-            path.unlink()
-        if ImageManifest.read(output) == manifest:
-            new.unlink()
-            return manifest
-    else:
-        (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some new files
-        for path in written:
-            path.replace(output / path.stem)
-    new.replace(output / MANIFEST_FILE)
-    return manifest
-
-
-def _stands(output: Path, manifest: ImageManifest) -> bool:
-    """Whether a folder's manifest says the same, and the files that it vouches for are there."""
-    try:
-        there = ImageManifest.read(output)
-    except DataError:
-        return False
-    same = there.model_copy(update={"stamp": manifest.stamp}) == manifest
-    files = ((output / name, record) for name, record in manifest.files.items())
-    return same and all(path.is_file() and record_of(path) == record for path, record in files)
-
-
-def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> str:
-    digest = hashlib.sha256(json.dumps(names).encode())
-    digest.update(np.ascontiguousarray(train.rows["size"]).tobytes())
-    digest.update(np.ascontiguousarray(train.rows["label"]).tobytes())
-    if train.attributes is not None:
-        digest.update(np.ascontiguousarray(train.attributes).tobytes())
-    if train.domains is not None:
-        digest.update(json.dumps(domain_names).encode() + train.domains.tobytes())
-    for name in train.names:
-        digest.update(os.fsencode(name) + b"\n")
-    return digest.hexdigest()
-
-
-def _with_packed(shards: list[Shard], packed: Packed) -> list[Shard]:
-    """The shards, with the size of the file of packed images, or without it if it has none."""
-    own = [shard for shard in shards if shard.path != str(packed.path)]
-    size = {"size": packed.size}
-    return [
-        *own,
-        *(s.model_copy(update=size) for s in shards[len(own) :] if packed.size),
-    ]
-
-
-def _save(path: Path, array: npt.NDArray[np.generic] | Rows) -> Path:
-    """As `_write`, an array."""
-    content = io.BytesIO()
-    np.save(content, array, allow_pickle=False)
-    return _write(path, content.getbuffer())
-
-
-def _write(path: Path, content: bytes | memoryview) -> Path:
-    """Writes what is to become a file, and gives the partial one."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    try:
-        with writing(path, GO_ON), unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    return unfinished
 
 
 def prepared_rows(

@@ -62,7 +62,7 @@ def test_a_source_holds_what_pillow_reads(tmp_path, kind):
     kinds = {shard.kind for shard in data.manifest.shards}
     one = {"folder": {"folder"}, "zip": {"range", "zip"}, "deflated": {"range", "zip"}}
     assert kinds == one.get(kind, {"range"})
-    assert (tmp_path / "out" / "images.bin").exists() == (kind == "snappy")
+    assert bool(list((tmp_path / "out").glob("images*.bin"))) == (kind == "snappy")
 
 
 def test_a_set_whose_validation_is_its_test_gets_another_one(tmp_path):

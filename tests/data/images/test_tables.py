@@ -13,6 +13,7 @@ from PIL import Image
 
 from data.errors import DataError
 from data.images.dataset import ImageData
+from data.images.prepare import prepare_images
 from tests.data.images.test_prepare_images import prepared
 from tests.helpers import images as made
 
@@ -80,7 +81,7 @@ def test_images_are_those_of_pyarrow_whatever_wrote_them(tmp_path, nulls):
         assert indexed(data) == rows_of(path), options
         assert sum(data.manifest.left_out.values()) == len(nulls)
         if options["compression"] == "none" and not options["use_dictionary"]:
-            assert not (tmp_path / f"out {number}" / "images.bin").exists(), options
+            assert not list((tmp_path / f"out {number}").glob("images*.bin")), options
 
 
 def test_rows_without_an_image_are_refused_and_counted(tmp_path):
@@ -199,7 +200,7 @@ def test_arrow_files_are_read_as_pyarrow_reads_them(tmp_path, compression):
     pq.write_table(source.slice(0, 26), tmp_path / "same.parquet")
     one = rows_of(tmp_path / "same.parquet")
     assert indexed(data) == one + one
-    assert (tmp_path / "out" / "images.bin").exists() == (compression is not None)
+    assert bool(list((tmp_path / "out").glob("images*.bin"))) == (compression is not None)
 
 
 def test_folders_that_an_older_version_made_of_parquet_are_refused(tmp_path):
@@ -213,3 +214,27 @@ def test_folders_that_an_older_version_made_of_parquet_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"older version.*polyad prepare --images .*a.parquet"):
         ImageData.open(tmp_path / "out")
     assert prepared(tmp_path / "a.parquet", tmp_path / "out").manifest.version == 2
+
+
+def test_copied_images_are_kept_and_replaced_with_their_index(tmp_path):
+    path, output = tmp_path / "a.parquet", tmp_path / "out"
+    pq.write_table(table(12), path)
+    data = prepared(path, output)
+    (first,) = output.glob("images-*.bin")
+    before = first.stat().st_mtime_ns
+    said = []
+    prepare_images(str(path), output, report=said.append)
+    assert "it is kept" in said[-1]
+    assert first.stat().st_mtime_ns == before
+    assert not list(data.faults(lambda count: None))
+    split = data.split("train")
+    pq.write_table(table(15), path)
+    assert indexed(prepared(path, output)) == rows_of(path)
+    (second,) = output.glob("images-*.bin")
+    assert second != first
+    # A run that has the index of before takes no bytes of the new file.
+    with pytest.raises(DataError, match="No such file"):
+        split.decode(0)
+    second.write_bytes(second.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"images-\w+\.bin: has [\d,]+ bytes, it had"):
+        ImageData.open(output)
