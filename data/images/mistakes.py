@@ -49,6 +49,7 @@ def check_mistakes(
     """
     mistakes = found.left_out.mistakes()
     mistakes = [f"would leave out {', '.join(mistakes)}"] if mistakes else []
+    mistakes += found.left_out.doubts
     if not found.has_attributes:
         mistakes += _of_classes(found, listed["train"], names)
     if mistakes and not accept:

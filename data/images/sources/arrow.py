@@ -15,7 +15,7 @@ from data.images.sources.columns import (
     entries_of,
     table_shards,
 )
-from data.images.sources.found import Found, LeftOut, split_of
+from data.images.sources.found import Found, LeftOut, files_by_split
 from data.json_reader import read_json
 
 ROWS = 64
@@ -35,9 +35,7 @@ def open_arrow(files: list[Path], root: Path, output: Path, left_out: LeftOut) -
         DataError: They have no images with labels.
     """
     packed = Packed(output)
-    by_split: dict[str, list[int]] = {}
-    for number, file in enumerate(files):
-        by_split.setdefault(split_of(file, root), []).append(number)
+    by_split = files_by_split(files, root, left_out)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
@@ -107,7 +105,8 @@ def _entries(
                 places.begin(_begin(batch.column(columns.image), columns.is_struct, whole))
                 for at in range(0, len(batch), ROWS):
                     part = batch.slice(at, ROWS)
-                    yield from entries_of(part, columns, file, row, places, left_out)
+                    for entry in entries_of(part, columns, file, row, places, left_out):
+                        yield entry._replace(name=Path(entry.name).name or entry.name)
                     row += len(part)
     except DataError:
         raise

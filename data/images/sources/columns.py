@@ -181,7 +181,7 @@ def entries_of(
         known = batch.column(columns.label).to_pylist()
         labels = [-1 if number is None else int(number) for number in known]
     for row, (content, path) in enumerate(zip(contents, paths, strict=True)):
-        name = Path(os.fsdecode(path or b"")).name or f"row {first + row}"
+        name = os.fsdecode(path or b"") or f"row {first + row}"
         if content is None:
             why = "with the path of an image, and without its bytes" if path else "without an image"
             left_out.add(f"rows {why}", f"{file.name}: row {first + row}")

@@ -30,6 +30,8 @@ class LeftOut:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.doubts: list[str] = []
+        """What is taken, and probably not meant so."""
         self._mistakes: dict[str, str] = {}
 
     def add(self, reason: str, name: str, *, mistake: bool = True) -> None:
@@ -76,14 +78,37 @@ class Found:
     """Of all images, if it is known: for the progress."""
 
 
-def split_of(file: Path, root: Path) -> str:
-    """The split that the names of a file or of its folders say, the nearest first; else train."""
+def split_of(file: Path, root: Path) -> str | None:
+    """The split that the names of a file or of its folders say, the nearest first."""
     inside = file.relative_to(root).parts if root.is_dir() else (file.name,)
     for part in reversed(inside):
         for word in part.lower().replace("_", "-").replace(".", "-").split("-"):
             if word in SPLIT_NAMES:
                 return SPLIT_NAMES[word]
-    return "train"
+    return None
+
+
+def files_by_split(files: list[Path], root: Path, left_out: LeftOut) -> dict[str, list[int]]:
+    """The numbers of the files of each split; a file that names none is of train.
+
+    Args:
+        files: All.
+        root: What the user named: a file, or the folder that they are in.
+        left_out: Takes a doubt where some name train and others no split.
+    """
+    found: dict[str, list[int]] = {}
+    unnamed = []
+    for number, file in enumerate(files):
+        split = split_of(file, root)
+        if split is None:
+            unnamed.append(file)
+        found.setdefault(split or "train", []).append(number)
+    if unnamed and len(unnamed) < len(files):
+        left_out.doubts.append(
+            f"{len(unnamed):,} files of which no name says the split would train "
+            f"(as {unnamed[0].relative_to(root)})"
+        )
+    return found
 
 
 def is_hidden(name: str) -> bool:

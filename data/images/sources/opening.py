@@ -53,6 +53,8 @@ def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
         raise DataError(f"--images: {source}: there is no such file or folder; {KNOWN} are allowed")
     if path.is_dir():
         return _open_folder(path, output, left_out)
+    if not path.is_file():  # a pipe never ends
+        raise DataError(f"--images: {source}: is no file and no folder; {KNOWN} are allowed")
     return _open_file(path, output, left_out)
 
 

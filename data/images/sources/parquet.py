@@ -10,7 +10,7 @@ from data.errors import DataError
 from data.images.packed import Packed
 from data.images.shards import Entry
 from data.images.sources.columns import Columns, Places, columns_of, entries_of, table_shards
-from data.images.sources.found import Found, LeftOut, split_of
+from data.images.sources.found import Found, LeftOut, files_by_split
 
 ROWS = 64
 """Rows that are decoded at one time: a row group may be as large as its file."""
@@ -47,9 +47,7 @@ def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut)
                 f"{files[0]} has {', '.join(columns[0].attributes) or 'none'}"
             )
     packed = Packed(output)
-    by_split: dict[str, list[int]] = {}
-    for number, file in enumerate(files):
-        by_split.setdefault(split_of(file, root), []).append(number)
+    by_split = files_by_split(files, root, left_out)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:

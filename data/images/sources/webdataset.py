@@ -13,7 +13,7 @@ from data.errors import DataError
 from data.images.shards import Entry, Shard
 from data.images.sources.archives import read_tar, tar_members
 from data.images.sources.classes import by_class
-from data.images.sources.found import Found, LeftOut, is_image, split_of
+from data.images.sources.found import Found, LeftOut, files_by_split, is_image
 from data.images.sources.trees import File
 from data.json_reader import parse_json, read_bounded
 
@@ -54,9 +54,7 @@ def open_tars(files: list[Path], root: Path, left_out: LeftOut) -> Found:
         if images and all(len(file.parts) == 1 for file in images):
             raise _without_class(files[0], images[0].name)
         return by_class(tree, left_out)
-    by_split: dict[str, list[int]] = {}
-    for number, file in enumerate(files):
-        by_split.setdefault(split_of(file, root), []).append(number)
+    by_split = files_by_split(files, root, left_out)
     folder = root if root.is_dir() else root.parent
     names = [_class_names(file, folder) for file in files]
     shards = [

@@ -238,3 +238,15 @@ def test_copied_images_are_kept_and_replaced_with_their_index(tmp_path):
     second.write_bytes(second.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"images-\w+\.bin: has [\d,]+ bytes, it had"):
         ImageData.open(output)
+
+
+def test_files_that_name_no_split_beside_files_that_do_are_doubted(tmp_path):
+    for name in ("train-0", "test-0", "unlabeled-0"):
+        pq.write_table(table(12), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        DataError,
+        match=r"1 files of which no name says the split would train \(as unlabeled-0\.parquet\)",
+    ):
+        prepared(tmp_path, tmp_path / "out")
+    data = prepared(tmp_path, tmp_path / "out", accept=True)
+    assert sum(each.images for each in data.manifest.splits.values()) == 36
