@@ -70,7 +70,9 @@ def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = Da
     except UnicodeDecodeError as fault:
         raise error(f"{before}is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
     except json.JSONDecodeError as fault:
-        where = f"line {fault.lineno}, column {fault.colno}"
+        several = "\n" in fault.doc.rstrip()
+        line = f"line {fault.lineno}, column {fault.colno}"
+        where = line if several else f"character {fault.pos + 1:,}"
         raise error(f"{before}is not JSON: {fault.msg} at {where}") from None
     except RecursionError:
         raise error(f"{before}is not read: its JSON is nested too deeply") from None

@@ -279,18 +279,6 @@ def test_damaged_images_are_replaced_until_there_are_too_many(tmp_path):
     assert "\n" not in str(of_a_process.value)
 
 
-def test_compressed_groups_are_shuffled_and_read_about_once(tmp_path):
-    path = made.parquet(tmp_path / "train-0.parquet", 40, group=3, compression="snappy")
-    prepare_images(str(path), tmp_path / "out", held_out=0.05, report=lambda line: None)
-    split = ImageData.open(tmp_path / "out").split("train")
-    order = split.order(np.random.default_rng(0))
-    assert sorted(order) == list(range(len(split)))
-    groups = split._rows["offset"][order]
-    spans = [np.ptp(np.flatnonzero(groups == group)) for group in np.unique(groups)]
-    assert max(spans) < 16 * 3  # the images of a group stand in one window of 16
-    assert not np.array_equal(order, np.sort(order))
-
-
 def test_held_out_images_come_in_order_and_once_on_any_number_of_ranks(data):
     images = EvaluationImages(data.split("validation"), ImageDataConfig(path="x"), 8)
     whole = [images[n] for n in range(len(images))]

@@ -89,7 +89,7 @@ def test_a_quotation_mark_swallows_no_rows_of_tabs(tmp_path):
 
 def test_a_fault_in_json_lines_is_in_its_line(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n\n\n{nonsense\n')
-    with pytest.raises(DataError, match=r"rows.jsonl, line 4: cannot be read"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 4: is not JSON"):
         read_tables(str(tmp_path / "rows.jsonl"), Schema())
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_table_is_one_line(tmp_path, content, said):
     ("name", "content", "said"),
     [
         ("rows.jsonl", '{"text": "a"}\n[1]\n', "line 2: is not a JSON object"),
-        ("rows.jsonl", "{\n", "line 1: cannot be read"),
+        ("rows.jsonl", "{\n", "line 1: is not JSON"),
         ("rows.parquet", "no parquet", "cannot be read as Parquet"),
         ("rows.txt", "text", "is no table; files of .csv, .tsv, .jsonl, .parquet are read"),
     ],

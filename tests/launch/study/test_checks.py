@@ -318,7 +318,7 @@ def test_a_damaged_record_is_refused(
     path = write_study()
     folder = path.parent / "study"
     folder.mkdir()
-    for text, word in (("{", "cannot be read"), ("{}", "has no split")):
+    for text, word in (("{", "is not JSON"), ("{}", "has no split")):
         (folder / "study.json").write_text(text)
         assert word in refused(path, capfd)
 

@@ -137,7 +137,7 @@ def test_a_snapshot_says_which_token_ends_documents(tmp_path, trained):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     assert load_tokenizer(tmp_path).end_of_text == "<stop>"
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: is not JSON"):
         load_tokenizer(tmp_path)
 
 
