@@ -215,7 +215,7 @@ def prepared_rows(
         fewest, most = min(about.per_class), max(about.per_class)
         each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
         of = "with each attribute" if manifest.has_attributes else "of each class"
-        yield split, f"{about.images:,} images, {each} {of}"
+        yield split, f"{about.images:,} image{'s' * (about.images != 1)}, {each} {of}"
     names = manifest.class_names
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     yield "attributes" if manifest.has_attributes else "classes", f"{len(names):,}: {shown}"

@@ -128,7 +128,7 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
         try:
             archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115
             while (member := archive.next()) is not None:
-                archive.members.clear()  # or all of them are kept
+                archive.members.clear()  # type: ignore[attr-defined]  # or all are kept
                 if member.size < 0 or member.offset < at or member.offset_data < member.offset:
                     raise tarfile.ReadError("a number in it is below 0")
                 if member.isreg() and member.offset_data + member.size > end:

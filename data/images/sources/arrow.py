@@ -13,6 +13,7 @@ from data.images.sources.columns import (
     Places,
     columns_of,
     entries_of,
+    names_in,
     table_shards,
 )
 from data.images.sources.found import Found, LeftOut, files_by_split
@@ -70,7 +71,8 @@ def _class_names(file: Path, root: Path) -> list[str] | None:
         if folder == root:
             break
     schema = _schema(file)
-    column = next((name for name in LABELS if name in schema.names), None)
+    present = names_in(schema, file)
+    column = next((name for name in LABELS if name in present), None)
     return named_classes(schema.metadata, column) if column else None
 
 

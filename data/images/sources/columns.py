@@ -53,7 +53,7 @@ def columns_of(schema: Any, file: Path) -> Columns:
     """
     import pyarrow.types as kinds
 
-    names = list(schema.names)
+    names = names_in(schema, file)
     image = next((name for name in IMAGES if name in names), None)
     label = next((name for name in LABELS if name in names), None)
     attributes = tuple(name for name in names if kinds.is_boolean(schema.field(name).type))
@@ -81,6 +81,18 @@ def columns_of(schema: Any, file: Path) -> Columns:
         raise DataError(f"{file}: the column {label} holds {of_labels}, and no numbers of classes")
     has_path = is_struct and "path" in inside and _is_text(inside["path"])
     return Columns(image, has_path, is_struct, label, () if label else attributes)
+
+
+def names_in(schema: Any, file: Path) -> list[str]:
+    """The names of columns.
+
+    Raises:
+        DataError: One is no text.
+    """
+    try:
+        return list(schema.names)
+    except UnicodeDecodeError:
+        raise DataError(f"{file}: the name of a column is not UTF-8") from None
 
 
 def _is_bytes(kind: Any) -> bool:
