@@ -13,7 +13,7 @@ from data.domains import check_classes, check_leave_out
 from data.errors import DataError, listed, user_path
 from data.images.decoding import Pixels
 from data.images.manifest import MANIFEST_FILE, ImageManifest
-from data.images.shards import ROW, Reader, Rows
+from data.images.shards import MOST_BYTES, ROW, Reader, Rows
 from data.json_reader import read_json
 
 TEST = "test"
@@ -42,8 +42,12 @@ class ImageSplit:
             )
         labels: npt.NDArray[np.integer] = np.array(self._rows["label"])
         classes = len(manifest.class_names)
-        if len(self._names) <= int(self._ends[-1]) or not (
-            0 <= labels.min() <= labels.max() < classes
+        rows, shards = self._rows, len(manifest.shards)
+        if (
+            len(self._names) <= int(self._ends[-1])
+            or not 0 <= labels.min() <= labels.max() < classes
+            or not 0 <= rows["shard"].min() <= rows["shard"].max() < shards
+            or not 0 <= rows["size"].min() <= rows["size"].max() <= MOST_BYTES
         ):
             raise DataError(f"{folder / name}.npy: is damaged; prepare the images again")
         if manifest.has_attributes:

@@ -43,6 +43,8 @@ def write_index(
     names: list[str],
     splits: dict[str, Listed],
     said: str | None,
+    *,
+    accepted: bool,
 ) -> ImageManifest:
     """Writes the index; one that says the same stays as it is, since a run may read it.
 
@@ -54,6 +56,7 @@ def write_index(
         names: Of the classes.
         splits: The images of each split.
         said: What was held out of what; None: nothing was.
+        accepted: Whether what looks like a mistake is meant.
 
     Raises:
         DataError: The disk refuses it.
@@ -94,6 +97,7 @@ def write_index(
         shards=shards,
         stamp=stamp_of(found),
         left_out=dict(found.left_out.counts),
+        accepted=accepted,
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),

@@ -68,6 +68,8 @@ class ImageManifest(Config):
     """A digest of when files of images were written last; empty: it is not known."""
     left_out: dict[str, Count] = Field(default_factory=dict)
     """What of the source is not in the index: how many, by reason."""
+    accepted: bool = False
+    """Whether its user has said that what looks like a mistake is meant."""
     held_out: str | None = None
     """What was held out of what; None: the splits are the data set's own."""
     request: str

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ def prepare_images(
         domains: Whether the source has a folder for each domain, and in these one for each class;
             images are then held out within each domain.
         accept: Whether images are prepared although something is probably a mistake, as a class
-            without images.
+            without images; what was accepted once is so in the same folder from then on.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -76,6 +77,7 @@ def prepare_images(
     _check_output(output, request, overwrite)
     with _alone(output), contextlib.closing(Progress(report)) as progress:
         found = open_images(source, output, domains=domains)
+        accept = accept or _was_accepted(output, request)
         kept = _kept(output, request, found)
         if kept is not None:
             progress.say(f"{output}: was prepared from the same images; it is kept")
@@ -91,7 +93,7 @@ def prepare_images(
             for domain, missing in missing_classes(labelled["train"], names, found.domain_names):
                 progress.say(f"{domain}: has no image of {missing}")
             splits, said = split_images(labelled, held_out, found.domain_names)
-            return write_index(output, source, request, found, names, splits, said)
+            return write_index(output, source, request, found, names, splits, said, accepted=accept)
         finally:
             if found.packed is not None:
                 found.packed.discard()
@@ -105,10 +107,12 @@ def _alone(output: Path) -> Iterator[None]:
         DataError: Another one does, or the folder cannot be made.
     """
     lock = output / LOCK_FILE
+    taken, ours = contextlib.ExitStack(), True
     with writing(output, "name another folder with --output"):
         output.mkdir(parents=True, exist_ok=True)
-        taken = contextlib.ExitStack()
-        ours = taken.enter_context(locked(lock, wait=False))
+        # Who may not write there can still find that all is as it was asked for.
+        if os.access(lock if lock.exists() else output, os.W_OK):
+            ours = taken.enter_context(locked(lock, wait=False))
     with taken:
         if not ours:
             raise DataError(
@@ -146,6 +150,15 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
         raise DataError(f"--output: {output}: holds other prepared data; --overwrite replaces it")
 
 
+def _was_accepted(output: Path, request: str) -> bool:
+    """Whether what looks like a mistake was accepted when the same was asked for before."""
+    try:
+        manifest = ImageManifest.read(output)
+    except DataError:
+        return False
+    return manifest.request == request and manifest.accepted
+
+
 def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
     """The manifest of a folder that was made from the same request and files."""
     try:
@@ -172,6 +185,9 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
         done = 0
         for entry in found.splits[split]():
             _check_name(entry)
+            if not entry.size:
+                found.left_out.add("images of 0 bytes", entry.name)
+                continue
             rows.append(entry[:4])
             names.append(entry.name)
             if entry.attributes is not None:

@@ -148,6 +148,9 @@ def mistaken(root, kind):
         (root / "ant").rename(root / "train")
         (root / "bee").rename(root / "val")
         return "train holds images, and no folders of classes"
+    if kind == "empty file":
+        (root / "ant" / "3.png").touch()
+        return r"images of 0 bytes: 1 \(as .*ant/3\.png\)"
     if kind == "circle":
         (root / "ant" / "again").symlink_to("..")
         return r"links to a folder that they are in: 1 \(as ant/again\)"
@@ -170,7 +173,7 @@ def mistaken(root, kind):
     "kind",
     [
         *("ending", "no ending", "empty class", "one class", "beside", "labels", "no labels"),
-        *("circle", "pipe", "test without labels", "beside splits"),
+        *("circle", "pipe", "empty file", "test without labels", "beside splits"),
     ],
 )
 @pytest.mark.parametrize("form", ["folder", "tar"])
@@ -298,3 +301,12 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, kind):
     )
     assert not (tmp_path / "out").exists()
     assert prepared(source, tmp_path / "out").manifest.splits["train"].images
+
+
+def test_what_was_accepted_is_so_from_then_on(tmp_path):
+    """As a study prepares the folder that its user has prepared before."""
+    root = write(tmp_path / "all", "ant/0.png", "ant/1.png", "bee/0.png", "bee/note.heic")
+    prepared(root, tmp_path / "out", accept=True)
+    assert prepared(root, tmp_path / "out").manifest.left_out == {"files that end in .heic": 1}
+    with pytest.raises(DataError, match="add --accept"):
+        prepared(root, tmp_path / "out", held_out=0.5, overwrite=True)
