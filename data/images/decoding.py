@@ -21,12 +21,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
 """Of Pillow's formats: some of the others start programs."""
 _JPEG = b"\xff\xd8\xff"
 _JPEG_BYTES = 9
-"""Of a pixel: three colours, and two bytes of each that a progressive JPEG keeps until its end."""
+"""Bytes a pixel takes: three, and two for each colour that a progressive JPEG keeps to its end."""
 _PILLOW_BYTES = {"1": 11, "L": 11, "P": 11, "RGB": 10, "I;16": 9, "I;16B": 9, "I;16L": 9, "I": 12}
-"""Of a pixel, by mode: Pillow's image, the same in RGB (4 bytes), and what is copied from that."""
+"""The same by mode: Pillow's image, the same in RGB (4 bytes), and what is copied from that."""
 _OTHER_BYTES = 14
 _WEBP_BYTES = 8
-"""Of a pixel, what the decoder of WebP holds beside that."""
+"""What the decoder of WebP holds beside that."""
 _TOO_LARGE = f"takes more than the {MOST_MEMORY:,} bytes of memory that decoding may take"
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
 """Keys of TIFF, and a value."""

@@ -40,7 +40,7 @@ class ImageSplitInfo(Config):
     per_domain: list[Count] = Field(default_factory=list)
     """Images of each domain; empty: there are none."""
     grouped: bool = False
-    """Of version 1: whether it is read by whole row groups."""
+    """Whether a folder of version 1 reads it by whole row groups."""
 
 
 class FileRecord(Config):

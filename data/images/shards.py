@@ -44,7 +44,7 @@ class Shard(Config):
     shape: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
     """Of raw pixels: channels, height and width."""
     column: str | None = None
-    """Of parquet in folders of version 1: the column of images."""
+    """The column of images, of parquet in folders of version 1."""
 
 
 class Entry(NamedTuple):

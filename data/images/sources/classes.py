@@ -29,7 +29,7 @@ class _Image(NamedTuple):
 
     file: File
     name: str
-    """Of its class."""
+    """The name of its class."""
     rest: Parts
     """Its path below the class's folder."""
     domain: str = ""

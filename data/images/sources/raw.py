@@ -48,10 +48,15 @@ def open_raw(root: Path, output: Path, left_out: LeftOut) -> Found:
     return _open_cifar(root, names, labels, left_out)
 
 
+def _plain(name: str) -> str:
+    """The name of a file, however it is packed or written: torchvision keeps both forms."""
+    return name.removesuffix(".gz").replace(".idx", "-idx")
+
+
 def _note_others(root: Path, used: Iterable[Path], left_out: LeftOut) -> None:
-    known = {path.name for path in used}
+    known = {_plain(path.name) for path in used}
     for file in sorted(root.iterdir()):
-        if file.name not in known and not is_hidden(file.name) and file.is_file():
+        if _plain(file.name) not in known and not is_hidden(file.name) and file.is_file():
             mistake = is_image(file.name) or file.suffix in (".bin", ".gz") or "ubyte" in file.name
             why = f"files that end in {file.suffix or 'nothing'}"
             left_out.add(why, file.name, mistake=mistake)
@@ -100,16 +105,14 @@ def _unpacked(file: Path, output: Path) -> Path:
         return file.resolve()
     target = output / file.stem
     partial = target.with_name(f"{target.name}.partial")
-    with writing(target, GO_ON):
-        output.mkdir(parents=True, exist_ok=True)
-        unpacked = partial.open("wb")
-    with unpacked:
-        for block in _blocks(file):
-            with writing(target, GO_ON):
+    try:
+        with writing(target, GO_ON), partial.open("wb") as unpacked:
+            for block in _blocks(file):
                 unpacked.write(block)
-        with writing(target, GO_ON):
-            unpacked.flush()
-    return partial.replace(target).resolve()
+        return partial.replace(target).resolve()
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _blocks(file: Path) -> Iterator[bytes]:

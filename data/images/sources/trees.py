@@ -43,7 +43,7 @@ class Tree:
     root: Path
     """A folder, or the archive."""
     shards: list[Shard] = field(default_factory=list)
-    """Of an archive; empty: a folder, whose files are read one by one."""
+    """The shards of an archive; empty: a folder, whose files are read one by one."""
     files: list[File] = field(default_factory=list)
     folders: set[Parts] = field(default_factory=set)
 

@@ -11,7 +11,7 @@ from data.errors import DataError
 MOST_SECONDS = 0.02
 """Processor time of one short text; usual patterns take microseconds."""
 LENGTHS = range(4, 33)
-"""Of those texts: the time of a pattern that doubles with each character is seen long before."""
+"""Characters of such a text: time that doubles with each character is seen long before the last."""
 _TEXTS = ("a", " ", "1", "A", "\n", ".", "a ", "a1", "1 ", "a\n", "'s", "aA", ". ", "é")
 _END = "\0"  # no pattern matches up to here, so all ways are tried
 

@@ -101,7 +101,10 @@ def test_raw_files_of_mnist_and_cifar_are_read_where_they_are(tmp_path):
     (mnist / "train-labels-idx1-ubyte").write_bytes(
         struct.pack(">4BI", 0, 0, 8, 1, 10) + labels.tobytes()
     )
+    # torchvision leaves the packed file beside the other.
+    (mnist / "train-labels-idx1-ubyte.gz").write_bytes(b"packed")
     data = prepared(mnist, tmp_path / "m", held_out=0.1)
+    assert not data.manifest.left_out
     train = data.split("train")
     for number in range(len(train)):
         label = int(train.labels[number])
