@@ -19,6 +19,8 @@ CONFIG_FILE = "config.json"
 PREFIX = "transformer."
 """Before every name in a file that `GPT2LMHeadModel` saved; `GPT2Model` and the hub's first files
 have none."""
+SUPPORTED = "gpt2, bert, vit, clip and clip_vision_model of transformers, and timm's mixer_*"
+"""What folders of other libraries may be of."""
 HEAD = "lm_head.weight"
 """The output head, never with the prefix; of a tied one at most a copy of `wte.weight`."""
 IGNORED = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
@@ -133,7 +135,10 @@ def config_from_huggingface(tree: dict[str, Any], origin: str) -> GPT2Config:
     """
     kind = tree.get("model_type")
     if kind != "gpt2":
-        raise HuggingFaceError(f"{origin}: model_type: {kind!r} is not supported; 'gpt2' is")
+        said = f"model_type: {kind!r}"
+        if kind is None and "architecture" in tree:
+            said = f"architecture: {tree['architecture']!r:.60}"
+        raise HuggingFaceError(f"{origin}: {said} is not supported; {SUPPORTED} are")
     for key, only in _ONLY.items():
         if tree.get(key, only) != only:
             raise HuggingFaceError(f"{origin}: {key}: {tree[key]!r} is not supported; {only!r} is")

@@ -8,7 +8,6 @@ Their queries, keys and values are three layers, ours is one: its rows are their
 other. Nothing here reads tensors or imports their libraries.
 """
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -16,16 +15,14 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from model.build import build_model
-from model.dense import DenseFeedForwardConfig
 from model.huggingface import HuggingFaceError
+from model.huggingface_timm import mixer_config, mixer_tree
 from model.mixer import MixerConfig
 from model.settings import ModelSettings
 from model.vision import ImageModelSettings
 from model.vit import ViTConfig
 
 Shape = tuple[int, ...]
-TIMM_EPSILON = 1e-6
-"""In every LayerNorm of timm's Mixer."""
 ACTIVATIONS = {
     "gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -130,6 +127,15 @@ def library_of(tree: Mapping[str, Any]) -> Library | None:
     return _MIXER if str(tree.get("architecture", "")).startswith("mixer_") else None
 
 
+def labels_of(tree: Mapping[str, Any]) -> object:
+    """The names of the classes in a config.json; None: there are none."""
+    if tree.get("id2label") is not None:
+        return tree["id2label"]
+    about = tree.get("pretrained_cfg")
+    inside = about.get("label_names") if isinstance(about, dict) else None
+    return tree.get("label_names", inside)
+
+
 def parts_of(name: str, shape: Shape, library: Library, stored: Collection[str]) -> Parts:
     """Where a weight of ours is.
 
@@ -189,7 +195,7 @@ def config_from_files(
     assert library is not None
     try:
         if library is _MIXER:
-            return _mixer_config(shape_of, origin)
+            return mixer_config(tree, shape_of, origin)
         return _vit_config(tree, shape_of, origin, library)
     except ValidationError as error:
         raise HuggingFaceError(f"{origin}: {in_their_names(error, _KEYS)}") from None
@@ -255,37 +261,6 @@ def _vit_config(
     )
 
 
-def _mixer_config(shape_of: Callable[[str], Shape | None], origin: str) -> MixerConfig:
-    def known(name: str, axes: int = 2) -> Shape:
-        shape = shape_of(name)
-        if shape is None or len(shape) != axes:
-            found = "no such tensor" if shape is None else f"the shape is {list(shape)}"
-            raise HuggingFaceError(
-                f"{origin}: {name}: {found}; a Mixer of timm has one of {axes} axes"
-            )
-        return shape
-
-    width, channels, patch, _ = known("stem.proj.weight", 4)
-    tokens, patches = known("blocks.0.mlp_tokens.fc1.weight")
-    layers = 1
-    while shape_of(f"blocks.{layers}.norm1.weight") is not None:
-        layers += 1
-    head = shape_of("head.weight")
-    return MixerConfig(
-        image_size=math.isqrt(patches) * patch,
-        patch_size=patch,
-        channels=channels,
-        num_classes=head[0] if head else 1,
-        num_layers=layers,
-        hidden_size=width,
-        layer_norm_epsilon=TIMM_EPSILON,
-        token_feed_forward=DenseFeedForwardConfig(hidden_size=tokens),
-        channel_feed_forward=DenseFeedForwardConfig(
-            hidden_size=known("blocks.0.mlp_channels.fc1.weight")[0]
-        ),
-    )
-
-
 def config_to_files(
     config: ModelSettings, class_names: list[str] | None
 ) -> tuple[dict[str, Any], Library]:
@@ -320,7 +295,7 @@ def config_to_files(
         raise HuggingFaceError("model.bias: False: other libraries' models of images have biases")
     names = class_names or [f"LABEL_{number}" for number in range(config.known_num_classes())]
     if isinstance(config, MixerConfig):
-        return _timm_tree(config, names), _MIXER
+        return mixer_tree(config, names), _MIXER
     assert isinstance(config, ViTConfig)
     for key, only in (("pre_norm", False), ("pre_logits", None), ("pool", "class_token")):
         if getattr(config, key) != only:
@@ -348,22 +323,3 @@ def config_to_files(
         "label2id": {name: number for number, name in enumerate(names)},
         "dtype": "float32",
     }, _VIT
-
-
-def _timm_tree(config: MixerConfig, names: list[str]) -> dict[str, Any]:
-    if config.activation != "gelu":
-        raise HuggingFaceError(f"model.activation: {config.activation!r}: timm's Mixer has 'gelu'")
-    if config.layer_norm_epsilon != TIMM_EPSILON:
-        raise HuggingFaceError(
-            f"model.layer_norm_epsilon: {config.layer_norm_epsilon:g}: timm's Mixer has "
-            f"{TIMM_EPSILON:g}"
-        )
-    size = config.image_size
-    return {
-        "architecture": f"mixer_w{config.hidden_size}_l{config.num_layers}_"
-        f"p{config.patch_size}_{size}",
-        "num_classes": config.known_num_classes(),
-        "num_features": config.hidden_size,
-        "label_names": names,
-        "pretrained_cfg": {"input_size": [config.channels, size, size], "fixed_input_size": True},
-    }

@@ -1,6 +1,5 @@
 """A folder of transformers' BERT as a source of weights."""
 
-import re
 from pathlib import Path
 
 from model.bert import BertConfig
@@ -21,7 +20,6 @@ from model.settings import ModelSettings
 from parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
 from parallel.huggingface_parts import PartsWeights, is_copy
 
-_UNNAMED = re.compile(r"LABEL_\d+")
 _UNUSED = ("pooler", "cls.seq_relationship")
 # What decides which weights the encoder has and what they compute; a head may be new.
 _FREE = ("head", "dropout", "recompute", "compile", "initializer_range")
@@ -58,16 +56,15 @@ class BertWeights(PartsWeights):
         self._check()
 
     @property
-    def class_names(self) -> list[str] | None:
-        """The names of the classes of its head; None if it has none, or names none."""
+    def labels(self) -> object:
+        """The names of classes as config.json has them."""
+        return self._labels
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of its head; 0 without one."""
         head = self.config.head
-        count = head.num_classes or 0 if isinstance(head, ClassificationHeadConfig) else 0
-        labels = self._labels if isinstance(self._labels, dict) else {}
-        names = [labels.get(str(number)) for number in range(count)]
-        known = [name for name in names if isinstance(name, str)]
-        if count < 2 or len(set(known)) < count or all(map(_UNNAMED.fullmatch, known)):
-            return None
-        return known
+        return head.num_classes or 0 if isinstance(head, ClassificationHeadConfig) else 0
 
     @property
     def note(self) -> str | None:
@@ -79,7 +76,8 @@ class BertWeights(PartsWeights):
         left = sorted(
             name for name in self._tensors.names() if name not in used and name.startswith(_UNUSED)
         )
-        return f"not brought over: {', '.join(left)}" if left else None
+        said = [f"not brought over: {', '.join(left)}"] if left else []
+        return "; ".join([*said, *([self.unnamed] if self.unnamed else [])]) or None
 
     def model_config(self) -> BertConfig:
         """The configuration of its model, complete."""

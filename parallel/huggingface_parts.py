@@ -1,18 +1,21 @@
 """Weights in the files of other libraries that store one of ours as several, row after row."""
 
+import re
 from abc import abstractmethod
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from data.class_names import each_once
 from model.build import initial_value
-from model.huggingface import HuggingFaceError
+from model.huggingface import CONFIG_FILE, HuggingFaceError
 from model.huggingface_vision import Parts
 from parallel.checkpoint.index import OF_WEIGHTS
 from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder
 
 _ROWS = 4096
+_UNNAMED = re.compile(r"LABEL_\d+")
 
 
 class PartsWeights(FolderWeights):
@@ -29,6 +32,40 @@ class PartsWeights(FolderWeights):
         """The model whose new weights start as in any new model; None: no weight is new."""
         self.seed = 0
         """That new weights start from; a run sets its own."""
+
+    @property
+    @abstractmethod
+    def labels(self) -> object:
+        """What the folder calls its classes: names by their number, or in their order."""
+
+    @property
+    @abstractmethod
+    def num_classes(self) -> int:
+        """Classes of the head that the folder has; 0 without one."""
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes of its head; None if it has none, or does not name them all."""
+        count, labels = self.num_classes, self.labels
+        if isinstance(labels, list):
+            labels = {str(number): name for number, name in enumerate(labels)}
+        if not isinstance(labels, dict) or count < 2 or len(labels) != count:
+            return None
+        names = [labels.get(str(number)) for number in range(count)]
+        known = [name for name in names if isinstance(name, str)]
+        if len(known) < count or all(map(_UNNAMED.fullmatch, known)):
+            return None
+        return each_once(known)
+
+    @property
+    def unnamed(self) -> str | None:
+        """A line for people where a head is taken whose classes have no names; None: they have."""
+        if self.num_classes < 2 or self.class_names is not None:
+            return None
+        return (
+            f"{self.folder / CONFIG_FILE} does not name all {self.num_classes} classes of its "
+            f"head: that they are those of the data, in this order, is not checked"
+        )
 
     @abstractmethod
     def is_new(self, name: str) -> bool:

@@ -8,6 +8,7 @@ from model.huggingface_vision import (
     IGNORED,
     Parts,
     config_from_files,
+    labels_of,
     library_of,
     parameter_shapes,
     parts_of,
@@ -48,7 +49,9 @@ class VisionWeights(PartsWeights):
         )
         super().__init__(folder, tensors)
         self.config = config_from_files(tree, self._shape, str(folder / CONFIG_FILE))
-        if self._shape(library.outside.get("head", "") + ".weight") is None:
+        self._labels = labels_of(tree)
+        self._has_head = self._shape(library.outside.get("head", "") + ".weight") is not None
+        if not self._has_head:
             self._fresh = build_model(self.config)
         try:
             self._shapes = parameter_shapes(self.config)
@@ -59,10 +62,21 @@ class VisionWeights(PartsWeights):
         self._check()
 
     @property
+    def labels(self) -> object:
+        """The names of classes as config.json has them: transformers' `id2label`, or timm's
+        `label_names`."""
+        return self._labels
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of its head; 0 without one."""
+        return (self.config.num_classes or 0) if self._has_head else 0
+
+    @property
     def note(self) -> str | None:
         """A line for people: what is not from the folder; None if everything is."""
         if self._fresh is None:
-            return None
+            return self.unnamed
         return f"the head is new: {self.folder} has none for these classes"
 
     def model_config(self) -> ImageModelSettings:

@@ -1,20 +1,30 @@
 """ViT, DINO and CLIP from transformers and Mixers of timm, and back, bitwise."""
 
 import json
+import math
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data.images.augmentation import evaluation_image
+from data.images.config import ImageDataConfig
 from data.images.torchvision_door import available
-from model.build import read_model_config
+from model.build import build_model, read_model_config
 from model.huggingface import HuggingFaceError
+from model.huggingface_timm import timm_call
 from model.huggingface_vision import config_to_files
 from parallel.huggingface_vision import VisionWeights
 from parallel.weights import load_model, open_weights
 from train.config.run import load_config
 from train.exchange.convert import convert
-from train.exchange.writers import normalization_of
+from train.tasks.mixing import normalize
+from train.tasks.preprocessing import (
+    normalization_of,
+    read_pixels,
+    timm_keys,
+    transformers_file,
+)
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "intermediate_size": 40, "image_size": 16, "patch_size": 4}  # fmt: skip
@@ -77,6 +87,18 @@ def test_a_vit_is_the_same_and_comes_back_bitwise(transformers, tmp_path):
             "imagenet",
         ),
         ("config.json", {}, None),
+        ("preprocessor_config.json", {"do_normalize": False, "image_mean": [0.5] * 3}, "none"),
+        ("preprocessor_config.json", {"image_processor_type": "ViTImageProcessor"}, "half"),
+        (
+            "preprocessor_config.json",
+            {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3},
+            "half",
+        ),
+        (
+            "preprocessor_config.json",
+            {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [1.0] * 3},
+            "half",
+        ),
     ],
 )
 def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, said, expected):
@@ -87,11 +109,91 @@ def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, 
     path = folder / file
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(before | said))
-    assert normalization_of(folder) == expected
+    assert normalization_of(open_weights(folder), 16) == expected
     result = convert(folder, tmp_path / "ours", "polyad")
     written = load_config(tmp_path / "ours" / "config.yaml").data.normalization
     assert written == (expected or "imagenet")
-    assert any("does not say how pixels" in note for note in result["notes"]) == (expected is None)
+    guessed = any("data.normalization: imagenet is written" in note for note in result["notes"])
+    assert guessed == (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("said", "resize", "notes"),
+    [
+        ({"size": {"shortest_edge": 20}, "crop_size": {"height": 16, "width": 16}}, 1.25, []),
+        ({"size": 18, "crop_size": 16, "do_center_crop": True, "resample": 3}, 1.125, []),
+        ({"size": {"shortest_edge": 16}, "crop_pct": 0.8}, 1.25, []),
+        (
+            {"size": {"height": 16, "width": 16}, "resample": 2},
+            1.0,
+            ["images are squeezed to a square, here", "resample: 2, here 3, bicubic"],
+        ),
+        ({"size": {"shortest_edge": 32}}, 1.0, ["images of 32 pixels a side, the model reads 16"]),
+        ({"do_resize": False}, None, ["do_resize: false, here images are resized"]),
+        ({"size": "x", "image_mean": [None], "image_std": 3}, None, []),
+    ],
+)
+def test_images_are_resized_as_the_folder_says_or_a_line_says_what_differs(
+    tmp_path, said, resize, notes
+):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    keys, found = read_pixels(tmp_path, 16)
+    assert keys.get("evaluation_resize") == resize
+    assert len(found) == len(notes)
+    for note, expected in zip(found, notes, strict=True):
+        assert note.startswith(f"preprocessor_config.json: {expected}")
+
+
+@pytest.mark.parametrize("normalization", ["half", "imagenet", "none"])
+def test_an_exported_folder_processes_images_as_the_run_did(transformers, tmp_path, normalization):
+    """transformers' own processor, by the file that is written, makes the same input of an image.
+    Both are bicubic: a pixel may differ by a few of 255 levels at edges."""
+    numpy = pytest.importorskip("numpy")
+    settings = ImageDataConfig(path="x", normalization=normalization, evaluation_resize=1.25)
+    about = transformers_file(settings, 32)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(about))
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    pixels = numpy.random.default_rng(0).integers(0, 255, (9, 10, 3)).astype(numpy.uint8)
+    pixels = numpy.kron(pixels, numpy.ones((8, 8, 1), dtype=numpy.uint8))  # 72 x 80, plain areas
+    expected = theirs(pixels, return_tensors="pt")["pixel_values"]
+    ours = normalize(evaluation_image(pixels, 32, 1.25)[None], settings.mean, settings.std)
+    assert ours.shape == expected.shape
+    scale = torch.tensor(settings.std).view(3, 1, 1) * 255
+    assert ((ours - expected) * scale).abs().max() < 4
+    assert read_pixels(tmp_path, 32) == (
+        {"normalization": normalization, "evaluation_resize": 1.25}, [],
+    )  # fmt: skip
+
+
+SAID = {"id2label": {"0": "ant", "1": "bee", "2": "cat", "3": "dog", "4": "eel"}}
+
+
+@pytest.mark.parametrize("form", ["vit", "mixer", "mixer-inside"])
+def test_names_of_classes_come_in_and_go_out(transformers, tmp_path, form):
+    if form == "vit":
+        config = transformers.ViTConfig(**SIZES, num_labels=5, layer_norm_eps=1e-6)
+        folder = saved(transformers.ViTForImageClassification(config), tmp_path / "vit")
+        said = SAID
+    else:
+        folder, names = timm_mixer(tmp_path / "timm"), list(SAID["id2label"].values())
+        said = {"label_names": names} if form == "mixer" else {
+            "pretrained_cfg": {"label_names": names}
+        }  # fmt: skip
+    assert open_weights(folder).class_names is None
+    assert "does not name all 5 classes of its head" in open_weights(folder).note
+    tree = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(tree | said))
+    weights = open_weights(folder)
+    assert weights.class_names == ["ant", "bee", "cat", "dog", "eel"]
+    assert weights.note is None
+    convert(folder, tmp_path / "ours", "polyad")
+    convert(tmp_path / "ours", tmp_path / "back", "huggingface")
+    assert open_weights(tmp_path / "back").class_names == ["ant", "bee", "cat", "dog", "eel"]
+    convert(folder, tmp_path / "plain", "safetensors")
+    assert json.loads((tmp_path / "plain/classes.json").read_text())[3] == "dog"
+    fewer = {"id2label": {"0": "ant"}, "label_names": ["ant"], "pretrained_cfg": {}}
+    (folder / "config.json").write_text(json.dumps(tree | fewer))
+    assert "does not name all 5 classes" in open_weights(folder).note
 
 
 def test_a_mixer_of_timm_has_one_epsilon():
@@ -198,6 +300,74 @@ def test_timms_own_mixer_computes_the_same(tmp_path):
     with torch.no_grad():
         ours = load_model(tmp_path)(images).logits
         torch.testing.assert_close(ours, theirs(images), rtol=0, atol=1e-5)
+
+
+def mixer(**keys):
+    widths = {kind: {"hidden_size": size} for kind, size in keys.pop("inner", {}).items()}
+    sizes = {"image_size": 32, "patch_size": 16, "num_layers": 8, "hidden_size": 512}
+    return read_model_config({"kind": "mixer", "num_classes": 5, **sizes, **widths, **keys})
+
+
+OWN = {"token_feed_forward": 256, "channel_feed_forward": 2048}
+
+
+def test_a_mixer_is_written_under_timms_name_with_its_pixels(tmp_path):
+    tree, _ = config_to_files(mixer(inner=OWN), None)
+    assert (tree["architecture"], tree["model_args"]) == ("mixer_s16_224", {})
+    tree, _ = config_to_files(mixer(inner=OWN | {"token_feed_forward": 333}), None)
+    token, channel = tree["model_args"]["mlp_ratio"]
+    assert (int(token * 512), channel) == (333, 4.0)
+    own = mixer(inner=OWN, num_layers=3)
+    assert config_to_files(own, None)[0]["architecture"] == "mixer_w512_l3_p16_32"
+    assert "num_blocks=3, embed_dim=512, mlp_ratio=(0.5, 4.0))" in timm_call(own)
+    settings = ImageDataConfig(path="x", normalization="half", evaluation_resize=256 / 224)
+    for size, shorter in ((224, 256), (32, 37), (299, 342)):
+        said = timm_keys(settings, size)
+        assert math.floor(size / said["crop_pct"]) == shorter
+        assert (said["mean"], said["std"]) == ([0.5] * 3, [0.5] * 3)
+
+
+def test_timm_builds_an_exported_mixer_by_its_name(tmp_path):
+    if not available():
+        pytest.skip("timm needs torchvision, which is not installed")
+    timm = pytest.importorskip("timm")
+    config = mixer(inner=OWN | {"token_feed_forward": 100})
+    (tmp_path / "ours").mkdir()
+    model = build_model(config)
+    save_file(
+        {name: torch.randn(p.shape) * 0.1 for name, p in model.named_parameters()},
+        tmp_path / "ours/model.safetensors",
+    )
+    about = {"model": config.model_dump(mode="json")}
+    (tmp_path / "ours/config.yaml").write_text(json.dumps(about))
+    settings = ImageDataConfig(path="x", normalization="half", evaluation_resize=1.25)
+    written = transformers_file(settings, 32)
+    (tmp_path / "ours/preprocessor_config.json").write_text(json.dumps(written))
+    convert(tmp_path / "ours", tmp_path / "timm", "huggingface")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        ours = load_model(tmp_path / "ours")(images).logits
+        torch.testing.assert_close(theirs(images), ours, rtol=1e-4, atol=1e-3)
+    used = timm.data.resolve_model_data_config(theirs)
+    assert (used["mean"], used["std"], used["crop_pct"]) == ([0.5] * 3, [0.5] * 3, 0.8)
+    assert list(used["input_size"]) == [3, 32, 32]
+
+
+def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path):
+    folder = timm_mixer(tmp_path / "timm")
+    for said, expected in (
+        ({"model_args": {"act_layer": "relu"}}, "model_args.act_layer: is not supported"),
+        ({"global_pool": "max"}, "global_pool: 'max' is not supported; 'avg' is"),
+        ({"model_args": 3}, "model_args: 3 is not an object of keys"),
+    ):
+        about = {"architecture": "mixer_small"} | said
+        (folder / "config.json").write_text(json.dumps(about))
+        with pytest.raises(HuggingFaceError, match=expected):
+            open_weights(folder)
+    (folder / "config.json").write_text(json.dumps({"architecture": "gmixer_12_224"}))
+    with pytest.raises(HuggingFaceError, match=r"architecture: 'gmixer_12_224' is .* timm's mixer"):
+        open_weights(folder)
 
 
 @pytest.mark.parametrize(

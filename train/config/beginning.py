@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 
 from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.weights import Weights
 from train.config.adaptation import begins_anew, counts, in_words, model_of
 from train.config.plan import Plan
 from train.loop.best import is_over, why_it_is_over
 from train.state import TrainState
+from train.tasks.images import ImageClassification
+from train.tasks.preprocessing import normalization_of
 
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:
@@ -94,6 +97,7 @@ def _weights(plan: Plan) -> str:
         return ""
     note = getattr(plan.init, "note", None)
     new = f"; {note}" if note else ""
+    new += _pixels(plan, plan.init)
     if anew := begins_anew(plan.task, plan.init, plan.config.model):
         more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
         new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
@@ -101,3 +105,14 @@ def _weights(plan: Plan) -> str:
         step = plan.init.training_step
         return f", with the weights of step {step:,}, {plan.init.folder}{new}"
     return f", with the weights of {plan.config.checkpoint.init_from}{new}"
+
+
+def _pixels(plan: Plan, weights: Weights) -> str:
+    """Says where pixels are normalized otherwise than those that weights were trained with."""
+    task = plan.task
+    if not isinstance(task, ImageClassification):
+        return ""
+    theirs, ours = normalization_of(weights, task.model.image_size), task.settings.normalization
+    if theirs in (None, ours):
+        return ""
+    return f"; data.normalization: {ours} here, {theirs} where the weights were trained"

@@ -16,7 +16,7 @@ from parallel.weights import Weights
 from train.config.run import parse_config
 from train.errors import ConfigError
 from train.exchange.change import Change, Changed
-from train.tasks.class_names import class_names_of
+from train.tasks.class_names import names_of
 from train.tasks.tokenizers import tokenizer_of
 
 
@@ -56,10 +56,8 @@ class Checked:
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the classes, of a checkpoint or a BERT of transformers'; None: not known."""
-        names = class_names_of(self.folder)
-        theirs: list[str] | None = getattr(self._opened, "class_names", None)
-        return theirs if names is None else names
+        """The names of the classes; None: they are not known."""
+        return names_of(self._opened)
 
     @property
     def data(self) -> DataSettings | None:

@@ -27,11 +27,13 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
+from model.huggingface_timm import timm_call
 from model.huggingface_vision import Parts, config_to_files, parts_of
+from model.mixer import MixerConfig
 from model.settings import ModelSettings
-from model.vision import ImageSettings
+from model.vision import ImageModelSettings, ImageSettings
 from parallel.checkpoint.tensor_file import Entry, write_safetensors
-from parallel.checkpoint.tensor_folder import WEIGHTS_FILE, read_json
+from parallel.checkpoint.tensor_folder import WEIGHTS_FILE
 from parallel.checkpoint.writer import save_weights
 from parallel.huggingface import HuggingFaceWeights
 from parallel.huggingface_bert import BertWeights
@@ -43,6 +45,12 @@ from train.guard.run_folder import RunFolderConfig
 from train.loop.config import TrainConfig
 from train.state import TrainState
 from train.tasks.class_names import CLASSES_FILE
+from train.tasks.preprocessing import (
+    PREPROCESSOR_FILE,
+    read_pixels,
+    timm_keys,
+    transformers_file,
+)
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
 FORMATS: dict[Format, str] = {
@@ -94,6 +102,17 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
 def _to_vision_library(weights: Checked, staging: Path) -> None:
     """transformers' ViT, or timm's Mixer."""
     tree, library = config_to_files(weights.config, weights.class_names)
+    settings, config = _pixels_of(weights), weights.config
+    assert isinstance(config, ImageModelSettings)
+    if isinstance(config, MixerConfig):
+        if settings is not None:
+            tree["pretrained_cfg"] |= timm_keys(settings, config.image_size)
+        if (call := timm_call(config)) is not None:
+            weights.notes.append(
+                f"timm has no Mixer of these sizes by name: build {call} and load {WEIGHTS_FILE}"
+            )
+    elif settings is not None:
+        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
     _write_json(staging / CONFIG_FILE, tree)
     _write_parts(
         weights,
@@ -150,6 +169,9 @@ def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
         entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
     section = {"model": weights.config.model_dump(mode="json")}
     (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
+    config = weights.config
+    if isinstance(config, ImageSettings) and (settings := _pixels_of(weights)) is not None:
+        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
     write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
 
@@ -194,45 +216,33 @@ def _data_of(weights: Checked) -> DataSettings:
     config = weights.config
     if not isinstance(config, ImageSettings):
         return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
-    settings = ImageDataConfig(path="runs/images")
-    known = normalization_of(weights.folder)
-    if known is None:
+    keys, notes = read_pixels(weights.folder, config.image_size)
+    settings = ImageDataConfig.model_validate({"path": "runs/images"} | keys)
+    weights.notes += notes
+    if "normalization" not in keys:
         weights.notes.append(
             f"{weights.folder} does not say how pixels are normalized: data.normalization: "
             f"{settings.normalization} is written; also {', '.join(NORMALIZATIONS)}"
+            if not notes
+            else f"data.normalization: {settings.normalization} is written: check it"
         )
-        return settings
-    return settings.model_copy(update={"normalization": known})
+    return settings
 
 
-def normalization_of(folder: Path) -> str | None:
-    """The `data.normalization` that another library's folder says; None: it says none of ours.
-
-    Args:
-        folder: with transformers' preprocessor_config.json, or timm's config.json.
-    """
-    for name, section, keys in (
-        ("preprocessor_config.json", None, ("image_mean", "image_std")),
-        (CONFIG_FILE, "pretrained_cfg", ("mean", "std")),
-    ):
-        if not (folder / name).is_file():
-            continue
-        tree = read_json(folder / name, HuggingFaceError)
-        about = tree if section is None else tree.get(section)
-        given = [about.get(key) for key in keys] if isinstance(about, dict) else []
-        for ours, known in NORMALIZATIONS.items():
-            if all(_are_close(each, numbers) for each, numbers in zip(given, known, strict=False)):
-                return ours if given else None
-    return None
-
-
-def _are_close(given: object, numbers: tuple[float, ...]) -> bool:
-    return (
-        isinstance(given, list)
-        and len(given) == len(numbers)
-        and all(isinstance(each, int | float) for each in given)
-        and all(abs(a - b) < 1e-3 for a, b in zip(given, numbers, strict=True))
+def _pixels_of(weights: Checked) -> ImageDataConfig | None:
+    """How the images are read that weights were trained with; None, and a note: it is not known."""
+    config = weights.config
+    assert isinstance(config, ImageSettings)
+    if isinstance(weights.data, ImageDataConfig):
+        return weights.data
+    keys, notes = read_pixels(weights.folder, config.image_size)
+    weights.notes += notes
+    if "normalization" in keys:
+        return ImageDataConfig.model_validate({"path": "runs/images"} | keys)
+    weights.notes.append(
+        f"{weights.folder} does not say how pixels are normalized, and nothing is written of it"
     )
+    return None
 
 
 def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+from parallel.huggingface_parts import PartsWeights
+from parallel.weights import Weights
+
 CLASSES_FILE = "classes.json"
 """The file of a checkpoint with the names of its classes, in their order."""
 
@@ -12,6 +15,12 @@ def class_names_of(folder: Path) -> list[str] | None:
     file = folder / CLASSES_FILE
     names: list[str] | None = json.loads(file.read_bytes()) if file.is_file() else None
     return names
+
+
+def names_of(weights: Weights) -> list[str] | None:
+    """The names of the classes of weights of any format; None: they do not say."""
+    named = weights.class_names if isinstance(weights, PartsWeights) else None
+    return class_names_of(weights.folder) if named is None else named
 
 
 def differing(ours: list[str], theirs: list[str], owner: str) -> str:

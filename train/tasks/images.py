@@ -21,6 +21,7 @@ from data.images.dataset import ImageData
 from data.images.noise import GaussianNoise
 from data.images.samples import EvaluationImages, ImageBatch, ImageSamples
 from model.heads import HEAD
+from model.huggingface import CONFIG_FILE
 from model.output import RoutingStats
 from model.vision import ImageSettings
 from parallel import comm
@@ -28,7 +29,7 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.huggingface_vision import VisionWeights
 from parallel.weights import Weights
 from train.errors import ConfigError
-from train.tasks.class_names import CLASSES_FILE, class_names_of, differing
+from train.tasks.class_names import CLASSES_FILE, differing, names_of
 from train.tasks.counting import Counted, CountedClasses, CountedDomains
 from train.tasks.distillation import Learner
 from train.tasks.domains import domain_records, domain_rows
@@ -411,12 +412,12 @@ class ImageClassification(Learner, Task[ImageBatch]):
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these classes in this order, unless the head is
         a new one."""
-        if HEAD in self.begins_anew(weights):
-            return
-        names = class_names_of(weights.folder)
-        # Of a folder of another library's a head of more or fewer classes is a new one.
-        taken = names is not None and len(names) == len(self.data.manifest.class_names)
-        if taken or not isinstance(weights, VisionWeights):
+        # Another library's folder knows itself whether its head is taken.
+        if isinstance(weights, VisionWeights):
+            new = weights.is_new(f"{HEAD}weight")
+        else:
+            new = HEAD in self.begins_anew(weights)
+        if not new:
             self.check_classes(weights, owner)
 
     def check_classes(self, weights: Weights, owner: str) -> None:
@@ -429,10 +430,16 @@ class ImageClassification(Learner, Task[ImageBatch]):
         Raises:
             ConfigError: They were trained with others.
         """
-        names = class_names_of(weights.folder)
+        names = names_of(weights)
         ours = list(self.data.manifest.class_names)
         if names is not None and names != ours:
-            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}")
+            way = ""
+            if isinstance(weights, VisionWeights):
+                way = (
+                    f" (id2label or label_names in {weights.folder / CONFIG_FILE}; without these "
+                    f"keys its head is taken as it is)"
+                )
+            raise ConfigError(f"{self.place} has {differing(ours, names, owner)}{way}")
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the images in the training split."""

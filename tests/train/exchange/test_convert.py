@@ -259,7 +259,7 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(
     llama.mkdir()
     (llama / "config.json").write_text('{"model_type": "llama"}')
     text = refused(config, f"checkpoint.init_from={llama}")
-    assert "model_type: 'llama' is not supported; 'gpt2' is" in text
+    assert "model_type: 'llama' is not supported; gpt2, bert, vit, clip and clip_vision" in text
 
 
 def test_a_tokenizer_with_the_same_ids_in_another_file_is_accepted(

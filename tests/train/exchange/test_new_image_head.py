@@ -12,6 +12,8 @@ from parallel.weights import load_model
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, run_and_listen, run_expecting_error
+from train.errors import ConfigError
+from train.evaluation.evaluate import evaluate
 from train.exchange.convert import convert
 from train.exchange.split import Splitting
 from train.exchange.upcycle import Upcycling
@@ -143,3 +145,39 @@ def test_a_new_head_below_adapters_has_to_be_trained(workers, finished, folders,
     )
     trained = "adapt.lora={rank: 2, trained: [head.*]}"
     assert workers(1).run(run, config, *words, trained) == [2]
+
+
+def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
+    workers, finished, folders, tmp_path
+):
+    theirs = tmp_path / "theirs"
+    convert(finished, theirs, "huggingface")
+    (theirs / "classes.json").unlink()
+    about = json.loads((theirs / "config.json").read_text())
+    assert about["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
+    config = finished.parent / "config.yaml"
+    words = (f"data.path={folders['three']}", f"checkpoint.init_from={theirs}", "train.steps=1")
+    ((_, said),) = workers(1).run(run_and_listen, config, *words, f"run.folder={tmp_path / 'a'}")
+    assert "; " not in said.splitlines()[0]
+    convert(theirs, tmp_path / "ours", "polyad")
+    (ours,) = workers(1).run(evaluation, tmp_path / "ours", data=str(folders["three"]))
+    (whole,) = workers(1).run(evaluation, finished)
+    assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+    # The same head with its rows in another order, and names that say so.
+    about["id2label"] = {"0": "bee", "1": "ant", "2": "cat"}
+    (theirs / "config.json").write_text(json.dumps(about))
+    refused = (*words, f"run.folder={tmp_path / 'b'}")
+    ((_, text, status),) = workers(1).run(run_expecting_error, config, *refused)
+    assert status == 2
+    assert "class 0 is 'ant', not 'bee' (id2label or label_names in" in text
+    convert(theirs, tmp_path / "swapped", "polyad")
+    with pytest.raises(ConfigError, match="class 0 is 'ant', not 'bee'"):
+        evaluate(tmp_path / "swapped", data=str(folders["three"]))
+
+    del about["id2label"]
+    (theirs / "config.json").write_text(json.dumps(about))
+    words = (*words, f"run.folder={tmp_path / 'c'}", "data.normalization=imagenet")
+    ((_, said),) = workers(1).run(run_and_listen, config, *words)
+    assert "config.json does not name all 3 classes of its head" in said
+    assert "; data.normalization: imagenet here, half where the weights were trained" in said

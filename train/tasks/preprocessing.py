@@ -1,0 +1,243 @@
+"""What happens to pixels before a model reads them, as folders of other libraries say it.
+
+    preprocessor_config.json        transformers
+    config.json, pretrained_cfg     timm
+
+Here the shorter side of an image is resized by `data.evaluation_resize`, bicubic, the middle is
+cropped, and pixels from 0 to 1 are normalized by `data.normalization`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.images.config import NORMALIZATIONS, ImageDataConfig
+from model.config_yaml import load
+from model.huggingface import CONFIG_FILE, HuggingFaceError
+from parallel.checkpoint.checkpoint import Checkpoint
+from parallel.checkpoint.tensor_folder import read_json
+from parallel.weights import Weights
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+BICUBIC = 3
+"""The number of Pillow that transformers writes."""
+_USUAL = {"vit": "half", "deit": "imagenet", "clip": "clip", "bit": "clip"}
+"""What image processors of transformers take without means, by how their names begin."""
+MOST_RESIZE = 4.0
+"""The most that `data.evaluation_resize` may be."""
+
+
+class Pixels(NamedTuple):
+    """What a folder says."""
+
+    keys: dict[str, Any]
+    """Of `data:`, those that it decides."""
+    notes: list[str]
+    """What it does otherwise than these keys can say, a line each."""
+
+
+def read_pixels(folder: Path, image_size: int) -> Pixels:
+    """Reads what a folder says of pixels.
+
+    Args:
+        folder: Of another library's model, or of safetensors under our names.
+        image_size: Side of the images that its model reads.
+
+    Raises:
+        HuggingFaceError: Its file is no JSON.
+    """
+    if (folder / PREPROCESSOR_FILE).is_file():
+        tree = read_json(folder / PREPROCESSOR_FILE, HuggingFaceError)
+        return _read(_Transformers(tree), PREPROCESSOR_FILE, image_size)
+    if (folder / CONFIG_FILE).is_file():
+        about = read_json(folder / CONFIG_FILE, HuggingFaceError).get("pretrained_cfg")
+        if isinstance(about, dict):
+            return _read(_Timm(about), f"pretrained_cfg of {CONFIG_FILE}", image_size)
+    return Pixels({}, [])
+
+
+def normalization_of(weights: Weights, image_size: int) -> str | None:
+    """The `data.normalization` that weights were trained with; None: they do not say.
+
+    Args:
+        weights: Of a model of images.
+        image_size: Side of its images.
+    """
+    if isinstance(weights, Checkpoint):
+        data = load(weights.config_yaml).get("data")
+        known = data.get("normalization") if isinstance(data, dict) else None
+        return known if isinstance(known, str) else None
+    known = read_pixels(weights.folder, image_size).keys.get("normalization")
+    return str(known) if known else None
+
+
+def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
+    """The content of preprocessor_config.json.
+
+    Args:
+        settings: How a run reads images.
+        image_size: Of its model.
+    """
+    side = {"height": image_size, "width": image_size}
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": _shorter(settings, image_size)},
+        "resample": BICUBIC,
+        "do_center_crop": True,
+        "crop_size": side,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(settings.mean),
+        "image_std": list(settings.std),
+    }
+
+
+def timm_keys(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
+    """The same as keys of timm's `pretrained_cfg`."""
+    shorter = _shorter(settings, image_size)
+    crop = image_size / shorter
+    while math.floor(image_size / crop) < shorter:  # timm rounds down
+        crop = math.nextafter(crop, 0)
+    return {
+        "mean": list(settings.mean),
+        "std": list(settings.std),
+        "crop_pct": crop,
+        "crop_mode": "center",
+        "interpolation": "bicubic",
+    }
+
+
+def _shorter(settings: ImageDataConfig, image_size: int) -> int:
+    return max(image_size, round(image_size * settings.evaluation_resize))
+
+
+class _Transformers:
+    """A preprocessor_config.json, or what older versions wrote there."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        kind = tree.get("image_processor_type") or tree.get("feature_extractor_type") or ""
+        self._tree, self._kind = tree, str(kind).lower()
+        self._crops = tree.get("do_center_crop", "crop_size" in tree) is not False
+
+    def statistics(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Mean and standard deviation of pixels from 0 to 1; None: it does not say."""
+        tree = self._tree
+        factor = _number(tree.get("rescale_factor", 1 / 255)) or 1 / 255
+        scale = 255 * factor if tree.get("do_rescale", True) is not False else 255
+        if tree.get("do_normalize", True) is False:
+            return [0.0] * 3, [1 / scale] * 3
+        if "image_mean" not in tree and "image_std" not in tree:
+            usual = next((v for name, v in _USUAL.items() if self._kind.startswith(name)), None)
+            return None if usual is None else NORMALIZATIONS[usual]
+        mean, std = _three(tree.get("image_mean")), _three(tree.get("image_std"))
+        if mean is None or std is None:
+            return None
+        return [each / scale for each in mean], [each / scale for each in std]
+
+    def sides(self) -> tuple[float | None, float | None]:
+        """The shorter side after resizing, and the side of what the model reads."""
+        edge = _edge(self._tree.get("size"))
+        if (share := _number(self._tree.get("crop_pct"))) and edge:
+            return edge / share, edge
+        return edge, _edge(self._tree.get("crop_size")) if self._crops else edge
+
+    def differences(self) -> list[str]:
+        """What it does otherwise."""
+        tree, found = self._tree, []
+        if tree.get("do_resize", True) is False:
+            found.append("do_resize: false, here images are resized")
+        size = tree.get("size")
+        if (isinstance(size, dict) and "height" in size) or (
+            isinstance(size, int) and self._kind.startswith("vit")
+        ):
+            found.append("images are squeezed to a square, here the middle is cropped to one")
+        if tree.get("resample", BICUBIC) != BICUBIC:
+            found.append(f"resample: {tree['resample']!r:.20}, here {BICUBIC}, bicubic")
+        return found
+
+
+class _Timm:
+    """The `pretrained_cfg` of timm's config.json."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self._tree = tree
+
+    def statistics(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Mean and standard deviation of pixels from 0 to 1; None: it does not say."""
+        mean, std = _three(self._tree.get("mean")), _three(self._tree.get("std"))
+        return None if mean is None or std is None else (mean, std)
+
+    def sides(self) -> tuple[float | None, float | None]:
+        """The shorter side after resizing, and the side of what the model reads."""
+        size, share = self._tree.get("input_size"), _number(self._tree.get("crop_pct"))
+        side = _number(size[-1]) if isinstance(size, list) and size else None
+        return (math.floor(side / share) if side and share else None), side
+
+    def differences(self) -> list[str]:
+        """What it does otherwise."""
+        usual = {"interpolation": "bicubic", "crop_mode": "center"}
+        return [
+            f"{key}: {self._tree[key]!r:.20}, here {only}"
+            for key, only in usual.items()
+            if self._tree.get(key, only) != only
+        ]
+
+
+def _read(said: _Transformers | _Timm, file: str, image_size: int) -> Pixels:
+    keys: dict[str, Any] = {}
+    notes = said.differences()
+    statistics = said.statistics()
+    if statistics is not None:
+        known = next(
+            (name for name, e in NORMALIZATIONS.items() if _are_close(statistics, e)), None
+        )
+        if known is not None:
+            keys["normalization"] = known
+        else:
+            mean, std = ([round(each, 4) for each in numbers] for numbers in statistics)
+            notes.append(
+                f"mean {mean} and std {std} of pixels from 0 to 1, which are none of "
+                f"{', '.join(NORMALIZATIONS)}"
+            )
+    shorter, side = said.sides()
+    if side is not None and side != image_size:
+        notes.append(f"images of {side:g} pixels a side, the model reads {image_size}")
+    if shorter is not None and side:
+        resize = min(MOST_RESIZE, max(1.0, shorter / side))
+        keys["evaluation_resize"] = resize
+        if resize != shorter / side:
+            notes.append(f"images are resized to {shorter:g} pixels for {side:g}")
+    return Pixels(keys, [f"{file}: {note}" for note in notes])
+
+
+def _are_close(
+    given: tuple[Sequence[float], Sequence[float]],
+    known: tuple[Sequence[float], Sequence[float]],
+) -> bool:
+    return all(
+        abs(a - b) < 1e-3
+        for theirs, ours in zip(given, known, strict=True)
+        for a, b in zip(theirs, ours, strict=True)
+    )
+
+
+def _three(value: object) -> list[float] | None:
+    numbers = [_number(each) for each in value] if isinstance(value, list) else []
+    known = [each for each in numbers if each is not None]
+    return known if len(known) == len(numbers) == 3 else None
+
+
+def _edge(size: object) -> float | None:
+    """The shorter side that a size means: one number, or a side by its name."""
+    if isinstance(size, dict):
+        size = next((size[key] for key in ("shortest_edge", "height") if key in size), None)
+    return _number(size)
+
+
+def _number(value: object) -> float | None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None  # type: ignore[arg-type]
