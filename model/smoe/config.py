@@ -29,8 +29,11 @@ class SparseMoEConfig(Config):
     num_experts: Annotated[int, Field(ge=2)] = 16
     """Experts E in a block."""
     top_k: Count = 2
-    """Experts K that a token uses. With 1 the weight is the expert's score, as in Switch; with more
-    the K highest scores are divided by their sum."""
+    """Experts K that a token uses."""
+    combine: Literal["renormalized", "softmax"] = "renormalized"
+    """Weights of the outputs of a token's experts: `renormalized`, the K highest scores divided by
+    their sum, or with K = 1 the score itself, as in Switch; `softmax`, the scores as they are,
+    which sum to less than 1, as in V-MoE."""
     expert_hidden_size: Count | None = None
     """Inner width F of one expert, in units; null: four times the model's width."""
     placement: Placement = 1
@@ -105,8 +108,8 @@ class SparseMoEConfig(Config):
     scale_residual_init: bool = True
     """Whether in GPT-2 the experts' second layer starts smaller by sqrt(2 L), L blocks, as its
     projections onto the residual stream do; false, and in other models: as their first layer. A
-    token's weights sum to 1: K experts then start about K times smaller than a dense layer as wide
-    as all of them."""
+    token's weights sum to 1 at most: K experts then start about K times smaller than a dense layer
+    as wide as all of them."""
     allow_leak: bool = False
     """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although the
     experts of a token then depend on later ones, with a capacity on what else is in the batch."""

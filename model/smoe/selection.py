@@ -39,10 +39,11 @@ def spread(selected: Selected, num_experts: int) -> Tensor:
 
 
 class TopK(nn.Module):
-    """The K highest scores, divided by their sum if K > 1.
+    """The K highest scores, divided by their sum if K > 1 and `combine` says so.
 
     With K = 1 that quotient would be the constant 1 and the score would get no gradient: the weight
-    is then the score itself, as in Switch (Fedus et al. 2022). The balancing bias affects the
+    is then the score itself, as in Switch (Fedus et al. 2022). With `combine: softmax` it is so for
+    any K, as in V-MoE (Riquelme et al. 2021). The balancing bias affects the
     selection, and not the weights (Wang et al. 2024, "Auxiliary-loss-free load balancing").
 
     Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
@@ -107,7 +108,7 @@ class TopK(nn.Module):
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
         expert_ids_NK = ranked_NE.topk(self.top_k, dim=-1).indices
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
-        if self.top_k > 1:
+        if self.top_k > 1 and self.config.combine == "renormalized":
             sum_N1 = weights_NK.sum(-1, keepdim=True)
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
             # The bias may select experts whose scores all underflow to 0.

@@ -2,8 +2,8 @@
 
     up_e = up + noise * std(up) * n_e        n_e standard normal, of expert e alone; down alike
 
-With K > 1 the routing weights of a token sum to 1: equal experts, whichever they are, give what the
-dense feed-forward gives. With K = 1 the weight is the score, and they do not.
+With K > 1 and renormalized weights these sum to 1: equal experts, whichever they are, give what the
+dense feed-forward gives. With K = 1, or `combine: softmax`, weights are scores, and they do not.
 
 Source: Komatsuzaki et al. 2023, "Sparse upcycling: training mixture-of-experts from dense
 checkpoints".

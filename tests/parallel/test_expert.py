@@ -119,6 +119,9 @@ def test_sgd_gives_equal_losses_norms_routing_and_weights(
         {"graph": "similarity", "graph_from": 0.5},
         {"capacity_factor": 1.0, "allow_leak": True},
         {"capacity_factor": 1.0, "allow_leak": True, "capacity_order": "priority"},
+        {"combine": "softmax"},
+        {"combine": "softmax", "capacity_factor": 1.0, "allow_leak": True,
+         "capacity_order": "priority"},
         {"router_bias": False},
         {"placement": 2},
         {"top_k": 1},
@@ -132,9 +135,11 @@ def test_sgd_gives_equal_losses_norms_routing_and_weights(
         {"graph": "attention", "attention_head": 0, "head_mean": False, "graph_from": 0.5},
         {"capacity_factor": 1.0, "allow_leak": True, "capacity_order": "priority"},
         {"score": "random", "top_k": 1, "final_top_k": 4},
+        {"combine": "softmax", "capacity_factor": 1.0, "allow_leak": True,
+         "capacity_order": "priority"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_option_gives_equal_results(workers, references, section):
     losses = LossConfig(load_balance=0.01, router_z=0.001, importance=0.05)
     case = Case(

@@ -217,19 +217,24 @@ def _left_out_rows(layers: dict[str, Any]) -> list[str]:
 
 def _measure_rows(layers: dict[str, Any]) -> list[str]:
     """Entropies of each level, and what its experts tell about each kind of label."""
-    heads = ("", "H_s", "H_u", "at most", "I(E; Y)", "by chance", "normalized", "purity")
+    heads = ("", "H_s", "H_u", "at most", "I(E; Y)", "by chance", "normalized", "purity",
+             "of the highest share", "by chance")  # fmt: skip
     table: list[tuple[str, ...]] = []
     for name, layer in layers.items():
         for number, level in enumerate(layer["levels"]):
             title = name if len(layer["levels"]) == 1 else f"{name}, level {number}"
             entropies = (level["entropy_bits"], level["usage_entropy_bits"])
             told = (*map(_number, entropies), f"{level['highest_entropy_bits']:.2f}")
-            table.append((title, *told, "", "", "", ""))
+            table.append((title, *told, *[""] * 6))
             for label, each in level["labels"].items():
                 chance = f"{each['information_bits_by_chance']:.4f}"
                 ratios = (each["normalized_information"], each["purity"])
                 said = (_number(each["information_bits"]), chance, *map(_number, ratios))
-                table.append((f"  by {label}", "", "", "", *said))
+                hard = ("", "")
+                if highest := each.get("information_bits_of_highest"):
+                    by_chance = each["information_bits_of_highest_by_chance"]
+                    hard = (_number(highest), f"{by_chance:.4f}")
+                table.append((f"  by {label}", "", "", "", *said, *hard))
     lines = _aligned([heads, *table])
     return ["", "entropies and information in bits, 95% intervals over samples", *lines]
 

@@ -105,6 +105,8 @@ class Upcycled(FromDense):
         reasons = []
         if feed_forward.top_k == 1:
             reasons.append("with top_k 1 an expert's output is multiplied by its score")
+        elif feed_forward.combine == "softmax":
+            reasons.append("with combine softmax a token's weights sum to less than 1")
         if feed_forward.capacity_factor is not None:
             reasons.append("capacity_factor drops tokens")
         if self._start.noise:

@@ -32,6 +32,8 @@ class RoutedLayer:
     """The module's name, as in names of parameters: blocks.3.feed_forward, or head."""
     levels: tuple[int, ...]
     """Experts of each level; of sparse experts one level."""
+    shares: bool = False
+    """Whether a token gets a share of every expert, as in a muMoE or a mixture of networks."""
 
     @property
     def block(self) -> int:
@@ -78,12 +80,14 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
         if isinstance(module, FeedForward):
             for part in module.children():
                 if isinstance(part, Gate):
-                    layers.append(RoutedLayer(name=name, levels=tuple(part.norm.num_experts)))
+                    levels = tuple(part.norm.num_experts)
+                    layers.append(RoutedLayer(name=name, levels=levels, shares=True))
                 elif isinstance(part, Router):
                     experts = part.selection.config.num_experts
                     layers.append(RoutedLayer(name=name, levels=(experts,)))
         elif isinstance(module, Mixture):
-            layers.append(RoutedLayer(name=name, levels=(module.config.num_experts,)))
+            levels = (module.config.num_experts,)
+            layers.append(RoutedLayer(name=name, levels=levels, shares=True))
     return layers
 
 
@@ -95,7 +99,8 @@ def routed_head(model: nn.Module) -> RoutedLayer | None:
     """
     for name, module in model.named_modules():
         if isinstance(module, MuMoEHead):
-            return RoutedLayer(name=name, levels=tuple(module.gate.norm.num_experts))
+            levels = tuple(module.gate.norm.num_experts)
+            return RoutedLayer(name=name, levels=levels, shares=True)
     return None
 
 

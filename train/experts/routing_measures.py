@@ -63,6 +63,7 @@ def _of_labels(level: LevelByClass) -> dict[str, Any]:
     return {
         **{name: each.to_json() for name, each in level.measures.items()},
         "information_bits_by_chance": level.by_chance,
+        **level.of_highest_to_json(),
         "experts": level.experts,
         "classes": level.groups,
         "counts": level.counts_SY.tolist(),

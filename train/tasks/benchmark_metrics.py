@@ -23,7 +23,7 @@ def accuracy(labels_N: Numbers, predictions_N: Numbers) -> float:
 
 
 def f1(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """F1 of class 1, as GLUE scores MRPC and QQP; 0 where nothing is found."""
+    """F1 of the second class, as GLUE scores MRPC and QQP; 0 where nothing is found."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels_N == 1, predictions_N == 1, zero_division=0))

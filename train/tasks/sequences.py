@@ -146,8 +146,10 @@ class SequenceTask(Learner, Task[SequenceBatch]):
 
     @property
     def notes(self) -> Sequence[str]:
-        """How many sequences were longer than allowed, of each split that was encoded."""
+        """Which class F1 is of, and how many sequences of each split were longer than allowed."""
         said = []
+        if self.f1_class is not None:
+            said.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
         for split in ("train", "validation"):
             if split in self.data.splits and (cut := self.data.encoded(split).pieces.cut):
                 count = len(self.data.encoded(split)) * self.data.choices
@@ -156,6 +158,11 @@ class SequenceTask(Learner, Task[SequenceBatch]):
                     f"{self.data.max_length:,} tokens and are cut off"
                 )
         return said
+
+    @property
+    def f1_class(self) -> str | None:
+        """The name of the class that `f1` is of; None: it is not a metric."""
+        return self.data.class_names[1] if "f1" in self.schema.metrics else None
 
     def flops_per_unit(self) -> int:
         """Of the mean sequence without padding, times the choices of a sample."""
@@ -278,6 +285,7 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         return {
             **self._scores(*found_N),
             "metrics": list(self.schema.metrics),
+            "f1_class": self.f1_class,
             "per_domain": {
                 str(domain): {
                     "sequences": int((domains_N == domain).sum()),
@@ -324,13 +332,15 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
         """The metrics, the loss, those of domains, the worst classes, and what was cut off."""
-        rows = [(TITLES[name], f"{result[name]:.4f}") for name in result["metrics"]]
+        titles = {name: TITLES[name] for name in result["metrics"]}
+        if result["f1_class"] is not None:
+            titles["f1"] = f"F1 of {result['f1_class']}"
+        rows = [(title, f"{result[name]:.4f}") for name, title in titles.items()]
         if len(rows) > 1:
             rows.append(("their mean", f"{result['score']:.4f}"))
         unit = "squared error" if result["task"] == "regression" else "nats a sequence"
         rows.append(("loss", f"{result['loss']:.4f} {unit}"))
-        titles = {name: TITLES[name] for name in result["metrics"]} | {"loss": "loss"}
-        rows += domain_rows(result, "sequences", titles)
+        rows += domain_rows(result, "sequences", titles | {"loss": "loss"})
         found = [
             (each["right"] / each["sequences"], name, each)
             for name, each in result["per_class"].items()

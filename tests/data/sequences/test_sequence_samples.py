@@ -214,3 +214,56 @@ def test_a_split_whose_labels_are_hidden_cannot_be_scored(tmp_path, tokenizer):
         data.check_split("test")
     with pytest.raises(DataError, match="has no split 'validation'; there are 'train', 'test'"):
         data.check_split("validation")
+
+
+def test_names_in_parquet_are_kept_and_older_checkpoints_go_on_with_numbers(tmp_path, tokenizer):
+    """Older versions dropped the names: classes were numbers, which those of the training rows
+    still mean."""
+    import datasets
+
+    numbers = tmp_path / "numbers"
+    for split, names in (("train", ["meow", "bark"]), ("test", ["bark", "meow"])):
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+        )
+        words = ["meow", "bark", "meow"]
+        table = datasets.Dataset.from_dict({"text": words, "label": words}, features=features)
+        (tmp_path / "named").mkdir(exist_ok=True)
+        table.to_parquet(tmp_path / "named" / f"{split}.parquet")
+        write(
+            numbers / f"{split}.csv",
+            [{"text": word, "label": ["meow", "bark"].index(word)} for word in words],
+        )
+    named, older = opened(tmp_path / "named", tokenizer), opened(numbers, tokenizer)
+    assert (named.class_names, older.class_names) == (["meow", "bark"], ["0", "1"])
+    assert named.encoded("test").labels_N.tolist() == [0, 1, 0]
+    assert named.fingerprint != older.fingerprint
+    assert named.is_of(older.fingerprint)
+    assert not older.is_of(named.fingerprint)
+    again = SequenceData.open(
+        named.settings, tokenizer, model_kind="gpt2", max_length=64, known_classes=["0", "1"]
+    )
+    assert again.class_names == ["meow", "bark"]
+    turned = SequenceData.open(
+        named.settings, tokenizer, model_kind="gpt2", max_length=64, known_classes=["bark", "meow"]
+    )
+    assert turned.encoded("test").labels_N.tolist() == [1, 0, 1]
+
+
+def test_numbers_of_choices_have_one_meaning_in_all_splits(tmp_path, tokenizer):
+    import datasets
+
+    for split, names in (("train", ["first", "second"]), ("test", ["second", "first"])):
+        features = datasets.Features(
+            {
+                "text": datasets.Value("string"),
+                "a": datasets.Value("string"),
+                "b": datasets.Value("string"),
+                "label": datasets.ClassLabel(names=names),
+            }
+        )
+        row = {"text": ["x"], "a": ["y"], "b": ["z"], "label": ["first"]}
+        datasets.Dataset.from_dict(row, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    keys = {"task": "multiple_choice", "columns": {"choices": ["a", "b"]}}
+    with pytest.raises(DataError, match="numbers have to mean the same in all splits"):
+        opened(tmp_path, tokenizer, **keys)

@@ -61,6 +61,9 @@ PRIORITY = {"top_k": 2, "capacity_factor": 0.8, "capacity_order": "priority"}
         {"top_k": 2, "router_bias": False},
         {"top_k": 2, "activation": "gelu"},
         {"top_k": 3, "activation": "quick_gelu", "experts": "loop"},
+        {"top_k": 2, "combine": "softmax"},
+        PRIORITY | {"combine": "softmax"},
+        {"top_k": 1, "combine": "softmax", "experts": "loop"},
     ],
     ids=str,
 )
@@ -73,13 +76,15 @@ def test_layer_equals_two_loops_in_value_and_gradients(bias, options):
     if layer.router.score.bias is not None:
         logits_NE = logits_NE + layer.router.score.bias
     highest = logits_NE.softmax(-1).topk(options["top_k"])
-    total = highest.values.sum(-1, keepdim=True) if options["top_k"] > 1 else 1.0
+    total = highest.values.sum(-1, keepdim=True)
+    if options["top_k"] == 1 or options.get("combine") == "softmax":
+        total = torch.ones_like(total)  # the scores as they are
     kept_NK = torch.ones_like(highest.values)
     if "capacity_factor" in options:  # 0.8 x 18 x 2 / 6 = 4.8: the first five of each expert
         first = highest.values[:, 0].tolist()
         for expert in range(6):
             places = (highest.indices == expert).nonzero().tolist()
-            if options is PRIORITY:  # first choices, then second ones; the highest score first
+            if "capacity_order" in options:  # first choices, then second ones, by their scores
                 places.sort(key=lambda place: (place[1], -first[place[0]]))
             for place in places[5:]:
                 kept_NK[tuple(place)] = 0.0

@@ -34,6 +34,21 @@ def test_weights_equal_numbers_worked_out_by_hand(top_k, ids, weights):
     torch.testing.assert_close(selected.weights_NK, expected)
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+def test_weights_of_vmoe_are_the_softmax_of_all_experts(top_k):
+    selected = selection(top_k=top_k, combine="softmax")(SCORES)
+    assert selected.expert_ids_NK.tolist() == [[1, 3, 2, 0][:top_k]]
+    expected = torch.tensor([[0.5, 0.25, 0.15, 0.1][:top_k]], dtype=torch.float64)
+    torch.testing.assert_close(selected.weights_NK, expected)
+
+
+def test_experts_whose_scores_are_0_keep_that_weight():
+    module = selection(top_k=2, combine="softmax", balancing_rate=0.1)
+    module.balancing_bias.copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    scores_NE = torch.tensor([[0.0, 0.6, 0.0, 0.4]], dtype=torch.float64)
+    assert module(scores_NE).weights_NK.tolist() == [[0.0, 0.0]]
+
+
 def test_renormalized_softmax_is_the_softmax_of_the_highest_logits():
     logits_NE = torch.randn(50, 4, dtype=torch.float64)
     selected = selection(top_k=3)(logits_NE.softmax(-1))

@@ -135,6 +135,10 @@ def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):
     ("text", "why"),
     [
         ("num_experts=4,top_k=1", "with top_k 1 an expert's output is multiplied by its score"),
+        (
+            "num_experts=4,combine=softmax",
+            "with combine softmax a token's weights sum to less than 1",
+        ),
         ("num_experts=4,noise=0.5", "noise is 0.5"),
         (
             "num_experts=4,capacity_factor=1.0,allow_leak=true,noise=1",

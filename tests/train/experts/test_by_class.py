@@ -54,6 +54,25 @@ def test_chance_is_that_of_whole_sequences():
     )
 
 
+def test_shares_tell_less_than_which_is_the_highest():
+    """Two networks that share 0.6 and 0.4 of an image, the other way in the other class: the
+    shares tell 1 - H(0.6, 0.4) = 0.029 bits, the highest of them the whole bit."""
+    layer = RoutedLayer(name="mixture", levels=(2,), shares=True)
+    label_A = torch.tensor([0, 1] * 32)
+    shares_AM = torch.tensor([[0.6, 0.4], [0.4, 0.6]])[label_A]
+    counts = ExpertsByClass([layer], ["a", "b"], label_A)
+    images_A = torch.arange(64)
+    counts.add(layer.name, Decision(levels=[shares_AM], selected=None), images_A, images_A)
+    (level,) = counts.result()[layer.name]
+    entropy = -(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4))
+    assert level.information == pytest.approx(1 - entropy)
+    assert level.of_highest.value == pytest.approx(1.0)
+    said = level.of_highest_to_json()
+    assert said["information_bits_of_highest"]["value"] == pytest.approx(1.0)
+    assert 0 < said["information_bits_of_highest_by_chance"] < 0.1
+    assert level.counts_SY.sum() == pytest.approx(64)
+
+
 @pytest.mark.parametrize(
     ("by_expert", "expected"), [(True, "all c d a b none"), (False, "all a b c none d")]
 )

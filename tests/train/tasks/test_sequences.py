@@ -140,6 +140,17 @@ def compared(tmp_path, one, other, *, steps=12):
 
 
 @pytest.mark.slow
+def test_f1_says_which_class_it_is_of(workers, config, tmp_path):
+    words = ("data.metrics=[f1]", "train.steps=6")
+    ((_, said),) = workers(1).run(run_and_listen, config, *words)
+    assert "data.metrics: f1 is that of the class 'good'" in said
+    (result,) = workers(1).run(evaluation, tmp_path / "run")
+    assert result["f1_class"] == "good"
+    each = result["per_class"]["good"]
+    assert result["f1"] == pytest.approx(each["f1"] or 0.0)
+    assert SequenceTask.score_rows(result)[0] == ("F1 of good", f"{result['f1']:.4f}")
+
+
 def test_two_processes_are_one(workers, config, tmp_path):
     """Loss, gradient norm, every routing statistic, weights and scores; 21 rows are validated."""
     for processes in (1, 2):

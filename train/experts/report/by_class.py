@@ -67,13 +67,17 @@ class LevelByClass:
     groups: list[str]
     """Names of the classes."""
     counts_SY: Matrix
-    """Tokens of each class that every expert gets; of a muMoE sums of coefficients."""
+    """Tokens of each class that every expert gets; of shares their sums."""
     counts_GSY: Matrix
     """The same of groups of sequences or images, which intervals follow from."""
+    highest_GSY: Matrix | None = None
+    """Where a token gets a share of every expert: tokens of which each has the highest."""
     samples: int
     """Sequences, images or windows in all groups."""
     by_chance: float
     """The mean of `information` over labels that were shuffled among the sequences or images."""
+    highest_by_chance: float | None = None
+    """The same of `highest_GSY`."""
 
     @property
     def information(self) -> float:
@@ -90,6 +94,25 @@ class LevelByClass:
                 ("normalized_information", normalized_information),
                 ("purity", purity),
             )
+        }
+
+    @functools.cached_property
+    def of_highest(self) -> Measured | None:
+        """Information in bits of the expert with the highest share; None where there are none.
+
+        Source: Krishnamurthy et al. 2023, who count each sample for one expert.
+        """
+        if self.highest_GSY is None:
+            return None
+        return measured(information_bits, self.highest_GSY, self.samples)
+
+    def of_highest_to_json(self) -> dict[str, Any]:
+        """JSON values: it, and what it is by chance; nothing where there are no shares."""
+        if self.of_highest is None:
+            return {}
+        return {
+            "information_bits_of_highest": self.of_highest.to_json(),
+            "information_bits_of_highest_by_chance": self.highest_by_chance,
         }
 
     @property
@@ -139,6 +162,7 @@ class LevelByClass:
             "information_bits": self.information,
             "information_bits_by_chance": self.by_chance,
             "measures": {name: each.to_json() for name, each in self.measures.items()},
+            **self.of_highest_to_json(),
             "experts": self.experts,
             "share": self.share_S.tolist(),
             "counts": self.counts_SY.tolist(),
@@ -167,13 +191,15 @@ class ExpertCounts:
         self._layers, self._groups, self._samples = layers, list(groups), samples
         self._group_A: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
-        """Of each layer [G + SHUFFLES, Y, S]: of groups of samples, then of shuffled labels."""
+        """Of each layer [G + SHUFFLES, Y, S], or 2 S, as `given`: of groups of samples, then of
+        shuffled labels."""
         for layer in layers:
             size = len(groups) * layer.num_experts
             tables, group_A = groups_of_samples(samples, size)
             self._group_A[layer.name] = group_A.to(device)
+            columns = layer.num_experts * (2 if layer.shares else 1)
             self._counts[layer.name] = torch.zeros(
-                *(tables + SHUFFLES, len(groups), layer.num_experts),
+                *(tables + SHUFFLES, len(groups), columns),
                 dtype=torch.float64,
                 device=device,
             )
@@ -183,7 +209,7 @@ class ExpertCounts:
 
         Args:
             name: of the layer.
-            given_RS: what each row gives to every expert, fp64; see `given`.
+            given_RS: what each row gives to every expert, fp64, [R, S] or 2 S; see `given`.
             label_PR: its class, and shuffled ones; -1: it does not count.
             number_R: that of the sample that it belongs to.
         """
@@ -218,14 +244,18 @@ class ExpertCounts:
                 columns = range(first, first + size)
                 of_level_SY = counts_SY[:, first : first + size]
                 of_groups_GSY = of_level_SY[:-SHUFFLES]
+                begin = layer.num_experts + first
+                highest_SY = counts_SY[:, begin : begin + size] if layer.shares else None
                 levels.append(
                     LevelByClass(
                         experts=[layer.expert_name(column) for column in columns],
                         groups=self._groups,
                         counts_SY=of_groups_GSY.sum(0),
                         counts_GSY=of_groups_GSY,
+                        highest_GSY=None if highest_SY is None else highest_SY[:-SHUFFLES],
                         samples=self._samples,
-                        by_chance=float(information_bits(of_level_SY[-SHUFFLES:]).mean()),
+                        by_chance=_by_chance(of_level_SY),
+                        highest_by_chance=None if highest_SY is None else _by_chance(highest_SY),
                     )
                 )
                 first += size
@@ -275,17 +305,26 @@ class ExpertsByClass(ExpertCounts):
         self.count(name, given_RS, self._class_PA[:, number_R], number_R)
 
 
-def given(decision: Decision) -> Tensor:
-    """What every token gives to each expert, [N, S], in fp64.
+def _by_chance(counts_SY: Matrix) -> float:
+    return float(information_bits(counts_SY[-SHUFFLES:]).mean())
 
-    Of sparse experts 1 for each that is selected, whatever its weight, before a capacity drops any;
-    of a muMoE the coefficient.
+
+def given(decision: Decision) -> Tensor:
+    """What every token gives to each expert, in fp64.
 
     Args:
         decision: of a layer.
+
+    Returns:
+        Of sparse experts [N, S]: 1 for each that is selected, whatever its weight, before a
+        capacity drops any. Of shares [N, 2 S]: the shares, then 1 for the highest of each level.
     """
     if decision.selected is None:
-        return torch.cat(decision.levels, dim=-1).double()
+        highest = [
+            torch.zeros_like(a_NS).scatter(1, a_NS.argmax(-1, keepdim=True), 1.0)
+            for a_NS in decision.levels
+        ]
+        return torch.cat([*decision.levels, *highest], dim=-1).double()
     ids_NK = decision.selected.expert_ids_NK
     ones_NK = torch.ones_like(ids_NK, dtype=torch.float64)
     return ones_NK.new_zeros(len(ids_NK), decision.levels[0].shape[-1]).scatter(1, ids_NK, ones_NK)

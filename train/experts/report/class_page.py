@@ -56,7 +56,10 @@ def class_section(report: Report) -> str:
 
 
 def _note(report: Report, read: ClassPass) -> str:
-    metrics = ", ".join(f"{TITLES[name]} {value:.4f}" for name, value in read.metrics.items())
+    titles, names = dict(TITLES), list(read.held)
+    if len(names) > 1:
+        titles["f1"] = f"F1 of {escape(names[1])}"
+    metrics = ", ".join(f"{titles[name]} {value:.4f}" for name, value in read.metrics.items())
     which = " (the best validation of the run)" if report.is_best else ""
     loss = "squared error" if read.task == "regression" else "loss"
     said = (

@@ -49,6 +49,9 @@ def division_section(report: Report) -> str:
                 each = found[name][number]
                 said = [_number(measure) for measure in each.measures.values()]
                 said.insert(1, f"{each.by_chance:.4f}")
+                said += ["–", "–"] if each.of_highest is None else [
+                    _number(each.of_highest), f"{each.highest_by_chance:.4f}",
+                ]  # fmt: skip
                 information.append([escape(title), label, *said])
                 if name not in shown:
                     heading = f"{title}: experts by {label}"
@@ -59,7 +62,8 @@ def division_section(report: Report) -> str:
         wide=True,
     )
     if information:
-        heads = ("layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity")
+        heads = ("layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
+                 "of the highest share", "by chance")  # fmt: skip
         figures += figure_of_table(
             "What an expert tells", table(heads, information, names=2), wide=True
         )
