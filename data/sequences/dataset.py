@@ -103,6 +103,8 @@ class SequenceData:
             )
         tables = read_tables(settings.path, schema)
         for table in tables.values():
+            if table.present:
+                table.column(schema.text)  # or it would seem to have no rows
             if not len(table):
                 raise DataError(f"{table.place}: has no rows")
         if settings.held_out and "train" in tables and "validation" not in tables:
@@ -126,6 +128,11 @@ class SequenceData:
     def splits(self) -> list[str]:
         """Names of the splits there are."""
         return list(self._tables)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of how tables were read, a line each."""
+        return [table.note for table in self._tables.values() if table.note]
 
     @property
     def choices(self) -> int:

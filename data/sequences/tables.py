@@ -5,7 +5,7 @@ A table is held whole, by column: what is fine-tuned on is small beside what is 
 
 import csv
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Table:
     """Names of all columns."""
     class_names: Sequence[str] | None = None
     """Names of the numbers in the column of labels, where the data set has them."""
+    note: str | None = None
+    """What a person should know of how it was read."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -69,24 +71,63 @@ def read_tables(path: str, schema: Schema) -> dict[str, Table]:
     folder = user_path(path)
     if folder.is_file():
         return {_split_of(folder, schema) or "train": _read_files([folder], wanted, schema.label)}
-    if folder.is_dir() and (files := _files_by_split(folder, schema)):
-        return {split: _read_files(found, wanted, schema.label) for split, found in files.items()}
+    if folder.is_dir() and (tables := _read_folder(folder, schema, wanted)):
+        return tables
     return _read_dataset(path, schema, wanted)
 
 
 def _split_of(file: Path, schema: Schema) -> str | None:
     """The split that a file's name says, as train.csv or validation-00000-of-00001.parquet."""
-    name = file.stem.split("-")[0].lower()
+    name = file.name.split(".")[0].split("-")[0].lower()
     theirs = {other: split for split, other in schema.splits.items()}
     return theirs.get(name) or SPLIT_NAMES.get(name)
 
 
-def _files_by_split(folder: Path, schema: Schema) -> dict[str, list[Path]]:
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
+
+
+def _read_folder(folder: Path, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
+    """The splits of a folder with a file or several for each; nothing where it has none."""
+    shown = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     files: dict[str, list[Path]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix in SUFFIXES and (split := _split_of(path, schema)):
-            files.setdefault(split, []).append(path)
-    return {split: files[split] for split in SPLITS if split in files}
+    for file in shown:
+        if split := _split_of(file, schema):
+            files.setdefault(split, []).append(file)
+    found = {split: files[split] for split in SPLITS if split in files}
+    if not any(_is_table(file) for each in found.values() for file in each):
+        return {}
+    for each in found.values():
+        _check_files(each)
+    tables = {split: _read_files(each, wanted, schema.label) for split, each in found.items()}
+    others = [file.name for file in shown if _is_table(file) and not _split_of(file, schema)]
+    if others:
+        first = next(iter(tables))
+        left = f"{folder}: left out, as their names say no split: {listed(others, 3)}"
+        tables[first] = replace(tables[first], note=_joined_notes([left, tables[first].note]))
+    return tables
+
+
+def _check_files(files: Sequence[Path]) -> None:
+    """Checks that all files of a split are tables, and that none is there twice."""
+    by_name: dict[str, Path] = {}
+    for file in files:
+        if not _is_table(file):
+            raise DataError(
+                f"{file}: its name says that it is of a split, and it is no table of "
+                f"{', '.join(SUFFIXES)}; make it one, or move it elsewhere"
+            )
+        other = by_name.setdefault(file.stem, file)
+        if other is not file:
+            raise DataError(
+                f"{file}: is there beside {other.name}, and would be read as more rows of the same "
+                f"split; move one of them elsewhere"
+            )
+
+
+def _joined_notes(notes: Iterable[str | None]) -> str | None:
+    """Notes as one line; None without any."""
+    return "; ".join(note for note in notes if note) or None
 
 
 def _read_files(files: Sequence[Path], wanted: Sequence[str], label: str) -> Table:
@@ -120,7 +161,8 @@ def joined(tables: Sequence[Table], label: str) -> Table:
     if any(table.class_names != first.class_names for table in tables):
         tables = [_in_words(table, label) for table in tables]
     columns = {name: [v for table in tables for v in table.columns[name]] for name in first.columns}
-    return replace(first, columns=columns, class_names=names or None)
+    note = _joined_notes(table.note for table in tables)
+    return replace(first, columns=columns, class_names=names or None, note=note)
 
 
 def _in_words(table: Table, label: str) -> Table:
@@ -138,7 +180,7 @@ def _in_words(table: Table, label: str) -> Table:
 
 def _class_names(file: Path, label: str) -> list[str] | None:
     """What a file calls the numbers in its column of labels; None: it does not say."""
-    if file.suffix != ".parquet":
+    if file.suffix.lower() != ".parquet":
         return None
     import pyarrow.parquet
 
@@ -146,43 +188,95 @@ def _class_names(file: Path, label: str) -> list[str] | None:
 
 
 def _suffix(file: Path) -> str:
-    if file.suffix not in _READERS:
+    suffix = file.suffix.lower()
+    if suffix not in _READERS:
         raise DataError(f"{file}: is no table; files of {', '.join(SUFFIXES)} are read")
-    return file.suffix
+    return suffix
 
 
 def _read_csv(file: Path, wanted: Sequence[str]) -> Table:
+    return _read_rows(file, wanted, {"delimiter": ","})
+
+
+def _read_tsv(file: Path, wanted: Sequence[str]) -> Table:
+    """Reads tabs: with quotation as in .csv, or where that does not fit without any, as GLUE's."""
+    try:
+        return _read_rows(file, wanted, {"delimiter": "\t"})
+    except DataError as quoted:
+        table = _read_rows(file, wanted, {"delimiter": "\t", "quoting": csv.QUOTE_NONE})
+        said = str(quoted).removeprefix(f"{file}")
+        note = f"{file}: quotation marks are read as part of its values, as they do not fit{said}"
+        return replace(table, note=note)
+
+
+def _read_rows(file: Path, wanted: Sequence[str], dialect: dict[str, Any]) -> Table:
     csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if file.suffix == ".tsv" else ","
+    line = 0
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            reader = csv.DictReader(lines, strict=True, **dialect)
             present = list(reader.fieldnames or ())
+            _check_header(file, present, wanted, dialect["delimiter"])
             columns: dict[str, list[Any]] = {n: [] for n in dict.fromkeys(wanted) if n in present}
             for row in reader:
+                line = reader.line_num
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{file}, line {reader.line_num}: has not as many values as the "
-                        f"{len(present)} columns of the first line"
+                        f"{file}, line {line}: has not as many values as the {len(present)} "
+                        f"columns of the first line"
                     )
-                if delimiter == "\t" and any("\t" in value for value in row.values()):
+                if dialect["delimiter"] == "\t" and any("\t" in value for value in row.values()):
                     raise DataError(
-                        f"{file}, line {reader.line_num}: a value that begins with a quotation "
-                        f"mark holds a tab: several columns may have become one; as .jsonl the "
-                        f"table would be clear"
+                        f"{file}, line {line}: a value that begins with a quotation mark holds a "
+                        f"tab: several columns may have become one"
                     )
                 for name, values in columns.items():
                     values.append(row[name])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise DataError(f"{file}, line {_undecodable(file)}: is not UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{file}, after line {line}: cannot be read: {error}") from None
+    except OSError as error:
         raise DataError(f"{file}: cannot be read: {error}") from None
     return Table(str(file), columns, present)
+
+
+def _check_header(
+    file: Path, present: Sequence[str], wanted: Sequence[str], delimiter: str
+) -> None:
+    _check_once(f"{file}, line 1", present, wanted)
+    other = next((mark for mark in ",;\t|" if mark != delimiter and mark in "".join(present)), None)
+    if len(present) == 1 and other is not None:
+        raise DataError(
+            f"{file}, line 1: {present[0]!r:.80} is one column: values are separated by "
+            f"{delimiter!r} in a file of {file.suffix}, and not by {other!r}"
+        )
+
+
+def _check_once(place: str, present: Sequence[str], wanted: Sequence[str]) -> None:
+    twice = next((name for name in wanted if list(present).count(name) > 1), None)
+    if twice is not None:
+        raise DataError(
+            f"{place}: there are {present.count(twice)} columns {twice!r}; one is needed"
+        )
+
+
+def _undecodable(file: Path) -> int:
+    """The number of the first line that is not UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
     rows: list[dict[str, Any]] = []
     number = 0
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
                     continue
@@ -190,6 +284,8 @@ def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
                 if not isinstance(row, dict):
                     raise DataError(f"{file}, line {number}: is not a JSON object")
                 rows.append(row)
+    except UnicodeDecodeError:
+        raise DataError(f"{file}, line {_undecodable(file)}: is not UTF-8") from None
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -205,6 +301,7 @@ def _read_parquet(file: Path, wanted: Sequence[str]) -> Table:
 
     try:
         present = pyarrow.parquet.read_schema(file).names
+        _check_once(str(file), present, wanted)
         names = [name for name in dict.fromkeys(wanted) if name in present]
         columns = pyarrow.parquet.read_table(file, columns=names).to_pydict()
     except (pyarrow.ArrowException, OSError) as error:
@@ -215,7 +312,7 @@ def _read_parquet(file: Path, wanted: Sequence[str]) -> Table:
 
 _READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
     ".csv": _read_csv,
-    ".tsv": _read_csv,
+    ".tsv": _read_tsv,
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }

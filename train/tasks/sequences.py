@@ -147,7 +147,7 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     @property
     def notes(self) -> Sequence[str]:
         """Which class F1 is of, and how many sequences of each split were longer than allowed."""
-        said = []
+        said = self.data.notes
         if self.f1_class is not None:
             said.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
         for split in ("train", "validation"):

@@ -267,3 +267,25 @@ def test_numbers_of_choices_have_one_meaning_in_all_splits(tmp_path, tokenizer):
     keys = {"task": "multiple_choice", "columns": {"choices": ["a", "b"]}}
     with pytest.raises(DataError, match="numbers have to mean the same in all splits"):
         opened(tmp_path, tokenizer, **keys)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_a_table_of_other_columns_names_those_that_are_there(tmp_path, tokenizer, name):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = [{"sentence": "a", "label": "x"}, {"sentence": "b", "label": "y"}]
+    if name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / name)
+    elif name.endswith("jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in table))
+    else:
+        write(tmp_path / name, table)
+    with pytest.raises(DataError, match="no column 'text'; columns present: 'sentence', 'label'"):
+        opened(tmp_path / name, tokenizer)
+    keys = {"columns": {"text": "sentence", "label": "grade"}}
+    with pytest.raises(DataError, match="no column 'grade'; columns present"):
+        opened(tmp_path / name, tokenizer, **keys)
+    (tmp_path / "rows.csv").write_text("text,label\n")
+    with pytest.raises(DataError, match=r"rows\.csv: has no rows"):
+        opened(tmp_path / "rows.csv", tokenizer)

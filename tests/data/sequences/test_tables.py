@@ -78,13 +78,81 @@ def test_a_share_is_held_out_evenly(tmp_path):
     assert both == sorted(table.column("text"))
 
 
-def test_a_quotation_mark_swallows_no_rows_of_tabs(tmp_path):
-    (tmp_path / "rows.tsv").write_text('text\tlabel\n"Hello there\t0\nhe said bye"\t1\nplain\t0\n')
-    with pytest.raises(DataError, match=r"rows.tsv, line 3: a value that begins with a quotation"):
-        read_tables(str(tmp_path / "rows.tsv"), Schema())
-    (tmp_path / "rows.tsv").write_text('text\tlabel\n"he said ""bye"""\t1\nplain "x"\t0\n')
-    table = read_tables(str(tmp_path / "rows.tsv"), Schema())["train"]
-    assert table.column("text") == ['he said "bye"', 'plain "x"']
+def test_quotation_marks_of_tabs_are_values_where_they_do_not_fit(tmp_path):
+    """GLUE's tables know no quotation; a spreadsheet's do."""
+    path = tmp_path / "rows.tsv"
+    for content, texts in (
+        ('text\tlabel\n"Hello there\t0\nhe said bye"\t1\nplain\t0\n',
+         ['"Hello there', 'he said bye"', "plain"]),
+        ('text\tlabel\n" bare\t1\n', ['" bare']),
+        ('text\tlabel\nx\t1\n5" disk\t0\n"so" he said\t1\n', ["x", '5" disk', '"so" he said']),
+    ):  # fmt: skip
+        path.write_text(content)
+        table = read_tables(str(path), Schema())["train"]
+        assert table.column("text") == texts
+        assert len(table.column("label")) == len(texts)
+    assert "rows.tsv: quotation marks are read as part of its values" in table.note
+    path.write_text('text\tlabel\n"he said ""bye"""\t1\nplain "x"\t0\n"two\nlines"\t1\n')
+    table = read_tables(str(path), Schema())["train"]
+    assert table.column("text") == ['he said "bye"', 'plain "x"', "two\nlines"]
+    assert table.note is None
+    path.write_text('text\tlabel\n"a\t1\nb\tc\t0\n')
+    with pytest.raises(
+        DataError, match=r"rows\.tsv, line 3: has not as many values as the 2 columns"
+    ):
+        read_tables(str(path), Schema())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.csv", b"text,text,label\na,b,c\n", "line 1: there are 2 columns 'text'; one is"),
+        ("rows.tsv", b"label\ttext\tlabel\na\tb\tc\n", "line 1: there are 2 columns 'label'"),
+        ("rows.csv", b"text;label\na;b\n", "line 1: 'text;label' is one column: values are"),
+        ("rows.csv", b'text,label\na,b\nc,"d" e\n', "after line 2: cannot be read: ',' expected"),
+        ("rows.csv", b"text,label\na,b\nc,\xff\n", "rows.csv, line 3: is not UTF-8"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "rows.jsonl, line 2: is not UTF-8"),
+    ],
+)
+def test_where_a_table_is_damaged_is_said(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read_tables(str(tmp_path / name), Schema())
+
+
+def test_a_column_that_stands_twice_in_parquet_is_refused(tmp_path):
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="there are 2 columns 'text'; one is needed"):
+        read_tables(str(tmp_path / "rows.parquet"), Schema())
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl", "rows.JSONL", "rows.CSV"])
+def test_a_byte_order_mark_and_large_letters_in_endings_change_nothing(tmp_path, name):
+    path = write(tmp_path / name.lower(), TABLE[1:])
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in TABLE[1:]))
+    content = b"\xef\xbb\xbf" + path.read_bytes()
+    path.unlink()
+    (tmp_path / name).write_bytes(content)
+    assert one_table(tmp_path / name) == TABLE[1:]
+
+
+def test_files_of_a_split_are_all_read_or_refused_and_others_named(tmp_path):
+    write(tmp_path / "train.csv", TABLE)
+    write(tmp_path / "VALIDATION.CSV", TABLE[:1])
+    write(tmp_path / "train_more.csv", TABLE)
+    tables = read_tables(str(tmp_path), Schema())
+    assert {name: len(table) for name, table in tables.items()} == {"train": 3, "validation": 1}
+    assert tables["train"].note.endswith("as their names say no split: 'train_more.csv'")
+    for name in ("test.csv.gz", "test.json", "train-1.xlsx"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(DataError, match=rf"{name}: its name says that it is of a split, and"):
+            read_tables(str(tmp_path), Schema())
+        (tmp_path / name).unlink()
+    (tmp_path / "train.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    with pytest.raises(DataError, match=r"train.jsonl: is there beside train.csv, and would be"):
+        read_tables(str(tmp_path), Schema())
 
 
 def test_a_fault_in_json_lines_is_in_its_line(tmp_path):
@@ -99,7 +167,7 @@ def test_a_fault_in_json_lines_is_in_its_line(tmp_path):
         ("text,label\na,b,c\n", "line 2: has not as many values as the 2 columns"),
         ("text,label\na\n", "line 2: has not as many values"),
         ('text,label\n"a,b\n', "cannot be read"),
-        (b"text,label\n\xff\xfe,b\n", "cannot be read"),
+        (b"text,label\n\xff\xfe,b\n", "line 2: is not UTF-8"),
     ],
 )
 def test_a_damaged_table_is_one_line(tmp_path, content, said):
