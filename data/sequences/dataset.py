@@ -24,6 +24,9 @@ from data.sequences.schemas import ALLOWED_METRICS, Schema
 from data.sequences.tables import Table, held_out, read_tables
 from data.text.tokenizers.tokenizer import Tokenizer
 
+HOLD_OUT = "data.held_out: 0.1 holds a tenth of the training rows out"
+"""What to do where there is no validation split."""
+
 
 class SequenceData:
     """The splits of a source, each encoded when it is first asked for.
@@ -150,9 +153,9 @@ class SequenceData:
             DataError: It is not, or its labels are hidden.
         """
         if name not in self._tables:
-            raise DataError(
-                f"{self.settings.path}: has no split {name!r}; there are {listed(self._tables)}"
-            )
+            way = f"; {HOLD_OUT}" if name == "validation" and "train" in self._tables else ""
+            there = listed(self._tables)
+            raise DataError(f"{self.settings.path}: has no split {name!r}; there are {there}{way}")
         if name not in self._labels:
             raise DataError(
                 f"{self._tables[name].place}: its labels are hidden: nothing can be scored there"

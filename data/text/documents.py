@@ -21,6 +21,8 @@ DocumentKind = Literal["files", "lines"]
 """What a document of a text file is: the whole file, or a line."""
 FileFormat = Literal["text"]
 """A format of files that is used whatever their names end in."""
+TABLES = (".csv", ".tsv")
+"""Endings of tables that are no sources of text."""
 TEXT_KEY = "text"
 """The key or column of the text, where no other is given."""
 
@@ -293,6 +295,11 @@ def _package(spec: str) -> Path:
 
 
 def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
+    if read is None and path.suffix.lower() in TABLES:
+        raise DataError(
+            f"{path}: is a table, which is not prepared: a run of data.kind: sequences reads "
+            f"labelled rows where they are, by data.path; --format text reads any file as text"
+        )
     if read is None:
         raise DataError(
             f"{path}: the name of a text file ends in {_endings()}; --format text reads any file "

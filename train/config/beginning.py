@@ -61,7 +61,10 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     count = counts(model_of(plan.config))
     if count["frozen"] and not nothing_is_left(plan, state):
         print(in_words(count), file=sys.stderr, flush=True)
-    for note in plan.task.notes:
+    notes = list(plan.task.notes)
+    if not plan.task.has_validation:
+        notes.append(f"there is no validation split to score; {plan.task.to_validate}")
+    for note in notes:
         print(f"polyad: {note}", file=sys.stderr, flush=True)
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):

@@ -122,7 +122,7 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
         if not task.has_validation:
             raise ConfigError(
                 f"log.fluctuation: true is not allowed with {task.place}, which has no validation "
-                f"split to compare routing on"
+                f"split to compare routing on; {task.to_validate}"
             )
         task.probe(config.log.fluctuation_tokens)
     for key, wants in (
@@ -131,7 +131,8 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
     ):
         if wants and not task.has_validation:
             raise ConfigError(
-                f"{key} is not allowed with {task.place}, which has no validation split"
+                f"{key} is not allowed with {task.place}, which has no validation split; "
+                f"{task.to_validate}"
             )
     config = config.model_copy(update={"model": task.model})
     return Inputs(config=config, dims=dims, task=task)

@@ -227,6 +227,8 @@ class ImageClassification(Learner, Task[ImageBatch]):
         """The probability of each class, [B, K]; with the sigmoid loss each by itself."""
         return logits_BK.sigmoid() if self.settings.loss == "sigmoid" else logits_BK.softmax(-1)
 
+    to_validate: ClassVar[str] = "`polyad prepare --images SOURCE --held-out 0.1` holds images out"
+
     @property
     def has_validation(self) -> bool:
         """Whether there is a validation split."""

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from data.evaluation import evaluation_batches
 from data.sequences.config import SequenceDataConfig
-from data.sequences.dataset import SequenceData
+from data.sequences.dataset import HOLD_OUT, SequenceData
 from data.sequences.samples import SequenceBatch, TrainingRows
 from data.text.tokenizers.files import load_tokenizer
 from data.text.tokenizers.tokenizer import Tokenizer
@@ -206,6 +206,8 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         if self.schema.task == "regression":
             return mse_loss(outputs_BK[:, 0], labels_B, reduction="none")
         return cross_entropy(outputs_BK, labels_B)
+
+    to_validate: ClassVar[str] = HOLD_OUT
 
     @property
     def has_validation(self) -> bool:

@@ -219,6 +219,9 @@ class Task(ABC, Generic[Batch]):
             And the routing statistics of the layers.
         """
 
+    to_validate: ClassVar[str] = "data with such a split is needed"
+    """What to do where there is no validation split."""
+
     @property
     @abstractmethod
     def has_validation(self) -> bool:

@@ -96,6 +96,10 @@ class TextTask(Task[Batch]):
         """Samples in one epoch of all folders."""
         return self.tokens.samples_per_epoch
 
+    to_validate: ClassVar[str] = (
+        "`polyad prepare --source SOURCE --validation-fraction 0.01` holds documents out"
+    )
+
     @property
     def has_validation(self) -> bool:
         """Whether a folder has a validation split."""

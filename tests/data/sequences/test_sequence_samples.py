@@ -212,7 +212,7 @@ def test_a_split_whose_labels_are_hidden_cannot_be_scored(tmp_path, tokenizer):
     data = opened(tmp_path, tokenizer)
     with pytest.raises(DataError, match="its labels are hidden"):
         data.check_split("test")
-    with pytest.raises(DataError, match="has no split 'validation'; there are 'train', 'test'"):
+    with pytest.raises(DataError, match=r"there are 'train', 'test'; data\.held_out: 0\.1"):
         data.check_split("validation")
 
 

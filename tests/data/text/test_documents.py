@@ -198,7 +198,11 @@ def test_missing_source_suggests_a_sibling_or_a_known_one(tmp_path):
 def test_folder_and_file_of_no_known_kind_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("a")
     assert ".jsonl" in error_of(tmp_path)
-    assert ".jsonl" in error_of(tmp_path / "a.csv")
+    said = error_of(tmp_path / "a.csv")
+    assert "is a table" in said
+    assert "data.kind: sequences" in said
+    (tmp_path / "a.xyz").write_text("a")
+    assert ".jsonl" in error_of(tmp_path / "a.xyz")
 
 
 def test_listing_digest_sees_a_changed_file(tmp_path):

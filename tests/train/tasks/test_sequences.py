@@ -364,7 +364,12 @@ def test_bad_tables_are_one_line_and_status_2(workers, config, tmp_path):
         ("differ", table, strange, r"dev.csv, row 1: the label 'good!' is not among the 3"),
         ("unlabelled", [row | {"label": ""} for row in table], table, "has no label"),
         ("no text", [{"label": row["label"]} for row in table], table, "no column 'text'"),
-        ("none held out", table, None, "which has no validation split"),
+        (
+            "none held out",
+            table,
+            None,
+            "which has no validation split; data.held_out: 0.1 holds a tenth",
+        ),
     ):
         made.write(tmp_path / name / "train.csv", train)
         if held_out is not None:
