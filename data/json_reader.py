@@ -51,13 +51,16 @@ def read_bounded(
     return content
 
 
-def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = DataError) -> Any:
+def parse_json(
+    content: bytes | str, place: str, *, error: type[ValueError] = DataError, once: bool = False
+) -> Any:
     """Parses JSON, with or without a byte order mark.
 
     Args:
         content: All of it.
         place: File, and line or member if there is one: how the error begins; empty: as it is.
         error: Is raised.
+        once: Whether a key that stands twice in an object is an error, and not the last of both.
 
     Raises:
         ValueError: Of the given class: it is not JSON, or cannot be held.
@@ -66,7 +69,10 @@ def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = Da
     try:
         if isinstance(content, bytes):
             content = content.decode("utf-8-sig")
-        return json.loads(content.removeprefix("\ufeff"))
+        text = content.removeprefix("\ufeff")
+        return json.loads(text, object_pairs_hook=_of_different if once else None)
+    except KeyError as fault:
+        raise error(f"{before}has the key {fault.args[0]!r} twice") from None
     except UnicodeDecodeError as fault:
         raise error(f"{before}is not UTF-8: {fault.reason} at byte {fault.start:,}") from None
     except json.JSONDecodeError as fault:
@@ -78,3 +84,12 @@ def parse_json(content: bytes | str, place: str, *, error: type[ValueError] = Da
         raise error(f"{before}is not read: its JSON is nested too deeply") from None
     except ValueError:  # Python reads no number of more than 4,300 digits
         raise error(f"{before}is not read: its JSON has a number of too many digits") from None
+
+
+def _of_different(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise KeyError(name)
+        found[name] = value
+    return found

@@ -22,18 +22,29 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     Returns:
         A few lines.
     """
+    from data.text.prepare import left_out_of
+
     rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes")]
     for name, split in manifest.splits.items():
         counts = (split.documents, split.tokens, split.words, split.bytes)
         rows.append((name, *(f"{count:,}" for count in counts)))
     tokens = sum(split.tokens for split in manifest.splits.values())
-    by_position = "split by position: the last parts of the text are held out\n"
-    return (
-        f"{align(rows)}\n"
-        f"{by_position if manifest.split_by == 'position' else ''}"
-        f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
-        f"vocabulary {manifest.tokenizer.vocab_size:,}\n"
-        f"in {folder}"
+    facts = []
+    if manifest.split_by == "position":
+        facts.append("split by position: the last parts of the text are held out")
+    if manifest.files:
+        files = (f"{count:,} {ending}" for ending, count in manifest.files.items())
+        facts.append(f"files read: {', '.join(files)}")
+    if left := left_out_of(manifest):
+        facts.append(f"left out: {left}")
+    return "\n".join(
+        [
+            align(rows),
+            *facts,
+            f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+            f"vocabulary {manifest.tokenizer.vocab_size:,}",
+            f"in {folder}",
+        ]
     )
 
 

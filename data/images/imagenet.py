@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import DataError
-from data.images.sources.found import is_hidden, is_image
+from data.images.sources.found import is_image
+from data.left_out import is_hidden
 
 ROBUSTNESS_SETS = ("c", "a", "r", "o", "v2", "sketch", "real")
 """ImageNet-C, -A, -R, -O, -V2 and -Sketch, and the ReaL labels of the validation split."""

@@ -47,15 +47,8 @@ def check_mistakes(
     Raises:
         DataError: There is such a thing, and it is not accepted.
     """
-    mistakes = found.left_out.mistakes()
-    mistakes = [f"would leave out {', '.join(mistakes)}"] if mistakes else []
-    mistakes += found.left_out.doubts
-    if not found.has_attributes:
-        mistakes += _of_classes(found, listed["train"], names)
-    if mistakes and not accept:
-        raise DataError(
-            f"--images: {source}: {'; '.join(mistakes)}; if that is meant, add --accept"
-        )
+    more = [] if found.has_attributes else _of_classes(found, listed["train"], names)
+    found.left_out.check(f"--images: {source}", more, accept=accept)
 
 
 def _of_classes(found: Found, train: Listed, names: list[str]) -> list[str]:

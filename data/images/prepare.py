@@ -22,6 +22,7 @@ from data.images.sources.found import Found
 from data.images.sources.opening import open_images
 from data.images.sources.raw import MNIST
 from data.images.splits import Listed, missing_classes, split_images
+from data.left_out import in_words
 from data.progress import Progress, Report
 
 FEW = 100
@@ -243,8 +244,7 @@ def prepared_rows(
     if manifest.held_out:
         yield "held out", manifest.held_out
     if manifest.left_out:
-        left = (f"{reason}: {count:,}" for reason, count in manifest.left_out.items())
-        yield "left out", "; ".join(left)
+        yield "left out", in_words(manifest.left_out)
     validation = manifest.splits.get("validation")
     if validation is not None and validation.images < FEW:
         yield "note", _few(manifest, validation.images)

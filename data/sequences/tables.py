@@ -280,7 +280,7 @@ def _read_jsonl(file: Path, wanted: Sequence[str]) -> Table:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
                     continue
-                row = parse_json(line, f"{file}, line {number}")
+                row = parse_json(line, f"{file}, line {number}", once=True)
                 if not isinstance(row, dict):
                     raise DataError(f"{file}, line {number}: is not a JSON object")
                 rows.append(row)

@@ -1,16 +1,18 @@
 """Sources of text: a name or a path becomes a stream of documents."""
 
 import hashlib
-import os
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from data.errors import DataError, nearest, user_path
+from data.left_out import LeftOut
 from data.text.corpus import PACKAGE, module_files, package, standard_library
 from data.text.cuts import can_be_cut, part_of_file, share
+from data.text.folders import ending_of, text_files
 from data.text.manifest import SplitName
 from data.text.readers import KEYED_READERS, READERS, TEXT_READERS, Reader, read_module, read_text
 from data.text.source import Document, Skipped, Source
@@ -52,6 +54,7 @@ class FileSource:
         text_key: Key or column of the text in `.jsonl` and `.parquet` files.
         skip_unreadable: Whether a file that is not text is passed over instead of an error.
         offset: Bytes of the whole source before the first file, where this is a part of it.
+        left_out: What else is in the folder.
     """
 
     spec: str
@@ -59,6 +62,11 @@ class FileSource:
     text_key: str = TEXT_KEY
     skip_unreadable: bool = False
     offset: int = 0
+    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
+
+    def taken(self) -> Counter[str]:
+        """How many files are read, by how their names end."""
+        return Counter(ending_of(file.path.name) for file in self.files)
 
     @property
     def can_be_cut_in_files(self) -> bool:
@@ -266,19 +274,21 @@ def _open_files(
             raise DataError(f"{spec}: this Python has no sources in {root}")
         found = tuple(_source_file(path, root, read_module) for path in files)
         return FileSource(spec, found, text_key, skip_unreadable=True)
-    path = user_path(spec)
+    path, left_out = user_path(spec), LeftOut()
     if not path.exists():
         raise DataError(_missing(spec, path))
     if path.is_dir():
-        files = _text_files(path, file_format)
+        files = text_files(path, lambda f: _reader(f, "files", file_format) is not None, left_out)
         if not files:
+            there = "; ".join(left_out.mistakes())
             raise DataError(
                 f"{spec}: no {'' if file_format else _endings() + ' '}file in this folder"
+                f"{f', but {there}' * bool(there)}"
             )
     else:
         files, path = [path], path.parent
     found = tuple(_source_file(file, path, _reader(file, documents, file_format)) for file in files)
-    source = FileSource(spec, found, text_key)
+    source = FileSource(spec, found, text_key, left_out=left_out)
     if source.total_bytes == 0:
         raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
     return source
@@ -314,28 +324,6 @@ def _reader(path: Path, documents: DocumentKind, file_format: FileFormat | None)
     name = path.name.lower()
     read = next((read for ending, read in READERS.items() if name.endswith(ending)), None)
     return TEXT_READERS[documents] if file_format or read is read_text else read
-
-
-def _text_files(root: Path, file_format: FileFormat | None) -> list[Path]:
-    """Finds the files of a folder; raises an error rather than ignore what looks like text."""
-    found: list[Path] = []
-    seen: set[tuple[int, int]] = set()
-    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
-            raise DataError(f"{folder}: a link makes this folder part of {root} twice")
-        seen.add((status.st_dev, status.st_ino))
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found.extend(path for path in paths if _reader(path, "files", file_format))
-    if broken := next((path for path in found if not path.exists()), None):
-        raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
-    files = (path for path in found if path.is_file())  # not pipes, which never end
-    return sorted(files, key=lambda path: path.relative_to(root).parts)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _endings() -> str:

@@ -8,12 +8,13 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data.errors import DataError, listed, nearest, user_path
+from data.left_out import LeftOut
 from data.text.cuts import share
 from data.text.manifest import SPLITS, SplitName
 from data.text.source import Document, NoDocuments, Skipped, Source
@@ -111,6 +112,7 @@ class DatasetSource:
         rows: Reads it: `datasets.Dataset`, or `datasets.IterableDataset` if streamed.
         by_article: Whether rows are lines of WikiText, which are joined to articles.
         first_row: Number of the first row, where this is a part of a split.
+        left_out: Splits of other names.
     """
 
     spec: str
@@ -122,6 +124,7 @@ class DatasetSource:
     by_article: bool
     first_row: int = 0
     offset: int = 0
+    left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def listing_digest(self) -> str:
         """Returns a SHA-256 over the version, as the hub or the files' times tell it."""
@@ -258,6 +261,10 @@ def open_dataset(
     digest, config, splits = _open(dataset, streaming)
     by_article = (config or "").startswith("wikitext-")
     found: dict[SplitName, Source] = {}
+    left_out = LeftOut()
+    for name in splits:
+        if name not in SPLITS:
+            left_out.add(f"splits that are none of {', '.join(SPLITS)}", name, mistake=False)
     for name in SPLITS:
         if name not in splits:
             continue
@@ -275,6 +282,7 @@ def open_dataset(
             digest=digest,
             rows=rows,
             by_article=by_article,
+            left_out=left_out,
         )
     return found
 

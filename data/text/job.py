@@ -1,10 +1,12 @@
 """What `polyad prepare` is asked for: checked, its text opened, its tokenizer loaded or trained."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
 
 from data.errors import DataError
+from data.left_out import LeftOut
 from data.progress import Progress
 from data.text.documents import (
     TEXT_KEY,
@@ -14,6 +16,7 @@ from data.text.documents import (
     open_source,
     open_splits,
 )
+from data.text.hub import DatasetSource
 from data.text.manifest import SPLITS, Request, SplitName
 from data.text.source import Skipped, Source
 from data.text.splits import Sources, documents_needed
@@ -43,6 +46,8 @@ class Job(NamedTuple):
         fractions: The shares held out of the first.
         tokenizer: The one that was given; None where one is to be trained.
         notes: What to tell the user.
+        files: How many are read, by how their names end.
+        left_out: How much of the text is not read, by reason.
     """
 
     request: Request
@@ -50,6 +55,8 @@ class Job(NamedTuple):
     fractions: dict[SplitName, float]
     tokenizer: Tokenizer | None
     notes: tuple[str, ...]
+    files: Mapping[str, int]
+    left_out: Mapping[str, int]
 
     def sources(self, progress: Progress) -> Sources:
         """Decides how shares are held out, for which lines of few documents are read.
@@ -117,6 +124,7 @@ class Asked:
     streaming: bool = False
     documents: DocumentKind = "files"
     file_format: FileFormat | None = None
+    accept: bool = False
 
     def open(self) -> Job:
         """Opens the text and loads the tokenizer, if one is given.
@@ -167,7 +175,8 @@ class Asked:
             documents=self._kind_of_documents(by_split),
             file_format=self.file_format,
         )
-        return Job(request, by_split, fractions, loaded, notes)
+        files, left_out = self._counted(by_split)
+        return Job(request, by_split, fractions, loaded, notes, files, left_out)
 
     def _opened(self) -> dict[SplitName, Source]:
         how: _How = {
@@ -185,6 +194,21 @@ class Asked:
             if spec is not None:
                 by_split[name] = open_source(spec, split=name, **how)
         return {name: by_split[name] for name in SPLITS if name in by_split}
+
+    def _counted(
+        self, by_split: dict[SplitName, Source]
+    ) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Counts files that are read, and what is left out; refuses what may be a mistake."""
+        files, left_out = Counter[str](), Counter[str]()
+        seen: list[LeftOut] = []
+        for text in by_split.values():
+            if isinstance(text, FileSource):
+                files += text.taken()
+            if isinstance(text, FileSource | DatasetSource) and text.left_out not in seen:
+                text.left_out.check(f"--source: {text.spec}", accept=self.accept)
+                seen.append(text.left_out)
+                left_out += text.left_out.counts
+        return files, left_out
 
     def _check_used(
         self, by_split: dict[SplitName, Source], shares: dict[SplitName, float | None]

@@ -146,6 +146,10 @@ class Manifest(Config):
     """Documents without a character, left out."""
     skipped_unreadable: Count
     """Files that are not text, left out."""
+    files: dict[str, Count] = Field(default_factory=dict)
+    """How many files were read, by how their names end; empty in older folders and of data sets."""
+    left_out: dict[str, Count] = Field(default_factory=dict)
+    """How many other files, or splits, there were, by what they are."""
     split_by: Literal["documents", "position"] = "documents"
     """How shares are held out: documents dealt out, or the last parts of all text end to end."""
     fingerprint: Sha256

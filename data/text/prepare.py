@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import DataError, user_path
+from data.left_out import in_words
 from data.progress import Progress, Report
 from data.text.documents import TEXT_KEY, DocumentKind, FileFormat
 from data.text.job import Asked, Job
@@ -48,6 +49,7 @@ def prepare(
     streaming: bool = False,
     documents: DocumentKind = "files",
     file_format: FileFormat | None = None,
+    accept: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Manifest:
@@ -77,6 +79,8 @@ def prepare(
             is the same.
         documents: What a document of a text file is: `files`, all of it, or `lines`.
         file_format: `text` reads files as text whatever their names end in; None goes by the names.
+        accept: Whether text is prepared although something is probably a mistake, as files of a
+            folder that are not read.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
 
@@ -99,6 +103,7 @@ def prepare(
         streaming=streaming,
         documents=documents,
         file_format=file_format,
+        accept=accept,
     )
     job, output, progress = asked.open(), user_path(output).resolve(), Progress(report)
     request = job.request
@@ -117,7 +122,7 @@ def prepare(
         else:
             chosen = job.tokenizer or job.train(sources, progress)
             chosen.save(folder / chosen.file_name)
-        manifest = _write(sources, chosen, request, folder, progress, resume)
+        manifest = _write(sources, chosen, job, folder, progress, resume)
         check_still_replaceable(request, output, overwrite=overwrite)
     summarize(manifest, output, progress)
     return manifest
@@ -201,11 +206,12 @@ def encode(
 def _write(
     sources: Sources,
     tokenizer: Tokenizer,
-    request: Request,
+    job: Job,
     folder: Path,
     progress: Progress,
     resume: Resume | None,
 ) -> Manifest:
+    request = job.request
     saved = (resume.splits, resume.held) if resume else (None, "")
     writer = DatasetWriter(folder, tokenizer, *saved)
 
@@ -221,7 +227,7 @@ def _write(
         splits = writer.finish()
         progress.finish(sources.total_bytes, writer.tokens)
     tell_cuts(writer.cut_documents, writer.forced_cuts, progress)
-    return seal_folder(sources, tokenizer, request, folder, splits, skipped)
+    return seal_folder(sources, tokenizer, job, folder, splits, skipped)
 
 
 def tell_cuts(cut_documents: int, forced_cuts: int, progress: Progress) -> None:
@@ -243,7 +249,7 @@ def tell_cuts(cut_documents: int, forced_cuts: int, progress: Progress) -> None:
 def seal_folder(
     sources: Sources,
     tokenizer: Tokenizer,
-    request: Request,
+    job: Job,
     folder: Path,
     splits: dict[SplitName, SplitInfo],
     skipped: Skipped,
@@ -253,7 +259,7 @@ def seal_folder(
     Args:
         sources: The text, of which every source has to have given some.
         tokenizer: Encoded it.
-        request: What was asked for.
+        job: What was asked for.
         folder: Where the files are.
         splits: What they hold.
         skipped: What was left out.
@@ -276,12 +282,14 @@ def seal_folder(
     )
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        request=request,
+        request=job.request,
         tokenizer=info,
         splits=splits,
         dtype="uint16" if token_dtype(tokenizer.vocab_size)().itemsize == 2 else "int32",
         skipped_empty=skipped.empty,
         skipped_unreadable=skipped.unreadable,
+        files=dict(job.files),
+        left_out=dict(job.left_out),
         split_by=sources.split_by,
         fingerprint=data_fingerprint(splits, info),
     )
@@ -321,10 +329,20 @@ def summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
         progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
         if is_requested[name] and split.documents == 0:
             progress.say(f"warning: too few documents in {request.source} for a {name} split")
-    for count, what in (
-        (manifest.skipped_empty, "documents without text"),
-        (manifest.skipped_unreadable, "unreadable files"),
-    ):
-        if count:
-            progress.say(f"left out: {count:,} {what}")
+    if left := left_out_of(manifest):
+        progress.say(f"left out: {left}")
     progress.say(f"prepared {output} (vocabulary of {manifest.tokenizer.vocab_size:,})")
+
+
+def left_out_of(manifest: Manifest) -> str:
+    """What a folder has nothing of, by reason and number; empty where that is nothing.
+
+    Args:
+        manifest: Of the folder.
+    """
+    counted = {
+        "documents without text": manifest.skipped_empty,
+        "unreadable files": manifest.skipped_unreadable,
+    }
+    found = {reason: count for reason, count in counted.items() if count}
+    return in_words(found | manifest.left_out)

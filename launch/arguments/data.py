@@ -30,8 +30,8 @@ def prepare_arguments(parser: Parser) -> None:
     add(
         "--accept",
         action="store_true",
-        help="for --images: prepare them although something looks like a mistake, such as a class "
-        "without images, only one class, or files that are left out; it is said all the same",
+        help="prepare although something looks like a mistake, such as files that are left out, a "
+        "class without images or only one class; it is said all the same",
     )
     add(
         "--source",

@@ -14,16 +14,15 @@ def prepare(options: Namespace) -> None:
 
     prepare_environment()
     given = vars(options)
-    of_images = {name: given.pop(name) for name in ("held_out", "domains", "accept")}
+    of_images = {name: given.pop(name) for name in ("held_out", "domains")}
     images = given.pop("images")
     if images is not None:
-        _prepare_images(images, of_images, given)
+        _prepare_images(images, of_images | {"accept": given.pop("accept")}, given)
         return
     if of_images["held_out"] is not None:
         raise UsageError(f"--held-out: {of_images['held_out']} means nothing without --images")
-    for name in ("domains", "accept"):
-        if of_images[name]:
-            raise UsageError(f"--{name}: means nothing without --images")
+    if of_images["domains"]:
+        raise UsageError("--domains: means nothing without --images")
     missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")

@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 from data.errors import DataError
 from data.images.shards import Shard
-from data.images.sources.found import LeftOut
 from data.images.sources.trees import ArchiveTree, File, Tree
+from data.left_out import LeftOut
 
 MOST_HEADER = 1 << 16
 """Bytes of a long name, or of further keys, in a tar."""

@@ -16,8 +16,9 @@ from data.images.sources.columns import (
     names_in,
     table_shards,
 )
-from data.images.sources.found import Found, LeftOut, files_by_split
+from data.images.sources.found import Found, files_by_split
 from data.json_reader import read_json
+from data.left_out import LeftOut
 
 ROWS = 64
 """Rows that become Python's objects at one time."""

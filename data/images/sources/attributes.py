@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from data.errors import DataError
 from data.images.shards import Entry, Shard
-from data.images.sources.found import IMAGE_SUFFIXES, Found, LeftOut, is_hidden, is_image
+from data.images.sources.found import IMAGE_SUFFIXES, Found, is_image
+from data.left_out import LeftOut, is_hidden
 
 ATTRIBUTES = "list_attr_*.txt"
 PARTITION = "list_eval_partition.txt"

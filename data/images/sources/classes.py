@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from data.errors import DataError, listed
 from data.images.shards import Entry, Shard
-from data.images.sources.found import SPLIT_NAMES, Found, LeftOut, is_image
+from data.images.sources.found import SPLIT_NAMES, Found, is_image
 from data.images.sources.trees import File, Parts, Tree
+from data.left_out import LeftOut
 
 BESIDE = frozenset(
     {

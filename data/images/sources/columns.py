@@ -17,7 +17,7 @@ import numpy.typing as npt
 from data.errors import DataError, listed
 from data.images.packed import Packed
 from data.images.shards import Entry, Shard
-from data.images.sources.found import LeftOut
+from data.left_out import LeftOut
 
 LABELS = ("label", "fine_label", "labels", "class")
 """Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""

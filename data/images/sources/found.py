@@ -1,12 +1,12 @@
 """What a source consists of, and what of it is left out."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from data.images.packed import Packed
 from data.images.shards import Entry, Shard
+from data.left_out import LeftOut
 
 SPLIT_NAMES = {
     "train": "train", "training": "train",
@@ -21,35 +21,6 @@ IMAGE_SUFFIXES = frozenset(
     }
 )
 """Endings of the formats that are decoded, in small letters."""
-HIDDEN = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
-"""What systems put beside files, with all names that begin with a point."""
-
-
-class LeftOut:
-    """What a source has and its index has not, by reason."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.doubts: list[str] = []
-        """What is taken, and probably not meant so."""
-        self._mistakes: dict[str, str] = {}
-
-    def add(self, reason: str, name: str, *, mistake: bool = True) -> None:
-        """Counts something that is left out.
-
-        Args:
-            reason: What it is, in the plural.
-            name: Of this one.
-            mistake: Whether leaving it out is probably not what is wanted.
-        """
-        reason = reason.encode("utf-8", "backslashreplace").decode()  # as it is written down
-        self.counts[reason] += 1
-        if mistake:
-            self._mistakes.setdefault(reason, name)
-
-    def mistakes(self) -> list[str]:
-        """What is probably not wanted, each with its number and the first one's name."""
-        return [f"{why}: {self.counts[why]:,} (as {name})" for why, name in self._mistakes.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +80,6 @@ def files_by_split(files: list[Path], root: Path, left_out: LeftOut) -> dict[str
             f"(as {unnamed[0].relative_to(root)})"
         )
     return found
-
-
-def is_hidden(name: str) -> bool:
-    """Whether one part of a path is a system's own, and no data."""
-    return name.startswith(".") or name in HIDDEN
 
 
 def is_image(name: str) -> bool:

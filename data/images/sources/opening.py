@@ -12,11 +12,12 @@ from data.images.sources.archives import read_tar, read_zip
 from data.images.sources.arrow import open_arrow
 from data.images.sources.attributes import attribute_list, open_attributes
 from data.images.sources.classes import by_class, by_domain
-from data.images.sources.found import Found, LeftOut, is_image
+from data.images.sources.found import Found, is_image
 from data.images.sources.parquet import open_parquet
 from data.images.sources.raw import is_raw, open_raw
 from data.images.sources.trees import Tree, folder_tree
 from data.images.sources.webdataset import open_tars
+from data.left_out import LeftOut
 
 DIGITS, HUB = "digits", "hub:"
 KNOWN = (

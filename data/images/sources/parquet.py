@@ -10,7 +10,8 @@ from data.errors import DataError
 from data.images.packed import Packed
 from data.images.shards import Entry
 from data.images.sources.columns import Columns, Places, columns_of, entries_of, table_shards
-from data.images.sources.found import Found, LeftOut, files_by_split
+from data.images.sources.found import Found, files_by_split
+from data.left_out import LeftOut
 
 ROWS = 64
 """Rows that are decoded at one time: a row group may be as large as its file."""

@@ -10,7 +10,8 @@ from data.errors import DataError
 from data.files import writing
 from data.images.packed import GO_ON
 from data.images.shards import Entry, Shard
-from data.images.sources.found import Found, LeftOut, is_hidden, is_image
+from data.images.sources.found import Found, is_image
+from data.left_out import LeftOut, is_hidden
 
 MNIST = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

