@@ -56,6 +56,7 @@ def parallelize_experts(layer: SparseMoE, world: comm.World, overlap: bool = Fal
         )
     if world.tensor_parallel_size > 1:
         experts.dropout = OwnDropout(experts.dropout.p, world)
+        layer.router.selection.agreed = OfFirst()
     graph = layer.router.graph
     if world.tensor_parallel_size > 1 and isinstance(graph, AttentionGraph):
         layer.router.graph = TensorParallelAttentionGraph(graph, world)
@@ -157,6 +158,22 @@ class OwnDropout(nn.Dropout):
         """Zeros some units, and scales the others up."""
         with own_random_numbers(self._world):
             return super().forward(x)
+
+
+class OfFirst(nn.Module):
+    """What the first of the processes that share tokens has, on all of them, without gradient.
+
+    Each computes the scores of all tokens, and sums whose order is not fixed, or another kind of
+    GPU, may round one differently. A token that then goes to other experts on one process than on
+    another would get parts of two experts' outputs, and nothing would say so: every exchange still
+    has the sizes that both sides expect.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first process's numbers, of the same shape."""
+        sent = torch.ops._c10d_functional.broadcast(x, 0, tensor_parallel_group().group_name)
+        first: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+        return first
 
 
 class TensorParallelDispatcher(Dispatcher):

@@ -73,12 +73,13 @@ class Selection(TopK):
             Weights and experts, the best first.
         """
         ranked_NE = scores_NE.log() if logits_NE is None else logits_NE
-        chosen_NK, ids_NK = ranked_NE.topk(self.top_k, dim=-1, largest=not self.lowest)
+        best = ranked_NE.topk(self.top_k, dim=-1, largest=not self.lowest)
+        ids_NK: Tensor = self.agreed(best.indices)
+        chosen_NK = ranked_NE.gather(-1, ids_NK)
         weights_NK = torch.ones_like(chosen_NK)
         if self.is_learned:
             weights_NK = self.top_k * chosen_NK.softmax(-1)
-        by_priority = self.config.capacity_order == "priority"
-        return Selected(weights_NK, ids_NK, scores_NE.detach().amax(-1) if by_priority else None)
+        return Selected(weights_NK, ids_NK, self.priority(scores_NE))
 
 
 class EmergentRouter(Router):

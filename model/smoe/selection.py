@@ -60,6 +60,9 @@ class TopK(nn.Module):
         self.config = config
         # The buffer as a number: reading a buffer in `forward` would wait for the device.
         self.top_k = config.top_k
+        # Tensor parallelism replaces it: processes that share tokens compute their scores each, and
+        # rounding may give a token other experts on one of them.
+        self.agreed = nn.Identity()
         if config.balancing_rate:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
         if config.final_top_k is not None:
@@ -106,13 +109,22 @@ class TopK(nn.Module):
         ranked_NE = scores_NE
         if self.config.balancing_rate:
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
-        expert_ids_NK = ranked_NE.topk(self.top_k, dim=-1).indices
+        expert_ids_NK: Tensor = self.agreed(ranked_NE.topk(self.top_k, dim=-1).indices)
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
         if self.top_k > 1 and self.config.combine == "renormalized":
             sum_N1 = weights_NK.sum(-1, keepdim=True)
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
             # The bias may select experts whose scores all underflow to 0.
             weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
-        by_priority = self.config.capacity_order == "priority"
-        priority_N = scores_NE.detach().amax(-1) if by_priority else None
-        return Selected(weights_NK, expert_ids_NK, priority_N)
+        return Selected(weights_NK, expert_ids_NK, self.priority(scores_NE))
+
+    def priority(self, scores_NE: Tensor) -> Tensor | None:
+        """See `Selected.priority_N`: a token's highest score.
+
+        Args:
+            scores_NE: Of every expert.
+        """
+        if self.config.capacity_order != "priority":
+            return None
+        priority_N: Tensor = self.agreed(scores_NE.detach().amax(-1))
+        return priority_N

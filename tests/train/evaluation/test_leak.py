@@ -132,7 +132,9 @@ def test_windows_that_overlap_score_each_token_once(workers, leaky, stream):
     options = {"leak": 10**9, "overrides": ("evaluation.stride=20",)}
     result = workers(1).run(evaluation, leaky, **options)[0]
     assert result["leak"]["prefix_tokens"] == len(stream) - 1
-    assert result["leak"]["prefix_loss_in_window"] == pytest.approx(result["loss"], abs=1e-9)
+    # Two ways to the same fp32 losses: a mean of 1,000 near 5, each rounded by up to 2.4e-7, is off
+    # by 4e-9. A token that is scored twice, or not at all, moves it by 1e-3.
+    assert result["leak"]["prefix_loss_in_window"] == pytest.approx(result["loss"], abs=1e-7)
 
 
 @pytest.mark.slow

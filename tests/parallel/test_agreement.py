@@ -1,0 +1,48 @@
+"""Processes that share tokens send each token to the same experts, however they round."""
+
+import pytest
+import torch
+
+from tests.helpers.agreement import selected_by_other_scores, train_with_near_ties
+from tests.helpers.emergent import emoe_model
+from tests.helpers.everyday import everyday
+from tests.helpers.training import Case, moe_model
+from train.loop.losses import LossConfig
+
+pytestmark = pytest.mark.distributed
+
+CAPACITY = {"capacity_factor": 1.0, "capacity_order": "priority", "allow_leak": True}
+MODELS = {
+    "smoe": moe_model(),
+    "one expert": moe_model(top_k=1),
+    "attention": moe_model(graph="attention"),
+    "capacity": moe_model(**CAPACITY),
+    "emoe": emoe_model(experts="grouped"),
+    "emoe, all units": emoe_model(),
+    "emoe, learned": emoe_model(score="linear"),
+}
+
+
+@everyday("layout", [(2, 2, 1), (4, 2, 2)], keep=[(4, 2, 2)], ids=str)
+@everyday("name", MODELS, keep=["smoe", "emoe, all units"])
+def test_experts_are_those_of_one_process_where_another_rounds_differently(workers, name, layout):
+    processes, tensor, expert = layout
+    case = Case(
+        optimizer="sgd", learning_rate=0.1, model=MODELS[name], last_step=3,
+        losses=LossConfig(load_balance=0.01, router_z=0.001),
+    )  # fmt: skip
+    expected = workers(1).run(train_with_near_ties, case)[0]
+    case = case.but(stage=1, tensor=tensor, expert=expert)
+    results = workers(processes).run(train_with_near_ties, case)
+    assert all(result == results[0] for result in results)
+    for measure in ("losses", "norms"):
+        ours, theirs = (torch.tensor(each[measure]) for each in (results[0], expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("model", [moe_model(**CAPACITY), emoe_model(**CAPACITY)], ids=["s", "e"])
+def test_choices_and_their_order_are_those_of_the_first_process(workers, model):
+    first, second = workers(2).run(selected_by_other_scores, Case(tensor=2, model=model))
+    assert first == second
+    alone = workers(1).run(selected_by_other_scores, Case(model=model))[0]
+    assert first == alone
