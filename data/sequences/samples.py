@@ -41,6 +41,11 @@ class SequenceBatch(NamedTuple):
     numbers_B: Tensor
     """The numbers that they were asked for by."""
 
+    @property
+    def real_tokens(self) -> Tensor:
+        """The number of tokens that are no padding, without dimensions."""
+        return self.mask_BCT.sum()
+
 
 @dataclass(frozen=True)
 class Encoded:

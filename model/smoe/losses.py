@@ -1,5 +1,8 @@
 """Losses and statistics of routing: pure functions of scores and selected experts.
 
+The z-loss and the entropy are means over tokens. The others multiply or divide such means, so they
+are not linear in the batch: a step's is the mean over its micro-batches (`train/loop/losses.py`).
+
 Shapes: N tokens, E experts, K experts of a token.
 """
 

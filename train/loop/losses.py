@@ -12,10 +12,17 @@ from train.loop.sample_similarity import SampleSimilarityConfig
 
 
 class LossConfig(Config):
-    """What is added to the mean loss of a task, for every layer that routes."""
+    """What is added to the mean loss of a task, for every layer that routes.
+
+    Each is a number of one micro-batch of one process. The z-loss is a mean over its tokens, so a
+    step's is that of all its tokens, however they are cut into micro-batches. Load balance,
+    importance and load multiply or divide means over tokens, and sample similarity compares pairs:
+    those of a step are means over its micro-batches, and change with `train.micro_batch_size`.
+    """
 
     load_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the load-balance loss E sum_e f_e P_e (Switch: 0.01); 0 leaves it out."""
+    """Coefficient of the load-balance loss E sum_e f_e P_e of a micro-batch (Switch: 0.01); 0
+    leaves it out."""
     router_z: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the router z-loss, the mean squared logsumexp of its logits (ST-MoE: 0.001);
     0 leaves it out."""
@@ -27,34 +34,55 @@ class LossConfig(Config):
     coefficient itself (Krishnamurthy et al. 2023)."""
     load: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the load loss, the same of the load to be expected under the router's noise,
-    which it needs (V-MoE: 0.005); 0 leaves it out."""
+    which it needs, in a micro-batch (V-MoE: 0.005); 0 leaves it out."""
     sample_similarity: SampleSimilarityConfig | None = None
-    """The loss that sends similar samples to the same expert and different ones to others; null
-    leaves it out."""
+    """The loss that sends similar samples of a micro-batch to the same expert and different ones to
+    others; null leaves it out."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether some of them are of tokens, and not of whole samples."""
+        return bool(self.load_balance or self.router_z or self.importance or self.load)
 
 
-def routing_loss(routing: tuple[RoutingStats, ...], config: LossConfig) -> Tensor | None:
+def routing_loss(
+    routing: tuple[RoutingStats, ...], config: LossConfig, mean_tokens: Tensor | None = None
+) -> Tensor | None:
     """The losses of all routed layers, weighted and added up.
+
+    A step's loss is the mean over its micro-batches. Where padding leaves some of these more tokens
+    than others, what is of tokens is multiplied by the micro-batch's tokens over their mean, so
+    that the step's mean is over tokens.
 
     Args:
         routing: as the model returned it.
         config: the coefficients.
+        mean_tokens: of all micro-batches of the step, on all processes; None where all have as
+            many, and `RoutingStats.tokens` is None.
 
     Returns:
         A scalar; None where nothing is to be added.
     """
-    terms = [
-        coefficient * value
-        for stats in routing
-        for coefficient, value in (
-            (config.load_balance, stats.balance_loss),
-            (config.router_z, stats.z_loss),
-            (config.importance, _importance(stats.importance_loss, config)),
-            (config.load, stats.load_loss),
-            (1.0, stats.similarity_loss),
-        )
-        if coefficient and value is not None
-    ]
+    terms = []
+    for stats in routing:
+        of_tokens = [
+            coefficient * value
+            for coefficient, value in (
+                (config.load_balance, stats.balance_loss),
+                (config.router_z, stats.z_loss),
+                (config.importance, _importance(stats.importance_loss, config)),
+                (config.load, stats.load_loss),
+            )
+            if coefficient and value is not None
+        ]
+        if of_tokens and stats.tokens is not None:
+            if mean_tokens is None:
+                raise TypeError("a batch with padding has to say its `real_tokens`")
+            share = (stats.tokens / mean_tokens).to(of_tokens[0].dtype)
+            of_tokens = [share * value for value in of_tokens]
+        terms += of_tokens
+        if stats.similarity_loss is not None:  # of pairs of samples, with its coefficients
+            terms.append(stats.similarity_loss)
     return torch.stack(terms).sum() if terms else None
 
 

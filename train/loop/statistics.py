@@ -22,6 +22,10 @@ PART = 20
 zeros."""
 
 
+OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss"})
+"""Fields of statistics that are not means over tokens."""
+
+
 class StepNumbers(NamedTuple):
     """The vector on the host."""
 
@@ -119,7 +123,12 @@ class StepStatistics:
 def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
     """Its tensors, times the tokens that they are means over where that is not always the same."""
     for name, value in tensors_of(stats).items():
-        yield value if stats.tokens is None or name == "tokens" else value * stats.tokens
+        yield value * stats.tokens if _is_weighed(name, stats) else value
+
+
+def _is_weighed(name: str, stats: RoutingStats) -> bool:
+    """Whether a field is a mean over tokens, of which other micro-batches may have more."""
+    return stats.tokens is not None and name not in OF_MICRO_BATCHES
 
 
 def _cut(vector: Tensor, like: Routing) -> Routing:
@@ -132,7 +141,7 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
             first += value.numel()
         if stats.tokens is not None:
             tokens = values["tokens"]
-            values = {n: v if n == "tokens" else v / tokens for n, v in values.items()}
+            values = {n: v / tokens if _is_weighed(n, stats) else v for n, v in values.items()}
         routing.append(RoutingStats(**(stats._asdict() | values)))
     return tuple(routing)
 

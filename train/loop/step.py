@@ -1,9 +1,11 @@
 """One optimizer step over the global batch, which may be refused before the weights change."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from model.output import RoutingStats
@@ -15,7 +17,7 @@ from train.loop.losses import LossConfig, routing_loss
 from train.loop.routing import update_routers
 from train.loop.sample_similarity import Reading, with_sample_similarity
 from train.loop.statistics import Exchanged, StepStatistics
-from train.tasks.task import Batch, Predictor
+from train.tasks.task import Batch, Predictor, real_tokens
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
@@ -72,6 +74,9 @@ def issue_step(
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
     give_samples(engine.module, pairs is not None)
     read = Reading(engine, getattr(engine.module, "as_read", None))
+    mean_tokens = None
+    if losses.of_tokens:
+        mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:
             engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
@@ -80,7 +85,7 @@ def issue_step(
         if pairs is not None:
             routing = with_sample_similarity(routing, read.inputs, pairs)
         statistics.add(loss, routing)
-        auxiliary = routing_loss(routing, losses)
+        auxiliary = routing_loss(routing, losses, mean_tokens)
         if auxiliary is not None:
             loss = loss + auxiliary
         engine.backward(loss)
@@ -94,6 +99,24 @@ def issue_step(
     if result.applied:
         update_routers(engine.module, exchanged.routing, progress)
     return IssuedStep(result, sane, exchanged)
+
+
+def _mean_tokens(
+    micro_batches: Iterator[Batch], accumulation_steps: int
+) -> tuple[Tensor | None, Iterator[Batch]]:
+    """The mean number of tokens of a step's micro-batches on all processes, and these again.
+
+    Padded ones are read ahead for it; all processes call it together. Of others, which may be large
+    images, one is read, and nothing is exchanged: all have as many.
+    """
+    first = next(micro_batches)
+    if real_tokens(first) is None:
+        return None, itertools.chain([first], micro_batches)
+    rest = itertools.islice(micro_batches, accumulation_steps - 1)
+    batches = [first, *rest]
+    counts = [tokens for batch in batches if (tokens := real_tokens(batch)) is not None]
+    total = comm.sum_over_ranks(torch.stack(counts).sum().float())
+    return total / (len(batches) * comm.size()), iter(batches)
 
 
 def train_step(*arguments: Any, **named: Any) -> StepOutcome:

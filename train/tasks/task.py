@@ -27,6 +27,7 @@ from parallel.zero import CrossEntropy
 from train.errors import ConfigError
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
+"""A micro-batch. One whose samples are padded has `real_tokens`, as `SequenceBatch`."""
 Share = Callable[[float], None]
 """Called with the share of some work that is done, from 0 to 1."""
 
@@ -129,6 +130,12 @@ class Kept:
     """Fields of `TrainState`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents of small files by name, for example of a tokenizer."""
+
+
+def real_tokens(batch: tuple[Tensor, ...]) -> Tensor | None:
+    """How many tokens of a micro-batch are no padding; None: none is, in any micro-batch."""
+    tokens: Tensor | None = getattr(batch, "real_tokens", None)
+    return tokens
 
 
 class Task(ABC, Generic[Batch]):

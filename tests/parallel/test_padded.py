@@ -1,0 +1,126 @@
+"""A step on padded sequences does not depend on how these are cut into micro-batches."""
+
+import itertools
+
+import pytest
+import torch
+
+from model.bert import BertConfig
+from model.gpt2 import GPT2Config
+from model.output import RoutingStats
+from tests.helpers.everyday import everyday
+from tests.helpers.padded import LENGTHS, padded_batch, train_on_padded, z_losses_of_sequences
+from tests.helpers.training import MODEL, Case, relative, tensors
+from train.loop.losses import LossConfig, routing_loss
+
+pytestmark = pytest.mark.distributed
+
+HEAD = {"kind": "classification", "num_classes": 3}
+SMOE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24}
+SECTIONS = {
+    "smoe": SMOE | {"balancing_rate": 0.01},
+    "similarity": SMOE | {"graph": "similarity", "score": "cosine", "tau": 0.5},
+    "attention": SMOE | {"graph": "attention", "lower_entropy_only": True},
+    "hidden means": SMOE | {"score": "attentive", "expert_keys": "hidden_means"},
+    "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 48},
+    "mumoe": {"kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24},
+}
+# Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, samples of a micro-batch.
+LAYOUTS = [
+    *((1, 1, 1, 0, size) for size in (1, 2, 4)),
+    *((2, 1, 1, stage, size) for stage, size in itertools.product((0, 1, 2), (1, 4))),
+    *((2, 1, 2, stage, size) for stage, size in ((0, 1), (2, 2))),
+    (2, 2, 1, 1, 1),
+    (4, 2, 2, 1, 2),
+    (4, 1, 4, 0, 1),
+]
+
+
+def model_of(kind, section):
+    given = MODEL.model_dump() | {"feed_forward": SECTIONS[section], "head": HEAD}
+    if kind == "gpt2":
+        return GPT2Config.model_validate(given)
+    sizes = {"num_layers": 2, "hidden_size": 36, "num_heads": 4, "vocab_size": 61}
+    return BertConfig.model_validate(
+        sizes | {"sequence_length": 17, "feed_forward": SECTIONS[section], "head": HEAD}
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(workers, tmp_path_factory):
+    """A step of a single micro-batch, in one process."""
+    made = {}
+
+    def make(kind, section):
+        if (kind, section) not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            case = Case(
+                optimizer="sgd", learning_rate=0.3, clip=0.0, last_step=2, micro_batch=8,
+                model=model_of(kind, section), losses=LossConfig(router_z=0.5),
+                save_to=str(folder),
+            )  # fmt: skip
+            made[kind, section] = (
+                case,
+                workers(1).run(train_on_padded, case)[0],
+                tensors(folder / "step-00000002"),
+            )
+        return made[kind, section]
+
+    return make
+
+
+@everyday(
+    ("kind", "section", "layout"),
+    itertools.product(["gpt2", "bert"], SECTIONS, LAYOUTS),
+    keep=[
+        ("gpt2", "smoe", (1, 1, 1, 0, 1)),
+        ("bert", "similarity", (2, 1, 1, 2, 4)),
+        ("gpt2", "attention", (2, 1, 1, 1, 1)),
+        ("bert", "smoe", (4, 2, 2, 1, 2)),
+        ("gpt2", "emoe", (1, 1, 1, 0, 2)),
+    ],
+)
+def test_any_micro_batches_give_one_gradient(workers, whole, tmp_path, kind, section, layout):
+    case, expected, weights = whole(kind, section)
+    size, tensor, expert, stage, micro_batch = layout
+    case = case.but(
+        tensor=tensor, expert=expert, stage=stage, micro_batch=micro_batch, save_to=str(tmp_path)
+    )
+    results = workers(size).run(train_on_padded, case)
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    for measure in ("losses", "norms"):
+        ours, theirs = (torch.tensor(each[measure]) for each in (results[0], expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    ours = tensors(tmp_path / "step-00000002")
+    assert max(relative(ours[key].double(), weights[key].double()) for key in weights) < 1e-5
+    # Balance and importance are of micro-batches; all else of a record is of the step's tokens.
+    for record, theirs in zip(results[0]["routing"], expected["routing"], strict=True):
+        assert record.keys() == theirs.keys()
+        for key in record:
+            if not key.endswith(("balance_loss", "importance_loss")):
+                assert record[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+
+
+def test_the_z_loss_of_a_step_is_the_mean_over_its_tokens(workers, whole):
+    case, expected, _ = whole("gpt2", "smoe")
+    each = workers(1).run(z_losses_of_sequences, case)[0]
+    mean = sum(z * length for z, length in zip(each, LENGTHS, strict=True)) / sum(LENGTHS)
+    assert mean != pytest.approx(sum(each) / len(each), rel=1e-4)
+    recorded = expected["routing"][0]["routing/blocks.0.feed_forward/z_loss"]
+    assert recorded == pytest.approx(mean, rel=1e-6)
+    assert padded_batch(0, slice(0, 8)).real_tokens == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("name", ["load_balance", "importance", "load"])
+def test_other_losses_of_tokens_weigh_micro_batches_by_their_tokens(name):
+    field = {"load_balance": "balance_loss"}.get(name, f"{name}_loss")
+    one = torch.ones(())
+    stats = RoutingStats("", one, one, **{field: torch.tensor(4.0)}, tokens=torch.tensor(30.0))
+    both = stats._replace(similarity_loss=torch.tensor(7.0))
+    config = LossConfig(**{name: 0.5})
+    # 0.5 x 4 x 30 tokens of 20 in the mean; what is of pairs of samples is not weighed.
+    assert routing_loss((stats,), config, torch.tensor(20.0)) == pytest.approx(3.0)
+    assert routing_loss((both,), config, torch.tensor(20.0)) == pytest.approx(10.0)
+    assert routing_loss((both._replace(tokens=None),), config) == pytest.approx(9.0)
+    with pytest.raises(TypeError, match="real_tokens"):
+        routing_loss((stats,), config)
