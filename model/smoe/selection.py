@@ -62,7 +62,7 @@ class TopK(nn.Module):
         self.top_k = config.top_k
         # Tensor parallelism replaces it: processes that share tokens compute their scores each, and
         # rounding may give a token other experts on one of them.
-        self.agreed = nn.Identity()
+        self.agreed: nn.Module = nn.Identity()
         if config.balancing_rate:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
         if config.final_top_k is not None:

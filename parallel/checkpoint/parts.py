@@ -159,7 +159,9 @@ def _rearranged(engine: Engine, held: list[Part]) -> list[Part]:
                 ordered[place : place + last - first] = taken[at : at + last - first]
                 at += last - first
         moved[field] = ordered
-    step = max((part.step for part in held), default=0.0)
+    # Of few numbers a process may have had none, and no count of the steps that they have seen.
+    step = torch.tensor(max((part.step for part in held), default=0.0), device=engine.device)
+    dist.all_reduce(step, dist.ReduceOp.MAX, group=cut.group)
     result = []
     for number, name in enumerate(cut.names):
         low = max(begins[number], rank * size)
@@ -168,5 +170,6 @@ def _rearranged(engine: Engine, held: list[Part]) -> list[Part]:
             here = slice(low - rank * size, high - rank * size)
             values = {field: flat[here] for field, flat in moved.items()}
             start = low - begins[number]
-            result.append(Part(name, cut.placements[number], start, high - low, step, values))
+            placement = cut.placements[number]
+            result.append(Part(name, placement, start, high - low, step.item(), values))
     return result

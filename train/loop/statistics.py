@@ -123,12 +123,10 @@ class StepStatistics:
 def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
     """Its tensors, times the tokens that they are means over where that is not always the same."""
     for name, value in tensors_of(stats).items():
-        yield value * stats.tokens if _is_weighed(name, stats) else value
-
-
-def _is_weighed(name: str, stats: RoutingStats) -> bool:
-    """Whether a field is a mean over tokens, of which other micro-batches may have more."""
-    return stats.tokens is not None and name not in OF_MICRO_BATCHES
+        if stats.tokens is None or name in OF_MICRO_BATCHES:
+            yield value
+        else:
+            yield value * stats.tokens
 
 
 def _cut(vector: Tensor, like: Routing) -> Routing:
@@ -141,7 +139,7 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
             first += value.numel()
         if stats.tokens is not None:
             tokens = values["tokens"]
-            values = {n: v / tokens if _is_weighed(n, stats) else v for n, v in values.items()}
+            values = {n: v if n in OF_MICRO_BATCHES else v / tokens for n, v in values.items()}
         routing.append(RoutingStats(**(stats._asdict() | values)))
     return tuple(routing)
 

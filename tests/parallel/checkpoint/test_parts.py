@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from model.build import build_model
+from parallel.checkpoint.checkpoint import Checkpoint
 from tests.helpers.everyday import everyday
 from tests.helpers.saving import train_rearranging
 from tests.helpers.training import MODEL, Case, mumoe_model, resave, tensors, train
+from train.loop.optimizer import GroupConfig
 
 pytestmark = pytest.mark.distributed
 
@@ -43,6 +45,33 @@ def test_rearranged_parts_are_the_same_tensors(workers, tmp_path, name, processe
     before, after = contents
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+# Of a width of 3, so that of 4 processes the last has no element of any trained vector.
+NARROW = MODEL.model_copy(update={"hidden_size": 3, "num_heads": 1})
+FEW = {"one vector": "final_norm.bias", "several": "*norm.*"}
+
+
+@everyday("average", [None, 0.9], keep=[None])
+@pytest.mark.parametrize("trained", FEW)
+def test_processes_without_an_element_write_what_others_had(workers, tmp_path, trained, average):
+    groups = GroupConfig(match=FEW[trained]), GroupConfig(match="*", freeze=True)
+    case = Case(stage=3, model=NARROW, groups=groups, average=average)
+    contents = []
+    for way, run in (("as they are", train), ("rearranged", train_rearranging)):
+        workers(4).run(run, case.but(last_step=2, save_to=str(tmp_path / way)))
+        (folder,) = (tmp_path / way).glob("step-*")
+        names = {name for name, field in tensors(folder) if field == "exp_avg"}
+        assert {Checkpoint(folder).step(name) for name in names} == {2}
+        contents.append(tensors(folder))
+    before, after = contents
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    whole = workers(4).run(train, case)[0]["losses"]
+    rest = case.but(first_step=2, resume=str(folder), save_to=str(tmp_path / "rest"))
+    assert workers(4).run(train_rearranging, rest)[0]["losses"] == whole[2:]
+    (last,) = (tmp_path / "rest").glob("step-*")
+    assert {Checkpoint(last).step(name) for name in names} == {4}
 
 
 @pytest.mark.slow
