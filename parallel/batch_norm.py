@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model.mumoe.gating import BatchNorm, Gate
 from model.small_network import Convolution
 from parallel import comm
+from parallel.megatron import data_parallel_group
 
 
 def synchronize_norms(model: nn.Module, world: comm.World) -> None:
@@ -88,6 +89,4 @@ def _mean(x: Tensor, world: comm.World) -> Tensor:
 def _group(world: comm.World) -> Any:
     if world.tensor_parallel_size == 1:
         return dist.group.WORLD
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group()
+    return data_parallel_group()

@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed import distributed_c10d
 from parallel.dims import LayoutError
 from parallel.host_memory import keep_freed_memory
 from parallel.meeting import MeetingError, meet, stay_on_loopback
+from parallel.megatron import join_groups
 
 T = TypeVar("T")
 TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
@@ -189,7 +189,7 @@ def initialize(
             options["device_id"] = device
         _join(options, {"device": device.type, **(facts or {})}, timeout_minutes)
     if tensor_parallel_size > 1:
-        join_tensor_parallel_group(tensor_parallel_size)
+        join_groups(tensor_parallel_size)
     return World(
         dist.get_rank(),
         dist.get_world_size(),
@@ -220,21 +220,6 @@ def _join(options: dict[str, Any], facts: Mapping[str, str], timeout_minutes: fl
             f"{str(error).splitlines()[0]} ({names or 'no interface is named'}; `polyad launch "
             f"--interface` names one)"
         ) from error
-
-
-def join_tensor_parallel_group(size: int) -> None:
-    """Makes megatron-core's groups of so many processes each, unless they are there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_world_size() == size:
-            return
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=size, create_gloo_process_groups=False
-    )
 
 
 def limit_waiting(timeout_minutes: float) -> None:

@@ -1,7 +1,56 @@
 """What is asked of megatron-core, and what DeepSpeed asks of it."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
+
+import torch.distributed as dist
+
+
+def join_groups(size: int) -> None:
+    """Makes this process's two groups, and has megatron-core take them; unless they are there.
+
+    These are the processes that share its layers, and those with the same part of other samples.
+    megatron-core's own `initialize_model_parallel` makes one for every combination of its kinds of
+    parallelism, on every process: 5,915 on 1,024 processes, each with a wait for all of them.
+
+    Args:
+        size: processes that share layers; they have consecutive ranks. All processes call it.
+    """
+    state = _state()
+    known = state.get_tensor_model_parallel_group(check_initialized=False)
+    if known is not None:
+        if known.size() == size:
+            return
+        forget_groups()
+    rank, total = dist.get_rank(), dist.get_world_size()
+    first = rank - rank % size
+    together, apart = range(first, first + size), range(rank % size, total, size)
+    state._TENSOR_MODEL_PARALLEL_GROUP = _new_group(together, "tensor parallel")
+    state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = list(together)
+    state._DATA_PARALLEL_GROUP = _new_group(apart, "data parallel")
+    state._DATA_PARALLEL_GLOBAL_RANKS = list(apart)
+
+
+def forget_groups() -> None:
+    """Has megatron-core forget its groups."""
+    _state().destroy_model_parallel()
+
+
+def _new_group(ranks: Iterable[int], name: str) -> Any:
+    """A group with this process in it; those outside do not know of it.
+
+    All processes make one of a kind together: NCCL divides the world's communicator, once for all.
+    """
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
+
+
+def _state() -> Any:
+    """`megatron.core.parallel_state`, without the warnings of its import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+    return parallel_state
 
 
 def tensor_parallel_library() -> Any:
@@ -19,25 +68,27 @@ def tensor_parallel_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def data_parallel_group() -> Any:
+    """The processes that have the same part of every layer, and other samples."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
 class Mpu:
-    """The interface that DeepSpeed asks about tensor parallelism, answered by megatron-core."""
-
-    def __init__(self) -> None:
-        from megatron.core import parallel_state
-
-        self._state = parallel_state
+    """The interface that DeepSpeed asks about tensor parallelism."""
 
     def get_model_parallel_group(self) -> Any:
         """Processes that share every layer."""
-        return self._state.get_tensor_model_parallel_group()
+        return tensor_parallel_group()
 
     def get_model_parallel_rank(self) -> int:
         """This process's rank among those."""
-        return self._state.get_tensor_model_parallel_rank()
+        return int(tensor_parallel_group().rank())
 
     def get_model_parallel_world_size(self) -> int:
         """The number of processes that share every layer."""
-        return self._state.get_tensor_model_parallel_world_size()
+        return int(tensor_parallel_group().size())
 
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -45,12 +96,12 @@ class Mpu:
 
     def get_data_parallel_group(self) -> Any:
         """Processes that hold the same part of the model and see different samples."""
-        return self._state.get_data_parallel_group()
+        return data_parallel_group()
 
     def get_data_parallel_rank(self) -> int:
         """This process's rank among those that see different samples."""
-        return self._state.get_data_parallel_rank()
+        return int(data_parallel_group().rank())
 
     def get_data_parallel_world_size(self) -> int:
         """The number of processes that see different samples."""
-        return self._state.get_data_parallel_world_size()
+        return int(data_parallel_group().size())

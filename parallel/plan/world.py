@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallel import comm
 from parallel.dims import Dims
+from parallel.megatron import forget_groups, join_groups
 from parallel.zero import import_deepspeed
 
 
@@ -36,7 +37,7 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this kind of group has no timeout to set
             if dims.tensor_parallel_size > 1:
-                comm.join_tensor_parallel_group(dims.tensor_parallel_size)
+                join_groups(dims.tensor_parallel_size)
             yield comm.World(
                 rank,
                 dims.world_size,
@@ -55,9 +56,7 @@ def _forget_groups(dims: Dims) -> None:
     from deepspeed.utils import groups
 
     if dims.tensor_parallel_size > 1:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        forget_groups()
     deepspeed.comm.comm.cdb = None
     groups.mpu = None
     for name, value in list(vars(groups).items()):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from model.build import num_parameters
+from parallel.dims import Dims
 from parallel.placement import Placement, split_columns, split_fused, split_padded
+from tests.helpers.groups import groups_of_many_processes, groups_of_tensor_parallelism
 from tests.helpers.training import MODEL, Case, inspect_shards, local_losses, train
 
 pytestmark = pytest.mark.distributed
@@ -111,3 +113,15 @@ def test_recomputation_drops_the_same_units(workers):
     model = MODEL.model_copy(update={"recompute": "block"})
     actual = workers(2).run(train, case.but(model=model))[0]
     assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("processes", "tensor"), [(2, 2), (4, 2), (4, 4)])
+def test_a_process_makes_the_two_groups_that_it_is_in(workers, processes, tensor):
+    for found in workers(processes).run(groups_of_tensor_parallelism, tensor):
+        assert found == {"asked": 2, "held": 2, "names": ["tensor parallel", "data parallel"]}
+
+
+@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.parametrize(("processes", "tensor"), [(8, 2), (64, 8), (1024, 8)])
+def test_groups_do_not_grow_with_the_number_of_processes(processes, tensor):
+    assert groups_of_many_processes(Dims(world_size=processes, tensor_parallel_size=tensor)) == 2
