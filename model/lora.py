@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from model.attention import SelfAttention
 from model.config import Config
@@ -172,6 +172,12 @@ class ExpertsLowRank(Adapter):
         return self.A, self.scale * self.B
 
 
+def _aligned(A_EIr: Tensor, B_ErO: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with a rank of whole 16 bytes, which grouped products take: zeros for the rest."""
+    rest = -A_EIr.shape[2] % (16 // A_EIr.element_size())
+    return (pad(A_EIr, (0, rest)), pad(B_ErO, (0, 0, 0, rest))) if rest else (A_EIr, B_ErO)
+
+
 class LoRAExperts(Experts):
     """Experts, and what is added to both layers of each.
 
@@ -188,7 +194,7 @@ class LoRAExperts(Experts):
 
     def lots(self, sizes: list[int]) -> list[Lot]:
         """See `Experts.lots`."""
-        narrow = (*self.up_lora.matrices(), *self.down_lora.matrices())
+        narrow = (*_aligned(*self.up_lora.matrices()), *_aligned(*self.down_lora.matrices()))
         of_each = zip(*(torch.split(x, sizes) for x in narrow), strict=True)
         return [
             lot._replace(low_rank=some)

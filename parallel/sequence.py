@@ -159,20 +159,25 @@ class _GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_nD: Tensor, weight_FD: Tensor, group: _Group) -> Tensor:
-        ctx.save_for_backward(x_nD, weight_FD)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_nD if of_weight else None, weight_FD if of_x else None)
         ctx.group = group
         return _wait(group.start_gather(x_nD)) @ weight_FD.t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_nD, weight_FD = ctx.saved_tensors
-        coming_ND = ctx.group.start_gather(x_nD)
-        if not x_nD.is_cuda:  # gloo: two of these on their way at once have corrupted the heap
-            coming_ND = _wait(coming_ND)
-        leaving_nD = ctx.group.start_sum(gradient_NF @ weight_FD)
-        for_weight_FD = gradient_NF.t() @ _wait(coming_ND)
-        return _wait(leaving_nD), for_weight_FD, None
+        coming_ND = leaving_nD = for_weight_FD = None
+        if x_nD is not None:  # or the weight is frozen, and nothing is gathered
+            coming_ND = ctx.group.start_gather(x_nD)
+            if not x_nD.is_cuda:  # gloo: two of these on their way at once have corrupted the heap
+                coming_ND = _wait(coming_ND)
+        if weight_FD is not None:
+            leaving_nD = ctx.group.start_sum(gradient_NF @ weight_FD)
+        if coming_ND is not None:
+            for_weight_FD = gradient_NF.t() @ _wait(coming_ND)
+        return None if leaving_nD is None else _wait(leaving_nD), for_weight_FD, None
 
 
 class OwnPositions(Embedding):

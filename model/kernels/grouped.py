@@ -211,17 +211,21 @@ _grouped_mm.register_fake(_like_grouped_mm)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    a, b, offsets_E = inputs
+    of_a, of_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if of_b else None, b if of_a else None, offsets_E)
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     a, b, offsets_E = ctx.saved_tensors
-    gradient = gradient.contiguous()
-    if b.dim() == 3:
+    gradient, for_a, for_b = gradient.contiguous(), None, None
+    if b is not None and b.dim() == 3:
         for_a = _grouped_mm(gradient, b.mT, offsets_E)
-    else:
+    elif b is not None:
         for_a = _grouped_mm(b, gradient.mT, offsets_E).t()
-    return for_a, _grouped_mm(a.t(), gradient, offsets_E), None
+    if a is not None:  # or the matrices are frozen
+        for_b = _grouped_mm(a.t(), gradient, offsets_E)
+    return for_a, for_b, None
 
 
 _grouped_mm.register_autograd(_differentiate, setup_context=_keep)

@@ -181,16 +181,19 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
-        (gradient_ND,) = gradients
-        if switch.takes_triton(rows_MD) and row_A.numel():
+        (gradient_ND,), (of_rows, of_weights, *_) = gradients, ctx.needs_input_grad
+        if switch.takes_triton(rows_MD) and row_A.numel() and of_rows and of_weights:
             from model.kernels.triton.rows import spread_rows
 
             tensors = gradient_ND, rows_MD, weights_NK, assignment_M
             return (*spread_rows(*(x.contiguous() for x in tensors)), None, None)
-        token_M = assignment_M // weights_NK.shape[1]
-        weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
-        for_rows_MD = _scaled_rows(gradient_ND, token_M, weight_M)
-        for_weights_NK = _products_with_rows(gradient_ND, rows_MD, row_A.view_as(weights_NK))
+        for_rows_MD = for_weights_NK = None
+        if of_rows:
+            token_M = assignment_M // weights_NK.shape[1]
+            weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
+            for_rows_MD = _scaled_rows(gradient_ND, token_M, weight_M)
+        if of_weights:
+            for_weights_NK = _products_with_rows(gradient_ND, rows_MD, row_A.view_as(weights_NK))
         return for_rows_MD, for_weights_NK, None, None

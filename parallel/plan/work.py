@@ -131,6 +131,11 @@ def _grouped(args: Any) -> int:
     return 2 * prod(rows) * by[-1]
 
 
+def _products_backward(of_rows: bool, of_up: bool, of_bias: bool, of_down: bool) -> int:
+    """Products of an expert's backward pass, of which frozen weights need none."""
+    return of_rows + of_up + of_down + (of_rows or of_up or of_bias)
+
+
 _OTHERS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention(
         args, 2, len(args) > 4 and bool(args[4])
@@ -139,6 +144,8 @@ _OTHERS = {
         args[1:], 5, bool(args[7])
     ),
     "polyad::experts_on_cpu": lambda args: 4 * prod(args[0].shape) * args[1].shape[2],
-    "polyad::experts_on_cpu_backward": lambda args: 8 * prod(args[0].shape) * args[3].shape[2],
+    "polyad::experts_on_cpu_backward": lambda args: (
+        2 * prod(args[0].shape) * args[3].shape[2] * _products_backward(*args[7])
+    ),
     "polyad::grouped_mm": _grouped,
 }

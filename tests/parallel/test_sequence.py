@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from tests.helpers.everyday import everyday
-from tests.helpers.sequence import kept_for_backward, residual_drops
+from tests.helpers.sequence import (
+    gathered_linear_backward,
+    kept_for_backward,
+    residual_drops,
+)
 from tests.helpers.training import (
     MODEL,
     Case,
@@ -145,3 +149,15 @@ def test_dropout_differs_between_tokens_of_processes_and_recomputation_repeats_i
     first, second = workers(2).run(residual_drops, case)
     assert 0.0 in first
     assert first != second
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_of_a_frozen_layer_nothing_is_gathered_again_and_no_gradient_computed(workers, processes):
+    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    for found in workers(processes).run(gathered_linear_backward, processes):
+        assert found == {
+            "equal": True,
+            "(True, True)": [gather, "mm", scatter, "mm"],
+            "(True, False)": ["mm", scatter],
+            "(False, True)": [gather, "mm"],
+        }

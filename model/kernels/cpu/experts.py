@@ -91,14 +91,19 @@ def _backward(
     bias_EF: Tensor | None,
     down_EFD: Tensor,
     counts_E: Tensor,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of rows, first layers, their biases and second layers; empty if not `wanted`."""
+    of_rows, of_up, of_bias, of_down = wanted
     spans = _spans(counts_E, rows_MD.dtype)
-    for_rows_MD = torch.empty_like(rows_MD)
-    for_up_EDF, for_down_EFD = torch.empty_like(up_EDF), torch.empty_like(down_EFD)
-    for_bias_EF = up_EDF.new_empty(up_EDF.shape[::2])
+    gradients = _like_backward(
+        gradient_MD, rows_MD, inner_PF, up_EDF, bias_EF, down_EFD, counts_E, wanted
+    )
+    for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD = gradients
     if len(spans) < len(up_EDF):
-        for whole in (for_up_EDF, for_down_EFD, for_bias_EF):
-            whole[counts_E == 0] = 0
+        for whole in gradients[1:]:
+            if whole.numel():
+                whole[counts_E == 0] = 0
 
     def compute(mine: Iterator[_Span], most: int) -> None:
         active_mF, change_mF = inner_PF.new_empty(2, most, up_EDF.shape[2])
@@ -108,25 +113,25 @@ def _backward(
             active, change = active_mF[: span.padded], change_mF[: span.padded]
             inner, bias_F = inner_PF[span.inside], None if bias_EF is None else bias_EF[expert]
             gradient = _rows(gradient_MD, span)
-            _multiply(gradient, down_EFD[expert].t(), change)
-            gelu_backward(
-                inner[:size],
-                bias_F,
-                active[:size],
-                change[:size],
-                for_bias_EF[expert],
-            )
+            if of_rows or of_up or of_bias:
+                _multiply(gradient, down_EFD[expert].t(), change)
+                for_bias_F = for_bias_EF[expert] if of_bias else None
+                gelu_backward(inner[:size], bias_F, active[:size], change[:size], for_bias_F)
+            else:
+                gelu_forward(inner[:size], bias_F, active[:size])
             active[size:] = 0  # the next expert's rows meet these in the sums over rows
             change[size:] = 0
-            _multiply(active.t(), gradient, for_down_EFD[expert])
-            _multiply(_rows(rows_MD, span).t(), change, for_up_EDF[expert])
-            _multiply_rows(change, up_EDF[expert].t(), for_rows_MD[span.rows], buffer_mD)
+            if of_down:
+                _multiply(active.t(), gradient, for_down_EFD[expert])
+            if of_up:
+                _multiply(_rows(rows_MD, span).t(), change, for_up_EDF[expert])
+            if of_rows:
+                _multiply_rows(change, up_EDF[expert].t(), for_rows_MD[span.rows], buffer_mD)
 
     _run(compute, spans, inner_PF)
-    return for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD
+    return gradients
 
 
-@_backward.register_fake
 def _like_backward(
     gradient_MD: Tensor,
     rows_MD: Tensor,
@@ -135,28 +140,33 @@ def _like_backward(
     bias_EF: Tensor | None,
     down_EFD: Tensor,
     counts_E: Tensor,
+    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_rows, of_up, of_bias, of_down = wanted
     num_experts, _, inner = up_EDF.shape
     return (
-        torch.empty_like(rows_MD),
-        torch.empty_like(up_EDF),
-        up_EDF.new_empty(num_experts, inner),
-        torch.empty_like(down_EFD),
+        torch.empty_like(rows_MD) if of_rows else rows_MD.new_empty(0),
+        torch.empty_like(up_EDF) if of_up else up_EDF.new_empty(0),
+        up_EDF.new_empty((num_experts, inner) if of_bias else 0),
+        torch.empty_like(down_EFD) if of_down else down_EFD.new_empty(0),
     )
+
+
+_backward.register_fake(_like_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     rows_MD, up_EDF, bias_EF, down_EFD, counts_E = inputs
     ctx.set_materialize_grads(False)  # of the inner rows, which nobody outside has
-    ctx.has_bias = bias_EF is not None
     ctx.save_for_backward(rows_MD, output[1], up_EDF, bias_EF, down_EFD, counts_E)
 
 
 def _differentiate(ctx: Any, gradient_MD: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if gradient_MD is None:
         return (None,) * 5
-    for_rows_MD, for_up_EDF, for_bias_EF, for_down_EFD = _backward(gradient_MD, *ctx.saved_tensors)
-    return for_rows_MD, for_up_EDF, for_bias_EF if ctx.has_bias else None, for_down_EFD, None
+    wanted = list(ctx.needs_input_grad[:4])  # of frozen weights nothing
+    gradients = _backward(gradient_MD, *ctx.saved_tensors, wanted)
+    return *(x if want else None for x, want in zip(gradients, wanted, strict=True)), None
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)

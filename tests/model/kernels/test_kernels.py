@@ -243,10 +243,11 @@ def test_strides_of_weights_that_are_transposed_are_known_before():
     rows, up, bias, down = (x.detach().float() for x in experts_inputs())
     inputs = rows, up.mT.contiguous().mT, bias, down, COUNTS
     output, inner = cpu_experts._forward(*inputs)
-    found = cpu_experts._backward(output, rows, inner, *inputs[1:])
+    all_of_them = [True] * 4
+    found = cpu_experts._backward(output, rows, inner, *inputs[1:], all_of_them)
     with FakeTensorMode() as mode:
         told = [mode.from_tensor(x) for x in (output, rows, inner, *inputs[1:])]
-        expected = cpu_experts._backward(*told)
+        expected = cpu_experts._backward(*told, all_of_them)
     assert [x.stride() for x in found] == [x.stride() for x in expected]
     assert not found[1].is_contiguous()
 
