@@ -32,7 +32,8 @@ class Block(nn.Module):
         hidden_size: D.
         layer_norm_epsilon: Added to the variance.
         bias: Whether the LayerNorms have one.
-        drop_path: Probability that a sample does without a branch (stochastic depth).
+        drop_path: Probability that a sample does without a branch (stochastic depth); None: no
+            block of the model has any.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Block(nn.Module):
         hidden_size: int,
         layer_norm_epsilon: float,
         bias: bool,
-        drop_path: float = 0.0,
+        drop_path: float | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)

@@ -291,6 +291,8 @@ def compile_model(model: nn.Module, backend: str = "inductor") -> None:
     """
     # The host learns there how many rows each process sends; without this the program ends there.
     torch._dynamo.config.capture_scalar_outputs = True
+    # A K that grows over a run: a second program takes any K, in place of one for each.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     blocks = getattr(model, "blocks", None)
     if blocks is None:
         model.compile(backend=backend)

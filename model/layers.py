@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm
 
+from model.initialization import Initializer, constant
 from model.kernels.switch import on_cpu
 
 
@@ -70,18 +71,30 @@ class LayerNorm(nn.LayerNorm):
 class DropPath(nn.Module):
     """Stochastic depth: an image does without a branch (Huang et al. 2016).
 
+    The rate is in a buffer, which no checkpoint has: of a number a compiler would make a program
+    for each block, since each has another one.
+
     Args:
-        rate: The probability; what stays is divided by what it leaves.
+        rate: The probability; what stays is divided by what it leaves. None: of no block of the
+            model, and nothing is drawn.
     """
 
-    def __init__(self, rate: float) -> None:
+    keep: Tensor | None
+
+    def __init__(self, rate: float | None) -> None:
         super().__init__()
-        self.rate = rate
+        keep = None if rate is None else torch.tensor(1 - rate)
+        self.register_buffer("keep", keep, persistent=False)
+        self._initial = constant(1.0 if rate is None else 1 - rate)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """The share of the images that stay."""
+        return {"keep": self._initial}
 
     def forward(self, y_BTD: Tensor) -> Tensor:
         """The branch of each image, or zeros."""
-        if not self.training or self.rate == 0:
+        if self.keep is None or not self.training:
             return y_BTD
-        keep = 1 - self.rate
-        kept_B11 = y_BTD.new_empty(len(y_BTD), 1, 1).bernoulli_(keep)
-        return y_BTD * (kept_B11 / keep)
+        drawn_B11 = torch.rand(len(y_BTD), 1, 1, device=y_BTD.device)  # less than 1, always
+        kept_B11 = (drawn_B11 < self.keep) / self.keep
+        return y_BTD * kept_B11.to(y_BTD.dtype)

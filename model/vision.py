@@ -169,8 +169,11 @@ class ImageModelSettings(ImageSettings):
         """Standard deviation of the initial weight of a layer."""
         return self.initializer_range or math.sqrt(2 / (inputs + outputs))
 
-    def drop_path_of(self, block: int) -> float:
-        """The probability that an image does without a branch of a block."""
+    def drop_path_of(self, block: int) -> float | None:
+        """The probability that an image does without a branch of a block; None of every block if
+        there is no stochastic depth."""
+        if not self.drop_path:
+            return None
         return self.drop_path * block / max(1, self.num_layers - 1)
 
     def cut_sizes_of(self, key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:

@@ -164,7 +164,7 @@ class Engine:
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
-            dtypes = {name: buffer.dtype for name, buffer in module.named_buffers()}
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             with _one_optimizer_for_stages_1_and_2(), _frozen_experts_allowed():
                 self.deepspeed, *_ = deepspeed.initialize(
                     model=module, optimizer=optimizer, config=config, mpu=mpu
@@ -177,7 +177,7 @@ class Engine:
             self._order = InOneOrder(self.deepspeed.optimizer, trained)
         if config["bf16"]["enabled"]:
             self._average_in_fp32(config["zero_optimization"]["reduce_bucket_size"])
-        _restore_dtypes(self.module, dtypes)
+        _restore_buffers(self.module, buffers)
         self._average_decay = average_decay
         averaged = () if average_decay is None else (EMA,)
         self.state_fields = (*_state_fields(self.deepspeed.basic_optimizer), *averaged)
@@ -344,12 +344,13 @@ def _frozen_experts_allowed() -> Iterator[None]:
         DeepSpeedZeroOptimizer._configure_moe_settings = usual
 
 
-def _restore_dtypes(module: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """Undoes what DeepSpeed does to buffers when it makes a model bf16: means would stand still."""
-    for path, dtype in dtypes.items():
+def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    """Undoes what DeepSpeed does to buffers when it makes a model bf16: means would stand still,
+    and numbers that no source sets again be rounded."""
+    for path, value in buffers.items():
         prefix, _, name = path.rpartition(".")
         owner = module.get_submodule(prefix)
-        owner._buffers[name] = module.get_buffer(path).to(dtype)
+        owner._buffers[name] = value.to(module.get_buffer(path).device)
 
 
 def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class TopK(nn.Module):
     def __init__(self, config: SparseMoEConfig) -> None:
         super().__init__()
         self.config = config
-        # The buffer as a number: reading a buffer in `forward` would wait for the device.
+        # The buffer as a number: reading a buffer in `forward` would wait for the device, and the
+        # shapes of what follows depend on it. `compile_model` has programs take any number.
         self.top_k = config.top_k
         # Tensor parallelism replaces it: processes that share tokens compute their scores each, and
         # rounding may give a token other experts on one of them.

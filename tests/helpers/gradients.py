@@ -113,3 +113,10 @@ def _exchanges(case: Case) -> Exchanges:
             progress=0.0,
         )
     return mode
+
+
+def rates_of_blocks(case: Case) -> list[tuple[str, float]]:
+    """What share of the images stays in each block of a model in training, and its precision."""
+    engine, _ = build_engine(case)
+    shares = [block.drop_path.keep for block in engine.module.blocks]
+    return [(str(share.dtype), share.item()) for share in shares]

@@ -5,7 +5,7 @@ import torch
 from torch import _dynamo
 from torch.nn.functional import cross_entropy
 
-from model.build import compile_model
+from model.build import build_model, compile_model, materialize, read_model_config
 from tests.helpers.everyday import everyday
 
 
@@ -116,6 +116,76 @@ def test_a_compiler_traces_model_and_loss_whole(small_model, random_ids, name, d
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert not _dynamo.utils.counters["graph_break"]
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def images_step(model, backend="aot_eager"):
+    """A training step; returns how many programs it took."""
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compile_model(model, backend=backend)
+    for _ in range(2):
+        logits = model.train()(torch.randn(3, 3, 8, 8)).logits
+        cross_entropy(logits, torch.arange(3)).backward()
+    assert not _dynamo.utils.counters["graph_break"]
+    return _dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+VIT = {"kind": "vit", "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_heads": 2,
+       "num_layers": 12, "num_classes": 3, "dropout": 0.1}  # fmt: skip
+MIXER = {"kind": "mixer", "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_layers": 12,
+         "num_classes": 3}  # fmt: skip
+ROUTED = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 8, "expert_dropout": 0.1}
+
+
+@pytest.mark.parametrize("drop_path", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "section", [VIT, MIXER, VIT | {"feed_forward": ROUTED}], ids=["vit", "mixer", "v-moe"]
+)
+def test_blocks_that_drop_at_other_rates_share_a_program(section, drop_path):
+    model = build_model(read_model_config(section | {"drop_path": drop_path}))
+    materialize(model, seed=0)
+    # What is before the twelve blocks, one for all of them, and what is after them.
+    assert images_step(model) == 3
+    if drop_path:
+        rates = [1 - float(block.drop_path.keep) for block in model.blocks]
+        assert rates == pytest.approx([drop_path * n / 11 for n in range(12)], abs=1e-6)
+        assert not any("keep" in name for name in model.state_dict())
+
+
+GROWING = {
+    "linear": {},
+    "noisy": {"router_noise": 1.0},
+    "attention": {"graph": "attention"},
+    "priority": {"capacity_factor": 1.1, "capacity_order": "priority", "allow_leak": True},
+    "one by one": {"experts": "loop"},
+}
+
+
+@everyday("name", GROWING, keep=["noisy"])
+def test_a_k_that_grows_takes_two_programs(small_config, random_ids, name):
+    section = {"kind": "smoe", "num_experts": 16, "top_k": 1, "final_top_k": 16,
+               "expert_hidden_size": 8}  # fmt: skip
+    config = small_config(feed_forward=section | GROWING[name])
+    models = build_model(config), build_model(config)
+    for model in models:
+        materialize(model, seed=0)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compile_model(models[0], backend="aot_eager")
+    ids = random_ids(2, 16)
+    for step in range(16):
+        losses = []
+        for model in models:
+            torch.manual_seed(step)  # noise
+            losses.append(model(ids, target_ids_BT=ids.roll(-1, 1)).logits)
+            losses[-1].backward()
+            for block in model.blocks:
+                block.feed_forward.router.selection.update(torch.ones(16), (step + 1) / 16)
+        assert losses[0] == losses[1]
+    assert models[0].blocks[2].feed_forward.router.selection.top_k == 16
+    assert not _dynamo.utils.counters["graph_break"]
+    # As in any model three; a second one of the blocks.
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 @pytest.mark.slow

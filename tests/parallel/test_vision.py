@@ -7,6 +7,7 @@ import torch
 from model.build import read_model_config
 from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.everyday import everyday
+from tests.helpers.gradients import rates_of_blocks
 from tests.helpers.training import Case, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -158,3 +159,13 @@ def test_recomputation_and_compilation_change_nothing(workers, references, name,
     torch.testing.assert_close(
         torch.tensor(result["losses"]), torch.tensor(expected["losses"]), rtol=1e-4, atol=0
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rates_of_blocks_are_exact_whatever_the_precision_of_weights(workers, precision):
+    section = model(kind="vit", num_heads=4, num_layers=4, drop_path=0.1)
+    case = Case(stage=1, model=section, precision=precision)
+    for found in workers(2).run(rates_of_blocks, case):
+        dtypes, shares = zip(*found, strict=True)
+        assert set(dtypes) == {"torch.float32"}
+        assert shares == pytest.approx([1 - 0.1 * n / 3 for n in range(4)], abs=1e-7)
