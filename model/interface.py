@@ -52,7 +52,8 @@ def refuse_autocast(x: Tensor, what: str) -> None:
         RuntimeError: Autocast is on, on the tensor's device.
     """
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    # Not `torch.amp.is_autocast_available`, where older compilers end their graph.
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         raise RuntimeError(
             f"{what} does not work under torch.autocast, which would mix precisions within its "
             f"products: give the model bf16 weights instead, as train.precision: bf16 does"

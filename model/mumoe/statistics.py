@@ -54,4 +54,5 @@ def gate_statistics(output: GateOutput, real: RealTokens | None = None) -> Routi
 
 def _dominance(a_MN: Tensor) -> Tensor:
     """1 where a coefficient has at least half of a token, else 0, in its dtype."""
-    return (a_MN >= DOMINANT).view(torch.uint8).to(a_MN.dtype)  # five times as fast as from bool
+    # By way of bytes: on a CPU faster than from bool. Triton compiles no view of a bool's bits.
+    return (a_MN >= DOMINANT).to(torch.uint8).to(a_MN.dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import _dynamo
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.build import build_model, compile_model, materialize, read_model_config
 from tests.helpers.everyday import everyday
@@ -116,6 +117,36 @@ def test_a_compiler_traces_model_and_loss_whole(small_model, random_ids, name, d
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert not _dynamo.utils.counters["graph_break"]
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+class Reinterpreted(TorchDispatchMode):
+    """Finds tensors whose bits are read as other numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.view.dtype:
+            self.found.append((args[0].dtype, args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FEED_FORWARDS)
+def test_a_step_has_nothing_that_no_compiler_for_a_gpu_takes(
+    small_model, random_ids, name, monkeypatch
+):
+    """Triton has no cast of a bool's bits, and compilers before PyTorch 2.13 end a graph where
+    something asks whether a device has autocast."""
+
+    def asked(device_type):
+        raise AssertionError(f"is_autocast_available({device_type!r})")
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", asked)
+    model, ids = small_model(feed_forward=FEED_FORWARDS[name], dropout=0.1), random_ids(2, 16)
+    with Reinterpreted() as bits:
+        model(ids, target_ids_BT=ids.roll(-1, 1)).logits.backward()
+    assert not bits.found
 
 
 def images_step(model, backend="aot_eager"):
