@@ -15,7 +15,7 @@ from parallel.checkpoint.commit import (
     point_at_newest,
     step_folders,
 )
-from parallel.checkpoint.contents import read_contents, verify_contents
+from parallel.checkpoint.contents import is_good, read_contents, verify_contents
 from parallel.checkpoint.manifest import CheckpointError
 from parallel.checkpoint.storage import discard
 
@@ -121,10 +121,9 @@ def _refuse_the_last_good(folder: Path, going: Sequence[Path]) -> None:
 
 def _is_good(path: Path) -> bool:
     try:
-        verify_contents(path)
+        return is_good(verify_contents(path))
     except CheckpointError:
         return False
-    return True
 
 
 def _find(folder: Path) -> tuple[Path, list[Path]]:

@@ -9,7 +9,8 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,17 @@ from parallel.checkpoint.storage import (
     sync_folder,
     write_file,
 )
-from parallel.checkpoint.tensor_bytes import RawTensor, write_tensors
+from parallel.checkpoint.tensor_bytes import RawTensor, all_finite, write_tensors
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LATEST_FILE, BEST_FILE = "latest", "best"
 LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted", ".step-*.replaced")
+
+
+class NotFiniteError(ValueError):
+    """Values that no run can go on from: NaN or infinity. One line that names them."""
+
+    exit_status = 2
 
 
 class Piece(NamedTuple):
@@ -71,6 +78,9 @@ class Retention:
     """Checkpoints whose step is a multiple of this are always kept; 0: none."""
     best: int | None = None
     """The step of the best one, which is always kept, and named in `best`; None: there is none."""
+    judged: bool = True
+    """Whether no validation of the new one's weights is due; else it may turn out not to be good,
+    and takes the place of none."""
 
 
 def step_folder(step: int) -> str:
@@ -108,14 +118,29 @@ def write_shard(
         rank: of the process.
         tensors: the content.
         pieces: what each of them is.
+
+    Raises:
+        NotFiniteError: a number is NaN or infinite: such weights take no good checkpoint's place.
     """
     path = staging / f"rank-{rank:05d}.safetensors"
-    written = write_tensors(path, tensors)
+    checked = [
+        replace(tensor, data=partial(_finite, tensor, piece)) if tensor.dtype == "F32" else tensor
+        for tensor, piece in zip(tensors, pieces, strict=True)
+    ]
+    written = write_tensors(path, checked)
     entries = [
         piece._asdict() | {"file": path.name, "begin": tensor.begin, "xxh3": tensor.xxh3}
         for piece, tensor in zip(pieces, written.tensors, strict=True)
     ]
     return Shard(entries, path.name, written.record.bytes, list(written.record.digests))
+
+
+def _finite(tensor: RawTensor, piece: Piece) -> Any:
+    """The bytes of a tensor of fp32, whose numbers are all finite."""
+    data = tensor.data()
+    if not all_finite(memoryview(data)):
+        raise NotFiniteError(f"{piece.name} ({piece.field}) has numbers that are not finite")
+    return data
 
 
 def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes]) -> None:
@@ -171,16 +196,17 @@ def commit(
 def prune(folder: Path, step: int, keep: Retention) -> None:
     """Removes the checkpoints that are not to be kept.
 
-    That of `step` was just written and always stays, so the last good one is never removed.
-    Others count as good if their manifest, the sizes of their files and their small files are; a
-    later one than `step` is of a run that went back, and is left alone.
+    That of `step` was just written and always stays. It is good once it is judged, so the last good
+    one is never removed. Others count as good if their manifest, the sizes of their files and their
+    small files are, and if they are judged; a later one than `step` is of a run that went back, and
+    is left alone.
     """
     if keep.last is None:
         return
     before = [path for path in complete_checkpoints(folder) if _step(path) < step]
     newest: list[Path] = []
     for path in reversed(before):
-        if len(newest) < keep.last - 1 and _opens(path):
+        if len(newest) < keep.last - keep.judged and _is_good(path):
             newest.append(path)
     for path in before:
         for_ever = (keep.every and _step(path) % keep.every == 0) or _step(path) == keep.best
@@ -236,14 +262,13 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _opens(path: Path) -> bool:
+def _is_good(path: Path) -> bool:
     from parallel.checkpoint.contents import read_contents  # slow to import, and seldom needed
 
     try:
-        read_contents(path)
+        return read_contents(path).is_judged
     except CheckpointError:
         return False
-    return True
 
 
 def _index(shards: Sequence[Shard]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from parallel.checkpoint.index import Chunk, Header, Index, check_index
 from parallel.checkpoint.manifest import DamagedCheckpoint, Digest, Manifest, damaged
 from parallel.checkpoint.records import FormError
 from parallel.checkpoint.state_file import State
+from parallel.checkpoint.tensor_bytes import all_finite
 
 INDEX_FILE, STATE_FILE, CONFIG_FILE = "index.json", "state.json", "config.yaml"
 
@@ -28,6 +30,11 @@ class Contents:
     state: State
     config_yaml: str
     """The text, not parsed: `train` and `model` know its keys."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether no validation of its weights was cut short: one that was may be not finite."""
+        return self.state.unfinished is None
 
 
 def read_contents(folder: Path) -> Contents:
@@ -62,6 +69,31 @@ def read_contents(folder: Path) -> Contents:
     except FormError as error:
         raise damaged(folder / INDEX_FILE, str(error)) from None
     return Contents(manifest, index, state, config_yaml)
+
+
+def is_good(contents: Contents) -> bool:
+    """Whether a run can go on from a checkpoint: it is judged, and all its numbers are finite.
+
+    Args:
+        contents: of a checkpoint whose bytes are verified.
+    """
+    return contents.is_judged and all(
+        all_finite(
+            _bytes(contents.manifest.folder / chunk.file, chunk.begin, tensor.bytes_of(chunk))
+        )
+        for fields in contents.index.tensors.values()
+        for tensor in fields.values()
+        if tensor.dtype == "F32"
+        for chunk in tensor.chunks
+    )
+
+
+def _bytes(path: Path, begin: int, size: int) -> memoryview:
+    """A part of a file, mapped."""
+    if not size:
+        return memoryview(b"")
+    with path.open("rb") as file:
+        return np.memmap(file, "u1", "r", begin, size).data
 
 
 def verify_contents(folder: Path, report: Callable[[int], None] = lambda done: None) -> Contents:

@@ -68,6 +68,8 @@ class Saver:
         config_yaml: str,
         files: Mapping[str, bytes],
         best: int | None = None,
+        *,
+        judged: bool = True,
     ) -> None:
         """Begins to save, after the save before is done; without a writer it returns when done.
 
@@ -81,18 +83,19 @@ class Saver:
             files: what else lies in it by name, as a tokenizer.
             best: the step of the best checkpoint so far, perhaps of this one, which stays; None:
                 none is marked.
+            judged: whether no validation of these weights is due.
 
         Raises:
             SaveError: this save or the one before failed, on any process.
         """
+        self.finish()
+        self._keep = replace(self._keep, best=best, judged=judged)
         if self._writer is None:
             save(
                 self._engine, self._folder, step, state=state, config_yaml=config_yaml,
-                files=files, keep=replace(self._keep, best=best),
+                files=files, keep=self._keep,
             )  # fmt: skip
             return
-        self.finish()
-        self._keep = replace(self._keep, best=best)
         chunks = list(chunks_of(self._engine))
         if (needed := memory_needed(chunks)) > self._writer.nbytes:
             self._writer.close()

@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from parallel.checkpoint.commit import Piece, Retention, Shard, commit, write_shard
+from parallel.checkpoint.commit import (
+    NotFiniteError,
+    Piece,
+    Retention,
+    Shard,
+    commit,
+    write_shard,
+)
 from parallel.checkpoint.storage import make_folder, reason_of
 from parallel.checkpoint.tensor_bytes import RawTensor
 
@@ -50,6 +57,8 @@ def serve(orders: Iterable[str], answers: TextIO, memory: Any) -> None:
             answer = _write(order, memory) if order["do"] == "write" else _commit(order)
         except OSError as error:
             answer = {"error": reason_of(error)}
+        except NotFiniteError as error:
+            answer = {"error": str(error)}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

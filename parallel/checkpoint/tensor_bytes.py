@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from parallel.checkpoint.manifest import PIECE_BYTES, BlockDigests, FileRecord
@@ -92,3 +93,20 @@ def write_tensors(
 
     write_file(path, digested())
     return WrittenFile(written, blocks.record())
+
+
+def all_finite(data: memoryview) -> bool:
+    """Whether no number is NaN or infinite.
+
+    Args:
+        data: of fp32 numbers.
+    """
+    numbers = np.frombuffer(data, "<f4")
+    count = PIECE_BYTES // numbers.itemsize
+    with np.errstate(all="ignore"):
+        for first in range(0, len(numbers), count):
+            some = numbers[first : first + count]
+            # A sum is quick, and finite only of finite numbers; of finite ones it may overflow.
+            if not np.isfinite(some.sum()) and not np.isfinite(some).all():
+                return False
+    return True

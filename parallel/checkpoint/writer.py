@@ -15,6 +15,7 @@ import torch
 
 from parallel import comm
 from parallel.checkpoint.commit import (
+    NotFiniteError,
     Piece,
     Retention,
     Shard,
@@ -178,6 +179,8 @@ def together(step: int, work: Callable[[], T]) -> T:
         result = work()
     except OSError as error:
         reason = reason_of(error)
+    except NotFiniteError as error:
+        reason = str(error)
     raise_together(step, reason)
     return result
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from launch.cli import run as polyad
+from parallel.checkpoint.commit import write_rest
 from parallel.checkpoint.writer import save_weights
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
@@ -92,6 +93,39 @@ def test_delete_leaves_the_last_good_one(folder, capfd):
     assert (folder / "latest").read_text() == f"{NAMES[1]}\n"
     assert polyad(["checkpoint", "delete", str(folder / NAMES[1]), "--even-the-last-good"]) == 0
     assert list(folder.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_not_finite_or_not_judged_is_not_the_good_one(
+    folder, tmp_path, capfd, monkeypatch
+):
+    unfinished = {
+        "step": 4, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_seconds": 1.0,
+        "mfu": None, "skipped": False, "skipped_steps": 0,
+    }  # fmt: skip
+    for name, value, state in (
+        (NAMES[1], 1.0, {"step": 4, "unfinished": unfinished}),
+        (NAMES[2], float("nan"), {}),
+    ):
+        shutil.rmtree(folder / name)
+        (folder / name).mkdir()
+        with monkeypatch.context() as older:  # versions that wrote whatever there was
+            older.setattr("parallel.checkpoint.commit.all_finite", lambda data: True)
+            older.setattr("parallel.checkpoint.writer.write_rest", write_rest_of(int(name[5:])))
+            save_weights(
+                folder / name, {"weight": (3,)}, lambda _, value=value: torch.full((3,), value),
+                buffers={}, config_yaml="", state=state,
+            )  # fmt: skip
+    assert [
+        about["status"] for about in result(capfd, "verify", folder)["checkpoints"]
+    ] == ["verified"] * 3  # fmt: skip
+    assert f"{NAMES[0]}: is the last good" in refused(capfd, "delete", folder / NAMES[0])
+    assert polyad(["checkpoint", "delete", str(folder / NAMES[2])]) == 0
+    assert polyad(["checkpoint", "delete", str(folder / NAMES[1])]) == 0
+
+
+def write_rest_of(step):
+    """As `write_rest`, of another step than 0."""
+    return lambda folder, _, shards, others: write_rest(folder, step, shards, others)
 
 
 def test_what_is_no_checkpoint_is_refused(folder, tmp_path, capfd):

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from parallel import comm
-from parallel.checkpoint.commit import complete_checkpoints
 from train.errors import RunError
+from train.guard.room import last_checkpoint
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)
@@ -112,12 +112,7 @@ def _explanation(
     )
     if checkpoints is None:
         return line
-    saved = complete_checkpoints(checkpoints)
-    step = int(saved[-1].name.removeprefix("step-")) if saved else None
-    last = (
-        "there is no checkpoint yet" if step is None else f"the last checkpoint is of step {step}"
-    )
-    return f"{line}; {last}"
+    return f"{line}; {last_checkpoint(checkpoints)}"
 
 
 def _in_use(device: torch.device) -> str:

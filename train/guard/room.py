@@ -62,5 +62,16 @@ def check_room(
         )
 
 
+def last_checkpoint(checkpoints: Path) -> str:
+    """Says which checkpoint is the last.
+
+    Args:
+        checkpoints: the folder of a run's.
+    """
+    if found := complete_checkpoints(checkpoints):
+        return f"the last checkpoint is of step {int(found[-1].name.removeprefix('step-'))}"
+    return "there is no checkpoint yet"
+
+
 def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

@@ -1,8 +1,24 @@
 """The best validation of a run: which it was, and whether the run ends for want of a better one."""
 
 import math
+from collections.abc import Mapping
 
 from train.state import TrainState
+
+
+def not_finite(scores: Mapping[str, float], validation_score: str) -> str | None:
+    """What makes a validation a bad one: its first score that is NaN or infinite; None: none.
+
+    An accuracy is finite whatever the logits are, so the loss counts beside it.
+
+    Args:
+        scores: of the validation.
+        validation_score: the most important key of them.
+    """
+    for key in (validation_score, "validation_loss"):
+        if key in scores and not math.isfinite(scores[key]):
+            return f"{key} is {scores[key]}"
+    return None
 
 
 def judge(state: TrainState, score: float, *, higher_is_better: bool) -> bool:

@@ -89,7 +89,10 @@ class Checkpoints:
             counted = self._task.counted(state.samples)
             values = state.to_json() | counted
             best = state.best_step or None if self._keep_best else None
-            self._saver.save(state.step, values, self._config_yaml, self._files, best=best)
+            judged = state.unfinished is None
+            self._saver.save(
+                state.step, values, self._config_yaml, self._files, best, judged=judged
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

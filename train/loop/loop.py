@@ -10,9 +10,10 @@ from parallel.zero import Engine, StepResult
 from train.errors import RunError
 from train.guard.limits import NO_LIMITS, Limits, StepOutcome
 from train.guard.monitor import MonitorConfig
+from train.guard.room import last_checkpoint
 from train.guard.spikes import SpikeGuard, remember
 from train.guard.stopping import StopAsked
-from train.loop.best import is_over, judge, why_it_is_over
+from train.loop.best import is_over, judge, not_finite, why_it_is_over
 from train.loop.config import TrainConfig
 from train.loop.device import memory_of_process
 from train.loop.hooks import Hooks
@@ -105,6 +106,8 @@ class TrainLoop:
         self._saved_at = state.step
         self._owes_save = False
         """Whether a checkpoint was due in a step that was skipped, and none was applied since."""
+        self._bad: str | None = None
+        """What was not finite in the last validation: of such weights no checkpoint is written."""
         self._timer = StepTimer()
         self._pending: Pending | None = None
         self._told = 0
@@ -289,7 +292,7 @@ class TrainLoop:
             return False
         self._batches, state.spikes = TimedBatches(following), count
         self._guard.went_back(step, batch, limits, outcome, state.step)
-        self._saved_at = state.step
+        self._saved_at, self._bad = state.step, None
         return True
 
     def _finish(self, record: dict[str, Any] | None, *, saves: bool = True) -> None:
@@ -309,8 +312,10 @@ class TrainLoop:
             hooks.at(f"validation after step {state.step}")
             try:
                 with self._timer.aside():
-                    record = record | hooks.validate()
-                score = record[self._task.validation_score]
+                    scores = hooks.validate()
+                record = record | scores
+                score = scores[self._task.validation_score]
+                self._bad = not_finite(scores, self._task.validation_score)
                 better = judge(state, score, higher_is_better=self._task.higher_is_better)
             except StopAsked:  # the next start of the run validates, with the same weights
                 state.unfinished = {k: v for k, v in record.items() if k not in MEMORY}
@@ -319,6 +324,13 @@ class TrainLoop:
                 self._engine.train()
             if self._is_over() and self._metrics is not None:
                 self._metrics.say(f"polyad: {why_it_is_over(state, config.patience)}")
+            if self._bad and (done or self._is_over()):
+                reason = f"the run ends with a validation that is not finite ({self._bad})"
+            elif self._bad and self._metrics is not None:
+                self._metrics.say(
+                    f"polyad: warning: step {state.step}: {self._bad}; no checkpoint is written "
+                    f"until a validation is finite, and the ones before stay"
+                )
         saves = saves and reason is None and self._saves_now(record["skipped"], done)
         if reason is None and ((better and config.keep_best) or self._is_over()):
             saves, self._saved_at = True, -1  # also where this step was saved before it was judged
@@ -329,8 +341,7 @@ class TrainLoop:
         self._write(record)
         if reason is not None:
             hooks.checkpoints.finish()
-            saved = f"the last checkpoint is of step {self._saved_at}"
-            saved = saved if self._saved_at > 0 else "there is no checkpoint yet"
+            saved = last_checkpoint(config.folder / "checkpoints")
             raise RunError(f"step {state.step}: {reason}; {saved}")
         if saves:
             self._save()
@@ -341,13 +352,15 @@ class TrainLoop:
         Steps may be skipped since the weights are damaged, and a checkpoint of them would take the
         place of a good one. If they are not, a skipped step has changed nothing.
         """
+        if self._bad:
+            return False
         due = self._owes_save or _due(self._state.step, self._config.save_every, done)
         self._owes_save = due and skipped and not done
         return due and not self._owes_save
 
     def _save(self) -> None:
         """Writes a checkpoint, unless this step was saved with the same state."""
-        if self._saved_at == self._state.step and self._state.unfinished is None:
+        if self._bad or (self._saved_at == self._state.step and self._state.unfinished is None):
             return
         if self._metrics is not None:
             self._metrics.flush()  # or the run would go on from here without these records

@@ -50,6 +50,11 @@ def make(folder, steps, damaged):
         pytest.param([3], [], 3, (1, 0), [3], id="the only one"),
         pytest.param([3, 6, 9, 12], [], 12, (1, 0, 6), [6, 12], id="and the best"),
         pytest.param([3, 6, 9], [], 9, (2, 0, 9), [6, 9], id="the newest is the best"),
+        # One whose validation was cut short may turn out to be bad.
+        pytest.param([3, 6, 9], [], 9, (1, 0, None, False), [6, 9], id="not judged"),
+        pytest.param(
+            [3, 6, 9], [6], 9, (1, 0, None, False), [3, 9], id="not judged, a damaged one"
+        ),
     ],
 )
 def test_retention(tmp_path, steps, damaged, step, keep, stay):

@@ -1,0 +1,75 @@
+"""Runs whose validations are not finite, and whose weights are not; called in workers."""
+
+import contextlib
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from parallel import comm
+from parallel.checkpoint.commit import complete_checkpoints
+from train.loop.hooks import Checkpoints, Validation
+from train.pretrain import main
+
+
+def run_with_bad_validations(
+    config: Path, bad: Sequence[int], *overrides: str, stop_at: int | None = None
+) -> tuple[str, str]:
+    """`polyad train` where some validations give NaN, counted from 0.
+
+    Args:
+        config: of the run.
+        bad: the validations.
+        overrides: `key=value`.
+        stop_at: the validation in which a signal comes.
+
+    Returns:
+        How it ended, and what it said.
+    """
+    count = iter(range(1000))
+    real = Validation.__call__
+
+    def validate(self: Validation) -> dict[str, float]:
+        number = next(count)
+        if number == stop_at and comm.rank() == comm.size() - 1:
+            self._stop.fail("a signal")
+        scores = real(self)
+        return scores | {"validation_loss": math.nan} if number in bad else scores
+
+    with mock.patch.object(Validation, "__call__", validate):
+        return ended(config, *overrides)
+
+
+def run_with_bad_weights(config: Path, name: str, step: int, *overrides: str) -> tuple[str, str]:
+    """`polyad train` where an element of a buffer or weight is NaN before a step's checkpoint."""
+    save = Checkpoints.save
+
+    def spoiled(self: Checkpoints, state: Any) -> None:
+        module = self._saver._engine.module
+        value = dict([*module.named_parameters(), *module.named_buffers()])[name]
+        if state.step == step:
+            with torch.no_grad():
+                value.data.view(-1)[-1] = math.nan
+        save(self, state)
+
+    with mock.patch.object(Checkpoints, "save", spoiled):
+        return ended(config, *overrides)
+
+
+def ended(config: Path, *overrides: str) -> tuple[str, str]:
+    """How `polyad train` ends, and what it says."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            end = f"step {main(config, overrides).step}"
+        except Exception as error:
+            end = f"{type(error).__name__} {getattr(error, 'exit_status', '-')}: {error}"
+    return end, said.getvalue()
+
+
+def steps_kept(run: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return [int(path.name[5:]) for path in complete_checkpoints(run / "checkpoints")]

@@ -1,0 +1,92 @@
+"""A checkpoint that no run could go on from never takes the place of one that it could."""
+
+import json
+
+import pytest
+
+from tests.helpers.runs import records, run, write_config
+from tests.helpers.validations import run_with_bad_validations, run_with_bad_weights, steps_kept
+
+pytestmark = pytest.mark.distributed
+KEEP_ONE = {"checkpoint__every": 2, "checkpoint__keep_last": 1, "evaluation__every": 2}
+
+
+@pytest.fixture
+def config(tmp_path, prepared_path):
+    return write_config(tmp_path / "config.yaml", prepared_path, **KEEP_ONE)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_checkpoint_is_due_until_a_validation_is_finite(workers, config, tmp_path, asynchronous):
+    # Validations after steps 2, 4, 6 and 8; that of 8 gives numbers again.
+    ends = workers(2).run(
+        run_with_bad_validations, config, (1, 2), "train.steps=8",
+        f"checkpoint.asynchronous={str(asynchronous).lower()}", "checkpoint.keep_last=3",
+    )  # fmt: skip
+    assert [end for end, _ in ends] == ["step 8", "step 8"]
+    assert steps_kept(tmp_path / "run") == [2, 8]
+    said = ends[0][1]
+    assert (
+        "polyad: warning: step 4: validation_loss is nan; no checkpoint is written until a "
+        "validation is finite, and the ones before stay" in said
+    )
+    assert "warning: step 8" not in said
+    # A step that was not saved is not the last one of its run: the records are all there.
+    assert [line["step"] for line in records(tmp_path / "run")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_a_run_that_ends_with_a_bad_validation_leaves_the_last_good_one(
+    workers, config, tmp_path, every
+):
+    # With checkpoints every 3 steps, that of step 3 is of weights whose last validation was finite.
+    ends = workers(2).run(
+        run_with_bad_validations, config, (1, 2), f"checkpoint.every={every}", "train.steps=6"
+    )
+    kept = {0: [], 2: [2], 3: [3]}[every]
+    last = f"the last checkpoint is of step {kept[0]}" if kept else "there is no checkpoint yet"
+    assert {end for end, _ in ends} == {
+        "RunError 1: step 6: the run ends with a validation that is not finite (validation_loss is "
+        f"nan); {last}"
+    }
+    assert steps_kept(tmp_path / "run") == kept
+
+
+def test_a_run_without_patience_left_does_not_save_a_bad_validation(workers, config, tmp_path):
+    ((end, _),) = workers(1).run(
+        run_with_bad_validations, config, (1, 2), "train.steps=20", "evaluation.patience=2",
+        "checkpoint.keep_best=true",
+    )  # fmt: skip
+    assert end.startswith("RunError 1: step 6: the run ends with a validation that is not finite")
+    assert steps_kept(tmp_path / "run") == [2]
+
+
+def test_a_checkpoint_of_a_validation_cut_short_takes_no_place(workers, config, tmp_path):
+    # A signal in the second validation: step 4 is saved, and nobody knows what it is worth.
+    ends = workers(2).run(run_with_bad_validations, config, (), "train.steps=8", stop_at=1)
+    assert all(end.startswith("ConfigError 2: a signal") for end, _ in ends)
+    assert steps_kept(tmp_path / "run") == [2, 4]
+    # The next start validates it: it is bad, so that of step 2 stays, also when 6 is saved.
+    ends = workers(2).run(run_with_bad_validations, config, (0,), "train.steps=8", stop_at=1)
+    assert all(end.startswith("ConfigError 2: a signal") for end, _ in ends)
+    assert steps_kept(tmp_path / "run") == [2, 4]
+    assert workers(2).run(run, config, "train.steps=8") == [8, 8]
+    assert steps_kept(tmp_path / "run") == [8]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_weights_that_are_not_finite_are_found_without_a_validation(
+    workers, config, tmp_path, asynchronous
+):
+    ends = workers(2).run(
+        run_with_bad_weights, config, "final_norm.bias", 4, "evaluation.every=0",
+        f"checkpoint.asynchronous={str(asynchronous).lower()}", "parallel.zero_stage=0",
+    )  # fmt: skip
+    assert all(end.startswith("SaveError 1: step 4 could not be saved: rank ") for end, _ in ends)
+    assert "final_norm.bias (master) has numbers that are not finite" in ends[0][0]
+    assert steps_kept(tmp_path / "run") == [2]
+    state = json.loads((tmp_path / "run/checkpoints/step-00000002/state.json").read_text())
+    assert state["step"] == 2
+    assert [p.name for p in (tmp_path / "run/checkpoints").glob(".*")] == []  # nothing half written
+    assert workers(2).run(run, config) == [6, 6]
+    assert steps_kept(tmp_path / "run") == [6]
