@@ -11,7 +11,7 @@ wherever it is shown as an image. The run of the picture in this folder:
     polyad train configs/quickstart/gpt2-smoe.yaml run.folder=runs/picture/run \
         data.path=runs/picture/data model.hidden_size=128 \
         model.feed_forward.expert_hidden_size=256 parallel.expert_parallel_size=1 \
-        train.steps=300 schedule.decay_steps=300 log.every=2 evaluation.every=25
+        train.steps=300 log.every=2 evaluation.every=25
     polyad report runs/picture/run --tokens 60000 --top 4
 """
 

@@ -108,7 +108,8 @@ class Journey(ABC):
     def _steps(self) -> list[tuple[str, str]]:
         from train.config.run import load_config
 
-        half = load_config(self.config, self.overrides).checkpoint.every
+        config = load_config(self.config, self.overrides)
+        half = config.checkpoint.every
         begun = step_to_go_on_from(self.run, self.result)
         if not begun:
             remove_previous_run(self.run)
@@ -126,7 +127,9 @@ class Journey(ABC):
         processes = ("--processes-per-node", str(PROCESSES))
         launch = ("launch", str(self.config), *processes, *self.overrides)
         if begun < half:
-            run_polyad(*launch, f"train.steps={half}")
+            # The learning rate is that of the whole run, so that its second half changes nothing.
+            decay = f"schedule.decay_steps={config.schedule.decay_steps or config.train.steps}"
+            run_polyad(*launch, f"train.steps={half}", decay)
         else:
             print(f"nothing is left to do of that: {begun:,} steps are done", file=sys.stderr)
         say(f"3/5  go on in {PROCESSES} new processes from the sharded checkpoint of step {half}")

@@ -8,6 +8,8 @@ from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import Weights
 from train.config.adaptation import begins_anew, counts, in_words, model_of
 from train.config.plan import Plan
+from train.config.rate import change_of_rate, warm_up_note
+from train.config.run import parse_config
 from train.loop.best import is_over, why_it_is_over
 from train.state import TrainState
 from train.tasks.images import ImageClassification
@@ -52,7 +54,8 @@ def first_line(plan: Plan, state: TrainState) -> str:
     unused = ""
     if start and plan.config.adapt.lora is None:
         unused = f"; checkpoint.init_from: {start} is for a new run, and not used"
-    return line + _average(plan) + _best(plan, state) + _teacher(plan) + unused
+    rate = "" if nothing_is_left(plan, state) else _rate(plan, state)
+    return line + rate + _average(plan) + _best(plan, state) + _teacher(plan) + unused
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
@@ -61,6 +64,8 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     count = counts(model_of(plan.config))
     if count["frozen"] and not nothing_is_left(plan, state):
         print(in_words(count), file=sys.stderr, flush=True)
+    if note := warm_up_note(plan.config):
+        print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
     notes = list(plan.task.notes)
     if not plan.task.has_validation:
         notes.append(f"there is no validation split to score; {plan.task.to_validate}")
@@ -69,6 +74,13 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
+
+
+def _rate(plan: Plan, state: TrainState) -> str:
+    assert plan.resume is not None
+    before = parse_config(plan.resume.config_yaml, origin=str(plan.resume.folder))
+    note = change_of_rate(before, plan.config, state.step)
+    return f"; {note}" if note else ""
 
 
 def _best(plan: Plan, state: TrainState) -> str:

@@ -17,6 +17,7 @@ from train.config.adaptation import counts, in_words, model_of
 from train.config.comparison import comparison_rows, experts_compared
 from train.config.environment import check_compiler
 from train.config.plan import checkpoint_bytes, plan_run
+from train.config.rate import schedule_line, schedule_notes
 from train.config.rules import validate
 from train.config.run import RunConfig, load_config
 from train.errors import ConfigError
@@ -119,6 +120,7 @@ def describe(
             "optimizer": config.optimizer.kind,
             "schedule": schedule_line(config),
         },
+        "warnings": schedule_notes(config),
         "layout": {
             "processes": dims.world_size,
             "data_parallel_size": dims.data_parallel_size,
@@ -263,17 +265,6 @@ def memory_per_process(
     return parts | {"total": sum(parts.values())}
 
 
-def schedule_line(config: RunConfig) -> str:
-    """The learning rate over the run, in words."""
-    schedule, peak = config.schedule, config.optimizer.learning_rate
-    start = f"up to {peak:g} in {schedule.warmup_steps:,} steps" if schedule.warmup_steps else ""
-    if schedule.kind == "constant":
-        return f"{start}, then constant" if start else f"constant {peak:g}"
-    end = schedule.decay_steps or config.train.steps
-    fall = f"{schedule.kind} from {peak:g} to {peak * schedule.final_ratio:g} at step {end:,}"
-    return f"{start}, {fall}" if start else fall
-
-
 def description_table(description: dict[str, Any]) -> str:
     """A description for a person.
 
@@ -290,6 +281,7 @@ def description_table(description: dict[str, Any]) -> str:
         ("layout", _layout_row(description["layout"])),
         ("memory", _memory_row(description["memory_bytes_per_process"])),
         ("checkpoint", in_bytes(description["checkpoint_bytes"])),
+        *(("warning", line) for line in description["warnings"]),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows)

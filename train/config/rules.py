@@ -72,11 +72,10 @@ def validate(config: RunConfig, world_size: int) -> Dims:
         )
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
-    decay = schedule.decay_steps or train.steps
-    if schedule.warmup_steps > decay:
+    if schedule.decay_steps is not None and schedule.warmup_steps > schedule.decay_steps:
         raise ConfigError(
-            f"schedule.warmup_steps: {schedule.warmup_steps} is more than the {decay} steps that "
-            f"the schedule has"
+            f"schedule.warmup_steps: {schedule.warmup_steps} is more than schedule.decay_steps: "
+            f"{schedule.decay_steps}; at most as many are allowed"
         )
     check_windows(config)
     if config.evaluation.patience is not None and config.evaluation.every == 0:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import run_and_listen, write_config
+from tests.helpers.runs import records, run_and_listen, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -49,6 +49,26 @@ def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     assert lines() == [finished]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
     assert lines("train.steps=5")[0] == f"goes on from step 2 of 5 (3 left), from {second}"
+
+
+def test_a_start_says_first_how_the_learning_rate_jumps(workers, config, tmp_path):
+    def lines(*overrides):
+        ((_, said),) = workers(1).run(run_and_listen, config, "schedule.kind=linear", *overrides)
+        return said.splitlines()
+
+    lines("train.steps=4", "schedule.final_ratio=0")
+    # After 4 of 8 steps a line from 0.01 to 0 is at half; it was at its end.
+    place = tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert lines("train.steps=8", "schedule.final_ratio=0")[0] == (
+        f"goes on from step 4 of 8 (4 left), from {place}; the learning rate of step 5 is 0.005, "
+        f"and was to be 0 (train.steps: 4 there, 8 here, with schedule.decay_steps: null)"
+    )
+    rates = [line["learning_rate"] for line in records(tmp_path / "run")]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025, 0.005, 0.00375, 0.0025, 0.00125])
+    assert "the learning rate" not in lines("train.steps=8", "schedule.final_ratio=0")[0]
+    warned = lines("train.steps=9", "schedule={kind: constant, warmup_steps: 30}")
+    assert "(schedule.kind: linear there, constant here, schedule.warmup_steps: 0" in warned[0]
+    assert "polyad: warning: train.steps: 9 ends the run in the warm-up" in warned[1]
 
 
 @pytest.mark.slow

@@ -264,7 +264,7 @@ def test_tensor_parallel_processes_that_do_not_fit_are_refused(overrides, expect
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("schedule.warmup_steps=11", "schedule.warmup_steps: 11"),
+        ("schedule={warmup_steps: 11, decay_steps: 10}", "schedule.warmup_steps: 11 is more than"),
         ("evaluation.stride=17", "evaluation.stride: 17 is more than model.sequence_length: 16"),
     ],
 )

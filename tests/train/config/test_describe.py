@@ -10,7 +10,6 @@ from train.config.describe import (
     describe,
     description_table,
     memory_per_process,
-    schedule_line,
 )
 from train.config.run import RunConfig
 
@@ -103,26 +102,6 @@ def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> 
     large = small(model={"vocab_size": 50_000, "sequence_length": 1024}).model
     more = large.activation_bytes(65, 4) - large.activation_bytes(64, 4)
     assert more == 1024 * 2 * 128 * 4
-
-
-@pytest.mark.parametrize(
-    ("schedule", "line"),
-    [
-        ({}, "cosine from 0.0006 to 6e-05 at step 10"),
-        (
-            {"warmup_steps": 2, "decay_steps": 8, "final_ratio": 0.5},
-            "up to 0.0006 in 2 steps, cosine from 0.0006 to 0.0003 at step 8",
-        ),
-        (
-            {"kind": "linear", "warmup_steps": 2, "final_ratio": 0.0},
-            "up to 0.0006 in 2 steps, linear from 0.0006 to 0 at step 10",
-        ),
-        ({"kind": "constant"}, "constant 0.0006"),
-        ({"kind": "constant", "warmup_steps": 3}, "up to 0.0006 in 3 steps, then constant"),
-    ],
-)
-def test_the_schedule_is_a_line(schedule: dict[str, Any], line: str) -> None:
-    assert schedule_line(small(schedule=schedule)) == line
 
 
 @pytest.mark.parametrize(
