@@ -6,15 +6,14 @@ it is one of their processes. Rank 0 has one process compute the reference befor
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.temporary import temporary_folder
 from launch.ending import guard
 from launch.machine import END_WITH_PARENT, end_with_launcher, prepare_environment, share_cores
 from launch.output import align
@@ -109,13 +108,8 @@ def _shared_folder(run: Path) -> Iterator[Path]:
         return
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     parent = None if one_host else run.absolute().parent
-    if parent:
-        parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".polyad-verify-", dir=parent))
-    try:
+    with temporary_folder(".polyad-verify-", parent) as made:
         yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Reference":

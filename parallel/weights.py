@@ -11,6 +11,7 @@ from model.settings import ModelSettings
 from parallel.adapted import AdaptedCheckpoint, base_of, lora_of
 from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from parallel.checkpoint.manifest import CheckpointError
+from parallel.checkpoint.newest import read_newest
 from parallel.fragments import persistent_buffers
 from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from parallel.huggingface_bert import BertWeights, is_bert_folder
@@ -74,7 +75,7 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
         above: checkpoints of adapters that this one is the base of.
         given: the base's place, if it is not the one that the configuration names.
     """
-    checkpoint = Checkpoint(find_checkpoint(path))
+    checkpoint = read_newest(path, lambda chosen: Checkpoint(find_checkpoint(chosen)))
     lora = lora_of(checkpoint)
     if lora is None:
         if given is not None:
@@ -161,7 +162,12 @@ def load_model(
     Returns:
         The model; no process group is needed.
     """
-    stored = open_weights(Path(source), choice) if isinstance(source, Path | str) else source
+    if isinstance(source, Path | str):
+        return read_newest(
+            Path(source),
+            lambda chosen: load_model(open_weights(chosen, choice), device, precision),
+        )
+    stored = source
     model = build_model(stored.model_config())
     weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
     buffers = [name for name, _ in persistent_buffers(model)]

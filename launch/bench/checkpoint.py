@@ -9,7 +9,6 @@ import mmap
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from data.temporary import temporary_folder
 from launch.bench.device import now
 from launch.output import align
 from model.build import build_model
@@ -145,8 +145,8 @@ def _room_in(folder: Path, engine: Engine) -> Iterator[Path]:
     needed = 3 * 12 * elements  # the plain file and two checkpoints of weights and two moments
     if (free := shutil.disk_usage(folder).free) < needed:
         raise ConfigError(f"--folder: {folder}: {needed:,} bytes are needed, {free:,} are free")
-    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-checkpoint-") as place:
-        yield Path(place)
+    with temporary_folder("bench-checkpoint-", folder) as place:
+        yield place
 
 
 def _measure(

@@ -4,8 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
-import shutil
 import socket
 import subprocess
 import time
@@ -14,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.temporary import temporary_folder
 from train.errors import one_line
 
 if TYPE_CHECKING:
@@ -115,14 +114,8 @@ def _xid() -> list[str]:
 @contextmanager
 def probe_folder(run: Path) -> Iterator[Path]:
     """A new folder beside the run's, on rank 0."""
-    parent = run.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = parent / f".polyad-doctor-{secrets.token_hex(4)}"
-    folder.mkdir()
-    try:
+    with temporary_folder(".polyad-doctor-", run.absolute().parent) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from launch.machine import is_main
 from launch.output import check_json_path, only_results_on_stdout, show
@@ -15,75 +16,89 @@ def evaluate(options: Namespace) -> None:
 
     end_with_launcher()
     prepare_environment()
-    from data.images.noise import GaussianNoise
-    from data.text.attack import WordSwap
     from parallel import comm
     from parallel.checkpoint.checkpoint import best_checkpoint
+    from parallel.checkpoint.newest import chosen_by_main, newest_of, read_newest
+
+    check_json_path(options.json)
+    _check_evaluation(options)
+    choose = best_checkpoint if options.best else newest_of
+    with only_results_on_stdout() as stdout:
+        if comm.environment_world_size() > 1:
+            options.path, choose = chosen_by_main(options.path, choose), newest_of
+            if options.compare is not None:
+                options.compare = chosen_by_main(options.compare, newest_of)
+        result, table = read_newest(
+            options.path, lambda chosen: _evaluated(chosen, options), choose
+        )
+        if is_main():
+            show(result, table, options.json, stdout)
+        comm.shutdown()
+
+
+def _evaluated(path: Path, options: Namespace) -> tuple[dict[str, Any], str]:
+    """What `polyad evaluate` finds at a checkpoint, and its table."""
+    from data.images.noise import GaussianNoise
+    from data.text.attack import WordSwap
+    from parallel.checkpoint.newest import read_newest
     from train.evaluation.evaluate import evaluate, result_table
     from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
     from train.experts.steering import parse_steering
 
-    check_json_path(options.json)
-    _check_evaluation(options)
     steerings = [parse_steering(text) for text in options.steer]
-    if options.best:
-        options.path = best_checkpoint(options.path)
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
     stored = {"weights": options.weights, "base": options.base}
-    with only_results_on_stdout() as stdout:
-        if options.compare is not None:
-            units = PROBE_UNITS if options.probe_tokens is None else options.probe_tokens
-            result = compare(options.path, options.compare, units=units, **chosen)
-            table = comparison_table(result)
-        elif options.specialization:
-            from train.evaluation.specialization import specialization, specialization_table
+    if options.compare is not None:
+        units = PROBE_UNITS if options.probe_tokens is None else options.probe_tokens
+        result = read_newest(
+            options.compare, lambda other: compare(path, other, units=units, **chosen)
+        )
+        return result, comparison_table(result)
+    if options.specialization:
+        from train.evaluation.specialization import specialization, specialization_table
 
-            result = specialization(options.path, **stored, **chosen)
-            table = specialization_table(result)
-        elif options.knockout:
-            from train.evaluation.knockout import knockout
-            from train.evaluation.knockout_table import knockout_table
-            from train.experts.knockout_pass import KNOCKOUT_TOKENS
+        result = specialization(path, **stored, **chosen)
+        return result, specialization_table(result)
+    if options.knockout:
+        from train.evaluation.knockout import knockout
+        from train.evaluation.knockout_table import knockout_table
+        from train.experts.knockout_pass import KNOCKOUT_TOKENS
 
-            result = knockout(
-                options.path,
-                tokens=options.probe_tokens or KNOCKOUT_TOKENS,
-                layers=options.layers,
-                experts=options.experts,
-                steerings=steerings,
-                **stored,
-                **chosen,
-            )
-            table = knockout_table(result)
-        elif options.rewrite is not None:
-            from train.evaluation.rewriting import rewriting, rewriting_table
+        result = knockout(
+            path,
+            tokens=options.probe_tokens or KNOCKOUT_TOKENS,
+            layers=options.layers,
+            experts=options.experts,
+            steerings=steerings,
+            **stored,
+            **chosen,
+        )
+        return result, knockout_table(result)
+    if options.rewrite is not None:
+        from train.evaluation.rewriting import rewriting, rewriting_table
 
-            result = rewriting(options.path, options.rewrite, **stored, **chosen)
-            table = rewriting_table(result)
-        elif options.robustness is not None:
-            from data.errors import user_path
-            from train.evaluation.robustness import robustness, robustness_table
+        result = rewriting(path, options.rewrite, **stored, **chosen)
+        return result, rewriting_table(result)
+    if options.robustness is not None:
+        from data.errors import user_path
+        from train.evaluation.robustness import robustness, robustness_table
 
-            name, place = options.robustness
-            del chosen["split"]
-            result = robustness(options.path, name, user_path(place), **stored, **chosen)
-            table = robustness_table(result)
-        else:
-            attack: WordSwap | GaussianNoise | None = None
-            if options.attack is not None:
-                kind = WordSwap if options.attack == "word-swap" else GaussianNoise
-                attack = kind(options.rate, options.seed or 0)
-            result = evaluate(
-                options.path,
-                attack=attack,
-                leak=options.leak,
-                **stored,
-                **chosen,
-            )
-            table = result_table(result)
-        if is_main():
-            show(result, table, options.json, stdout)
-        comm.shutdown()
+        name, place = options.robustness
+        del chosen["split"]
+        result = robustness(path, name, user_path(place), **stored, **chosen)
+        return result, robustness_table(result)
+    attack: WordSwap | GaussianNoise | None = None
+    if options.attack is not None:
+        kind = WordSwap if options.attack == "word-swap" else GaussianNoise
+        attack = kind(options.rate, options.seed or 0)
+    result = evaluate(
+        path,
+        attack=attack,
+        leak=options.leak,
+        **stored,
+        **chosen,
+    )
+    return result, result_table(result)
 
 
 def _check_evaluation(options: Namespace) -> None:
@@ -265,6 +280,7 @@ def generate(options: Namespace) -> None:
 
     prepare_environment()
     from parallel.checkpoint.checkpoint import best_checkpoint
+    from parallel.checkpoint.newest import newest_of, read_newest
     from train.evaluation.generate import Sampling, generate
     from train.experts.steering import effect_lines, parse_steering
 
@@ -277,22 +293,26 @@ def generate(options: Namespace) -> None:
                 stdout.write(text)
                 stdout.flush()
 
-        result = generate(
-            best_checkpoint(options.path) if options.best else options.path,
-            options.prompt,
-            tokenizer=options.tokenizer,
-            max_tokens=options.max_tokens,
-            sampling=Sampling(
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed,
+        result = read_newest(
+            options.path,
+            lambda chosen: generate(
+                chosen,
+                options.prompt,
+                tokenizer=options.tokenizer,
+                max_tokens=options.max_tokens,
+                sampling=Sampling(
+                    temperature=options.temperature,
+                    top_k=options.top_k,
+                    top_p=options.top_p,
+                    seed=options.seed,
+                ),
+                use_cache=not options.no_cache,
+                precision=options.precision,
+                steerings=steerings,
+                base=options.base,
+                write=write,
             ),
-            use_cache=not options.no_cache,
-            precision=options.precision,
-            steerings=steerings,
-            base=options.base,
-            write=write,
+            best_checkpoint if options.best else newest_of,
         )
         speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
         print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)

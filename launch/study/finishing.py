@@ -90,11 +90,14 @@ def measuring(measure: Measure) -> Work:
 
 
 def _has_diverged(run: Run) -> bool:
-    """Whether a run ended since too many steps in a row were not finite."""
+    """Whether a run ended since its last steps, or its last validation, were not finite."""
     if not (run.folder / "metrics.jsonl").exists():
         return False
     most = run.variant.config.train.max_skipped_steps
     last = read_records(run.folder)[-most:]
+    scores = ("validation_loss", run.study.task.validation_score)
+    if last and any(last[-1].get(name, 0.0) is None for name in scores):
+        return True
     not_finite = [each["skipped"] and None in (each["loss"], each["grad_norm"]) for each in last]
     return len(last) == most and all(not_finite)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from data.errors import DataError
 from data.images.noise import GaussianNoise
+from data.temporary import temporary_folder
 from data.text.attack import WordSwap, write_attacked
 from data.text.manifest import SplitName
 from parallel import comm
@@ -244,9 +245,9 @@ def _attacked(
     report = Progress(f"attack {split}", stream.num_tokens) if world.is_main else None
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyad-attacked-"))
+            folder = stack.enter_context(temporary_folder("polyad-attacked-"))
             tokenizer = task.data.parts[0].data.tokenizer()
-            text = write_attacked(stream, tokenizer, attack, Path(folder) / split, report)
+            text = write_attacked(stream, tokenizer, attack, folder / split, report)
         except DataError as error:
             raise ConfigError(f"--attack: {error}") from None
         except OSError as error:

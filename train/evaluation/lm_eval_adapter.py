@@ -14,6 +14,8 @@ import torch
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
+from data.text.tokenizers.tokenizer import Tokenizer
+from parallel.checkpoint.newest import read_newest
 from parallel.weights import load_model, open_weights
 from parallel.zero import DTYPES, Precision
 from train.errors import ConfigError
@@ -58,16 +60,20 @@ class PolyadLM(TemplateLM):
         if precision not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise ConfigError(f"precision: {precision!r} is not allowed: {allowed}")
-        weights = open_weights(Path(checkpoint))
-        language_model(weights)
-        self._coder = need_tokenizer(weights, tokenizer)
         # lm-eval asks for "cuda:0" where the user says nothing.
         self._device = torch.device((device or "cuda") if torch.cuda.is_available() else "cpu")
-        self.model = load_model(weights.folder, self._device, precision)
+
+        def read(chosen: Path) -> tuple[Path, Tokenizer, torch.nn.Module]:
+            weights = open_weights(chosen)
+            language_model(weights)
+            coder = need_tokenizer(weights, tokenizer)
+            return weights.folder, coder, load_model(weights, self._device, precision)
+
+        folder, self._coder, self.model = read_newest(Path(checkpoint), read)
         config: Any = self.model.config
         self.max_length: int = config.sequence_length
         self.batch_size = _batch_size(batch_size)
-        self._about = {"checkpoint": str(weights.folder), "precision": precision}
+        self._about = {"checkpoint": str(folder), "precision": precision}
 
     @property
     def eot_token_id(self) -> int:

@@ -1,15 +1,16 @@
 """`polyad convert`: weights from Polyad to other formats and back, one tensor at a time."""
 
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from data.temporary import temporary_folder
 from model.build import num_parameters
 from parallel.adapted import AdaptedCheckpoint
 from parallel.checkpoint.checkpoint import find_checkpoint
+from parallel.checkpoint.newest import read_newest
 from parallel.huggingface import is_huggingface_folder
 from parallel.plain_weights import is_plain_folder
 from parallel.weights import Choice, Weights, open_weights
@@ -53,6 +54,23 @@ def convert(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
+    return read_newest(
+        source,
+        lambda chosen: _convert(source, chosen, destination, to, change, choice, merge, base),
+    )
+
+
+def _convert(
+    source: Path,
+    chosen: Path,
+    destination: Path,
+    to: Format,
+    change: Change | None,
+    choice: Choice,
+    merge: bool,
+    base: Path | None,
+) -> dict[str, Any]:
+    """As `convert`, of the checkpoint that was chosen of a run, or of the source itself."""
     if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
     _refuse_what_is_there(destination)
@@ -62,7 +80,7 @@ def convert(
     elif is_plain_folder(source):
         is_of = "safetensors"
     else:
-        find_checkpoint(source)  # raises an error if there is none
+        find_checkpoint(chosen)  # raises an error if there is none
     if isinstance(change, Upcycling) and to == "huggingface":
         raise change.error(
             "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
@@ -71,7 +89,7 @@ def convert(
     if is_of == to and not change and choice == "trained" and not merge:
         others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
         raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
-    opened = open_weights(source, choice, base)
+    opened = open_weights(chosen, choice, base)
     if merge and change is None and is_split(opened.model_config()):
         change = Merging()
     _check_adapters(source, opened, to, merge, is_split(opened.model_config()))
@@ -130,18 +148,13 @@ def _staging(destination: Path) -> Iterator[Path]:
     Each conversion has a folder of its own; of two to one destination the first to end succeeds.
     """
     destination = destination.absolute()
-    staging = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.partial")
-    staging.mkdir(parents=True)
-    try:
+    with temporary_folder(f".{destination.name}.", destination.parent, ".partial") as staging:
         yield staging
         try:
             staging.rename(destination)
         except OSError:  # another conversion was faster, or the disk refused
             _refuse_what_is_there(destination)
             raise
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def _refuse_what_is_there(destination: Path) -> None:

@@ -18,6 +18,7 @@ from model.vision import ImageModelSettings
 from parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
 from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from parallel.checkpoint.manifest import CheckpointError
+from parallel.checkpoint.newest import read_newest
 from parallel.weights import open_checkpoint
 from train.config.describe import unused_parameters
 from train.config.run import RunConfig, load_config
@@ -78,8 +79,32 @@ def report(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
+    _run_config(run)
+    return read_newest(
+        run,
+        lambda chosen: _report(
+            *(run, chosen, output, data, split, layers, experts, top, tokens), knockout=knockout
+        ),
+        lambda run: _checkpoint(run, checkpoint, best=best),
+    )
+
+
+def _report(
+    run: Path,
+    checkpoint: Path,
+    output: Path | None,
+    data: str | None,
+    split: SplitName,
+    layers: Sequence[str],
+    experts: Sequence[str],
+    top: int,
+    tokens: int | None,
+    *,
+    knockout: bool,
+) -> dict[str, Any]:
+    """As `report`, of a checkpoint that was chosen."""
     config = _run_config(run)
-    weights = open_checkpoint(_checkpoint(run, checkpoint, best=best))
+    weights = open_checkpoint(checkpoint)
     target = run / OUTPUT_FILE if output is None else output
     _check_output(target)
     history = _history(run)

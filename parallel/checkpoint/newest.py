@@ -1,0 +1,68 @@
+"""Reads a checkpoint beside a run that deletes old ones: the newest again, if it vanished."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from parallel import comm
+from parallel.checkpoint.commit import complete_checkpoints
+
+T = TypeVar("T")
+Choose: TypeAlias = Callable[[Path], Path]
+"""Gives the checkpoint that a path means, as `newest_of` and `best_checkpoint`."""
+
+
+def newest_of(path: Path) -> Path:
+    """The newest checkpoint of a run's folder, or of its `checkpoints`; any other path itself."""
+    found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
+    return found[-1] if found else path
+
+
+def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_of) -> T:
+    """Reads the checkpoint that a path means; if it is deleted meanwhile, the one it means then.
+
+    Args:
+        path: a run, or whatever else `read` knows.
+        read: is given what was chosen.
+        choose: of the path.
+
+    Raises:
+        Exception: whatever `read` raises of a folder that is still there.
+    """
+    while True:
+        chosen = choose(path)
+        before = _identity(chosen)
+        try:
+            return read(chosen)
+        except (ValueError, OSError):
+            if before is None or _identity(chosen) == before or choose(path) == path:
+                raise
+            print(
+                f"polyad: {chosen} was deleted while it was read, by its run or by hand; what "
+                f"{path} has now is read",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def chosen_by_main(path: Path, choose: Choose) -> Path:
+    """The checkpoint that a path means to the first process, on all: a run may write another one
+    before the others look."""
+    reason: ValueError | None = None
+    if comm.initialize().is_main:
+        try:
+            path = choose(path)
+        except ValueError as error:
+            reason = error
+    if (reason := comm.from_main(reason)) is not None:
+        raise reason
+    return comm.from_main(path)
+
+
+def _identity(folder: Path) -> int | None:
+    """What differs once another folder has the name of this one; None: nothing has it."""
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None

@@ -1,0 +1,92 @@
+"""Commands that read a checkpoint while its run deletes it: the newest is read again."""
+
+import shutil
+
+import pytest
+
+from launch.cli import run as polyad
+from parallel.checkpoint import checkpoint as reading
+from parallel.checkpoint.manifest import Manifest
+from parallel.checkpoint.newest import read_newest
+from parallel.checkpoint.storage import discard
+from parallel.weights import load_model
+from tests.helpers.runs import weights_of
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A run with checkpoints of steps 3 and 6."""
+    shutil.copytree(trained("smoe"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def deletes_the_newest(monkeypatch, run, *, while_it_opens):
+    """Deletes step 6 as a run does, before its small files are read or before its tensors are."""
+    newest = run / "checkpoints" / "step-00000006"
+
+    def first(usual):
+        def read(*given, **named):
+            if newest.exists():
+                discard(newest)
+            return usual(*given, **named)
+
+        return read
+
+    if while_it_opens:
+        monkeypatch.setattr(Manifest, "content", first(Manifest.content))
+    else:
+        monkeypatch.setattr(reading, "patiently_opened", first(reading.patiently_opened))
+
+
+@pytest.mark.parametrize("while_it_opens", [True, False])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "{run}", "evaluation.max_windows=2"],
+        ["evaluate", "{run}", "--specialization", "evaluation.max_windows=2"],
+        ["evaluate", "{run}", "--knockout", "--probe-tokens", "200"],
+        ["evaluate", "{other}", "--compare", "{run}", "--probe-tokens", "200"],
+        ["generate", "{run}", "--prompt", "def", "--max-tokens", "2"],
+        ["report", "{run}", "--tokens", "400"],
+        ["convert", "{run}", "{run}/../out", "--to", "safetensors"],
+    ],
+    ids=lambda words: " ".join(word for word in words[:3] if "{" not in word),
+)
+def test_the_newest_is_read_again(trained, run, capfd, monkeypatch, command, while_it_opens):
+    deletes_the_newest(monkeypatch, run, while_it_opens=while_it_opens)
+    words = [word.format(run=run, other=trained("smoe")) for word in command]
+    assert polyad([*words, "--json", str(run.parent / "result.json")]) == 0
+    said = capfd.readouterr()
+    assert "step-00000003" in (run.parent / "result.json").read_text()
+    # What vanished before it was opened is known to nobody.
+    told = f"polyad: {run}/checkpoints/step-00000006 was deleted while it was read" in said.err
+    assert told or while_it_opens
+    assert not list(run.parent.glob("*.partial"))
+
+
+def test_a_checkpoint_that_was_named_itself_is_not_replaced_by_another(run, capfd, monkeypatch):
+    deletes_the_newest(monkeypatch, run, while_it_opens=False)
+    assert polyad(["evaluate", str(run / "checkpoints" / "step-00000006")]) != 0
+    assert polyad(["report", str(run), "--checkpoint", "6"]) == 2
+    assert "--checkpoint: 6 is not allowed" in capfd.readouterr().err
+
+
+def test_a_model_that_python_loads_is_of_one_checkpoint(trained, run, monkeypatch):
+    deletes_the_newest(monkeypatch, run, while_it_opens=False)
+    expected = weights_of(trained("smoe") / "checkpoints" / "step-00000003")
+    model = load_model(run)
+    assert all(parameter.equal(expected[name]) for name, parameter in model.named_parameters())
+
+
+def test_an_error_of_a_checkpoint_that_is_there_is_not_tried_again(run):
+    seen = []
+
+    def read(chosen):
+        seen.append(chosen)
+        raise ValueError("of another kind")
+
+    with pytest.raises(ValueError, match="of another kind"):
+        read_newest(run, read)
+    assert seen == [run / "checkpoints" / "step-00000006"]
