@@ -12,6 +12,22 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of a file system that has no locks."""
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Gives errors of the disk in the block the name of a file, where they have none.
+
+    The kernel knows it when a file is opened, but not when it is written and the disk is full.
+
+    Args:
+        path: what is written.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file beside its place, and moves it there; one that was there stays until then.
 
@@ -21,8 +37,9 @@ def write_whole(path: Path, text: str) -> None:
     """
     partial = partial_of(path)
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with named(path):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

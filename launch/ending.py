@@ -13,16 +13,7 @@ from data.errors import loader_ended
 from launch.machine import is_main, rank_of_process
 from launch.signals import ignore_further_signals
 from launch.torchrun import tell_launcher
-from train.errors import STOP_SIGNALS, Stopped, one_line
-
-OUTPUT_ERRORS = frozenset(
-    {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
-        *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
-        *(errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY),
-    }
-)
-"""Errors of a file system that the user can solve: one line and no traceback."""
+from train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
 
 RANK_ZERO_SPEAKS_FIRST = 5.0
 """Seconds another rank waits with its error: torchrun ends it if rank 0 has failed as well."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from data.files import named
 from launch.parser import UsageError
 
 
@@ -107,9 +108,11 @@ def show(result: dict[str, Any], table: str, json_path: str | None, stdout: Text
     if json_path == "-":
         stdout.write(text)
         return
+    stdout.write(table + "\n")  # first: the file may fail, and the result took long
+    stdout.flush()
     if json_path is not None:
-        Path(json_path).write_text(text, encoding="utf-8")
-    stdout.write(table + "\n")
+        with named(Path(json_path)):
+            Path(json_path).write_text(text, encoding="utf-8")
 
 
 def strict(value: Any) -> Any:

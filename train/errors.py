@@ -14,6 +14,7 @@ as --max-restarts says: after 75 and 137, and after 1, with which processes end 
 another one. It never does after 2, nor after 128 + n for these three signals.
 """
 
+import errno
 import re
 import signal
 
@@ -22,6 +23,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 STALLED = 75
 """EX_TEMPFAIL of sysexits.h: a failure that may be gone when one tries again."""
+
+OUTPUT_ERRORS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
+        *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+        *(errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY),
+    }
+)
+"""Errors of a file system that the user can solve: one line and no traceback."""
 
 MAX_SHOWN = 200
 """Characters of a value that an error shows at most."""

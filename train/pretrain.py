@@ -9,6 +9,8 @@ from typing import Any
 from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.checkpoint.saver import Saver
+from parallel.checkpoint.storage import reason_of
+from parallel.checkpoint.writer import SaveError
 from parallel.imports import import_libraries
 from parallel.zero import Engine
 from train.config.agreement import agreed_facts
@@ -25,11 +27,12 @@ from train.config.parts import (
 )
 from train.config.plan import Plan, open_inputs, plan_together
 from train.config.smaller import memory_of
+from train.errors import OUTPUT_ERRORS, RunError
 from train.experts.fluctuation import FluctuationLog
 from train.guard.data_check import DataCheck
 from train.guard.memory import RunMemory
 from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers
-from train.guard.run_folder import RunLock, put_back_replaced
+from train.guard.run_folder import RunLock, gone, put_back_replaced
 from train.guard.stopping import StopSignals
 from train.guard.stragglers import Stragglers
 from train.guard.watchdog import Watchdog
@@ -55,7 +58,13 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
     startup = Startup()
     startup.lap("imports")  # the first lap begins with the process itself
     with StopSignals(comm.environment_world_size(), launched=launched) as stop:
-        return _run(path, overrides, startup, stop)
+        try:
+            return _run(path, overrides, startup, stop)
+        except (OSError, SaveError) as error:
+            if isinstance(error, OSError) and error.errno not in OUTPUT_ERRORS:
+                raise
+            reason = reason_of(error) if isinstance(error, OSError) else str(error)
+            raise RunError(f"{reason}; {stop.kept()}") from error
 
 
 def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSignals) -> TrainState:
@@ -122,11 +131,17 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
                 stop.stop(signal)
             data_check.finish()
             stop.end_if_failed()
+    except (OSError, SaveError):
+        if not plan.folder.exists():
+            raise gone(plan.folder) from None
+        raise
     finally:
         saver.close()
-        if metrics is not None:
-            metrics.close()
-        lock.release()
+        try:
+            if metrics is not None:
+                metrics.close()
+        finally:
+            lock.release()
     return state
 
 

@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from launch.machine import is_main
 from launch.output import check_json_path, only_results_on_stdout, show
 from launch.parser import UsageError
@@ -210,12 +211,12 @@ def study(options: Namespace) -> None:
                 raise ConfigError(f"{options.study}: no run is finished, so none is compared")
         except (RunError, Stopped, KeyboardInterrupt):
             if options.page is not None and (found := compare_finished(options.study)):
-                options.page.write_text(page(found), encoding="utf-8")
+                write_whole(options.page, page(found))
             raise
         if options.figure is not None:
-            options.figure.write_text(figure(result), encoding="utf-8")
+            write_whole(options.figure, figure(result))
         if options.page is not None:
-            options.page.write_text(page(result), encoding="utf-8")
+            write_whole(options.page, page(result))
         show(result, result_table(result, markdown=options.markdown), options.json, stdout)
 
 

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 
+from data.files import write_whole
 from launch.machine import is_main
 from launch.output import check_json_path, only_results_on_stdout, show
 
@@ -191,6 +192,6 @@ def plan(options: Namespace) -> None:
         if options.figure:
             from launch.plan.figure import figure
 
-            options.figure.write_text(figure(result), encoding="utf-8")
+            write_whole(options.figure, figure(result))
         show(result, table(result), options.json, stdout)
         check(result)

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from data.files import named
 from launch.via.hosts import LaunchError
 
 
@@ -35,7 +36,8 @@ def write_launch_file(folder: Path, name: str, text: str) -> str:
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
     file = place / name
-    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with named(file):
+        file.write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(file)
 
 

@@ -62,11 +62,18 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(path: Path) -> None:
-    """Makes a folder and those above it that are missing, all of them on the disk."""
+def make_folder(path: Path, above: int = 1) -> None:
+    """Makes a folder, on the disk when this returns.
+
+    Args:
+        path: the folder.
+        above: how many of the folders above it may be missing, and are made: of a run's folder that
+            was removed no part comes back.
+    """
     if path.is_dir():
         return
-    make_folder(path.parent)
+    if above:
+        make_folder(path.parent, above - 1)
     try:
         os.mkdir(path)
     except FileExistsError:  # another process was quicker

@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from data.files import named
 from data.temporary import temporary_folder
 from model.build import num_parameters
 from parallel.adapted import AdaptedCheckpoint
@@ -98,7 +99,7 @@ def _convert(
         weights.notes.append("the weights are the moving average of the trained ones (train.ema)")
     if change:
         _refuse_more_than_fits(weights.bytes, destination, change)
-    with closing(weights.progress), _staging(destination) as staging:
+    with named(destination), closing(weights.progress), _staging(destination) as staging:
         WRITERS[to](weights, staging, destination)
         if to in ("huggingface", "safetensors"):
             write_classes(weights, staging)

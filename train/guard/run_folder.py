@@ -18,7 +18,7 @@ from model.config import Config
 from parallel import comm
 from parallel.checkpoint.commit import put_back, replaced_checkpoints
 from parallel.checkpoint.storage import reason_of
-from train.errors import ConfigError
+from train.errors import ConfigError, RunError
 from train.guard.lease import Lease, LeaseTaken
 
 LOCK_FILE = ".lock"
@@ -36,6 +36,18 @@ class RunFolderConfig(Config):
 
     folder: Annotated[str, AfterValidator(check_path)]
     """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
+
+
+def gone(folder: Path) -> RunError:
+    """The error of a run whose folder is another one, or none, than it was.
+
+    Args:
+        folder: the run's.
+    """
+    return RunError(
+        f"run.folder: {folder} was removed, moved or replaced while the run went on, which can "
+        f"write nothing more there"
+    )
 
 
 def check_place(folder: Path, key: str) -> set[str]:

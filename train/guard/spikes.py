@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.files import named
 from train.console import json_number
 from train.errors import RunError
 from train.guard.limits import NO_LIMITS, Limits, StepOutcome
@@ -206,7 +207,8 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
         folder: the run's.
         event: JSON values.
     """
-    with (folder / SPIKES_FILE).open("a", encoding="utf-8") as file:
+    path = folder / SPIKES_FILE
+    with named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(json_number(event)) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -52,7 +52,8 @@ class StopSignals:
         self._signal = 0
         self._failure: str | None = None
         self._grace = 25.0
-        self._kept: Callable[[], str] = lambda: "the same command starts it again"
+        self.kept: Callable[[], str] = lambda: "the same command starts it again"
+        """Says where the run goes on."""
         self._before: dict[int, Any] = {}
         self._launcher = os.getppid()
 
@@ -82,7 +83,7 @@ class StopSignals:
         # here, as in a collective, is a consequence, and not reported.
         peer_ended = isinstance(error, RuntimeError) and not hasattr(error, "exit_status")
         if peer_ended and self._signal and comm.environment_world_size() > 1:
-            raise Stopped(self._signal, f"other processes had ended; {self._kept()}") from None
+            raise Stopped(self._signal, f"other processes had ended; {self.kept()}") from None
 
     def limit(self, grace_seconds: float, kept: Callable[[], str]) -> None:
         """Sets how long stopping may take, and how to tell where the run goes on.
@@ -91,7 +92,7 @@ class StopSignals:
             grace_seconds: from the signal to the end of the process, whatever it is doing.
             kept: returns a few words on where the run goes on.
         """
-        self._grace, self._kept = grace_seconds, kept
+        self._grace, self.kept = grace_seconds, kept
 
     def wait_for_steps(self) -> None:
         """After this call a signal waits for the end of the step, so that it can be saved."""
@@ -165,8 +166,8 @@ class StopSignals:
         """
         if number == FAILED:
             reason = next(text for text in comm.from_all(self._failure) if text is not None)
-            raise ConfigError(f"{reason}; once that is mended, {self._kept()}")
-        raise stopped(number, self._kept())
+            raise ConfigError(f"{reason}; once that is mended, {self.kept()}")
+        raise stopped(number, self.kept())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self._signal = self._signal, self._signal or number
@@ -174,7 +175,7 @@ class StopSignals:
             os._exit(128 + number)
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
         if not self._saving and (twice or (self._at_once and not again)):
-            raise stopped(number, self._kept())
+            raise stopped(number, self.kept())
 
     def _launcher_was_killed(self) -> bool:
         """Whether a signal came of that: the run may be started again at once, and two starts must
@@ -207,7 +208,7 @@ class StopSignals:
                 if self._launcher_was_killed():
                     os._exit(128 + number)
         if not comm.environment_rank():
-            line = stopped(number, f"the step did not end within {self._grace:g} s; {self._kept()}")
+            line = stopped(number, f"the step did not end within {self._grace:g} s; {self.kept()}")
             with contextlib.suppress(OSError):
                 print(f"polyad: error: {line}", file=sys.stderr, flush=True)
         os._exit(128 + number)

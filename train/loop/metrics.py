@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import sys
 from collections import deque
@@ -13,10 +14,11 @@ from typing import Annotated, Any, Literal, TextIO
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from data.files import write_whole
+from data.files import named, write_whole
 from model.config import Config
 from parallel.plan.devices import PEAKS
 from train.console import Clock, Console, bar, duration, json_number
+from train.guard.run_folder import gone
 from train.loop.routing import console_summary
 from train.loop.startup import PREFIX, Startup, startup_line
 from train.loop.trackers import TrackerName, Trackers
@@ -143,7 +145,7 @@ class Metrics:
         self._open(done_steps)
 
     def _open(self, done_steps: int) -> None:
-        path = self._folder / "metrics.jsonl"
+        path = self._path = self._folder / "metrics.jsonl"
         drop_records_after(path, done_steps)
         self._file: TextIO = path.open("a", encoding="utf-8")
         names = self._config.trackers
@@ -207,8 +209,10 @@ class Metrics:
             self._trackers.text(step, "startup", line)
             self._console.show(line)
             self._console.end()
-        self._file.write(json.dumps(json_number(record)) + "\n")
-        self._file.flush()
+        with named(self._path):
+            self._file.write(json.dumps(json_number(record)) + "\n")
+            self._file.flush()
+        self._check_place()
         if due:
             # One number per start makes no curve: it was written as text.
             self._trackers.log(record, without=PREFIX)
@@ -216,6 +220,22 @@ class Metrics:
             score = self._validation_score
             line = console_line(record, self._total, left, self._unit, score, self._nodes)
             self._console.show(line)
+
+    def _check_place(self) -> None:
+        """Checks that the file that is written is the one in the run's folder.
+
+        What is written to a file that was deleted is lost without an error, and a checkpoint would
+        make the folder anew without the rest of it.
+
+        Raises:
+            RunError: the folder was removed, moved or replaced.
+        """
+        try:
+            if os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+                return
+        except FileNotFoundError:
+            pass
+        raise gone(self._folder)
 
     def close(self) -> None:
         """Flushes everything to its file."""
@@ -227,7 +247,8 @@ class Metrics:
     def _close_files(self) -> None:
         self.flush()
         self._console.end()
-        self._file.close()
+        with named(self._path):
+            self._file.close()
         self._trackers.close()
 
 

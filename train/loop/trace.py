@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from data.files import named
 from parallel import comm
 from train.loop.metrics import ProfileConfig
 
@@ -50,6 +51,10 @@ class _Trace:
         self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
+        with named(self._folder):
+            self._write_files(profiler)
+
+    def _write_files(self, profiler: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json"))
         table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)

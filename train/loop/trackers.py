@@ -5,11 +5,13 @@ out from then on, with a line that says so.
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import math
 import os
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import override
 
+from data.files import named
 from train.errors import ConfigError, one_line
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -64,6 +67,8 @@ class TensorBoard(Tracker):
     def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder / "tensorboard"
+        _hide_errors_of_the_disk()
         # TensorBoard drops earlier records of this step and of later ones.
         self._writer = SummaryWriter(folder / "tensorboard", purge_step=done_steps + 1)
 
@@ -71,18 +76,35 @@ class TensorBoard(Tracker):
     def log(
         self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
     ) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-        for name, values in lists.items():
-            self._writer.add_histogram(name, np.asarray(values), step)
+        with named(self._folder):
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+            for name, values in lists.items():
+                self._writer.add_histogram(name, np.asarray(values), step)
 
     @override
     def text(self, step: int, name: str, line: str) -> None:
-        self._writer.add_text(name, line, step)
+        with named(self._folder):
+            self._writer.add_text(name, line, step)
 
     @override
     def close(self) -> None:
-        self._writer.close()
+        with named(self._folder):
+            self._writer.close()
+
+
+@functools.cache
+def _hide_errors_of_the_disk() -> None:
+    """Hides tracebacks of TensorBoard's writing thread: the next call raises what it met."""
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+    usual = threading.excepthook
+
+    def hook(met: threading.ExceptHookArgs) -> None:
+        if not (isinstance(met.thread, _AsyncWriterThread) and isinstance(met.exc_value, OSError)):
+            usual(met)
+
+    threading.excepthook = hook
 
 
 class WeightsAndBiases(Tracker):

@@ -1,6 +1,7 @@
 """`polyad report`: what a run has learned and what its experts do, as one HTML page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from parallel.weights import open_checkpoint
 from train.config.describe import unused_parameters
 from train.config.run import RunConfig, load_config
 from train.console import Progress
-from train.errors import ConfigError
+from train.errors import ConfigError, RunError
 from train.experts.chosen import check_experts, choose_layers
 from train.experts.kept_activation import Kept
 from train.experts.probing import routed_head, routed_layers
@@ -160,7 +161,9 @@ def _report(
         classes=classes,
         kept=kept,
     )
-    write_whole(target, render(result))
+    page = render(result)
+    with _writing(target, RunError):
+        write_whole(target, page)
     return {"output": str(target), **result.to_json()}
 
 
@@ -237,11 +240,19 @@ def _check_output(target: Path) -> None:
         raise ConfigError(f"--output: {target} is a folder, a file is needed")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
-    try:  # writes a file: reading the text may take long, and permissions do not tell all
+    with _writing(
+        target, ConfigError
+    ):  # reading the text may take long, and permissions do not tell all
         partial_of(target).touch()
         partial_of(target).unlink()
+
+
+@contextmanager
+def _writing(target: Path, kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ConfigError(
+        raise kind(
             f"--output: {target} cannot be written: {error.strerror}; --output names another place"
         ) from None
 
