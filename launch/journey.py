@@ -16,8 +16,9 @@ from typing import Any
 
 from launch.child import STOPPED, polyad
 from launch.cli import run as run_command
-from launch.records import last_loss, median_rate, peak_memory, read_records
+from launch.records import last_loss, median_rate, peak_memory
 from train.errors import stopped
+from train.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2

@@ -1,23 +1,15 @@
 """Summaries of a run's records in metrics.jsonl."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 LAST = 10
 """Records that numbers of the end of training are averaged over, since single steps vary."""
 
 Records = Sequence[dict[str, Any]]
-
-
-def read_records(run: Path) -> list[dict[str, Any]]:
-    """All records of a run's folder, oldest first."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def last_loss(records: Records) -> float:

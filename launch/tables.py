@@ -60,16 +60,17 @@ def trained_table(state: "TrainState", config: Path, overrides: Sequence[str]) -
         A line.
     """
     from train.config.run import load_config
+    from train.records import METRICS_FILE
 
     folder = Path(load_config(config, overrides).run.folder)
     skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""
-    last = _last_loss(folder / "metrics.jsonl")
+    last = _last_loss(folder / METRICS_FILE)
     return f"{state.step:,} steps done{skipped}; {last}in {folder}"
 
 
 def _last_loss(metrics: Path) -> str:
-    import json
+    from train.records import records_of
 
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    loss = json.loads(lines[-1])["loss"] if lines else None
+    records = list(records_of(metrics)) if metrics.exists() else []
+    loss = records[-1]["loss"] if records else None
     return "" if loss is None else f"last loss {loss:.4f}; "

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def study(options: Namespace) -> None:
 
     prepare_environment()
     from launch.study.figure import check_figure, figure
-    from launch.study.folder import kept_result
+    from launch.study.folder import form_of, kept_result
     from launch.study.page import check_page, page
     from launch.study.progress import plans_table
     from launch.study.run import compare_finished, describe_study, study
@@ -202,7 +203,8 @@ def study(options: Namespace) -> None:
             return
         try:
             if _is_kept(options.study):
-                result = kept_result(options.study)
+                with form_of(options.study):
+                    result = kept_result(options.study)
             elif options.beside is None:
                 result = study(options.study, options.jobs, options.budget)
             elif (known := compare_finished(options.study, options.beside)) is not None:
@@ -213,11 +215,13 @@ def study(options: Namespace) -> None:
             if options.page is not None and (found := compare_finished(options.study)):
                 write_whole(options.page, page(found))
             raise
-        if options.figure is not None:
-            write_whole(options.figure, figure(result))
-        if options.page is not None:
-            write_whole(options.page, page(result))
-        show(result, result_table(result, markdown=options.markdown), options.json, stdout)
+        with form_of(options.study) if _is_kept(options.study) else nullcontext():
+            if options.figure is not None:
+                write_whole(options.figure, figure(result))
+            if options.page is not None:
+                write_whole(options.page, page(result))
+            table = result_table(result, markdown=options.markdown)
+        show(result, table, options.json, stdout)
 
 
 def _check_study(options: Namespace) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from data.json_reader import read_json
 from launch.output import say, strict
-from launch.records import last_loss, last_routing, median_rate, peak_memory, read_records
+from launch.records import last_loss, last_routing, median_rate, peak_memory
 from launch.study.choice import validation_score
 from launch.study.folder import write_json
 from launch.study.jobs import CommandFailed, Work
@@ -16,6 +16,7 @@ from launch.study.progress import trained_line
 from parallel.checkpoint.verification import newest_that_opens
 from train.errors import RunError
 from train.loop.best import is_over
+from train.records import METRICS_FILE, read_records, records_of
 from train.state import TrainState
 from train.study.study import Run
 
@@ -91,10 +92,10 @@ def measuring(measure: Measure) -> Work:
 
 def _has_diverged(run: Run) -> bool:
     """Whether a run ended since its last steps, or its last validation, were not finite."""
-    if not (run.folder / "metrics.jsonl").exists():
+    if not (run.folder / METRICS_FILE).exists():
         return False
     most = run.variant.config.train.max_skipped_steps
-    last = read_records(run.folder)[-most:]
+    last = list(records_of(run.folder / METRICS_FILE))[-most:]
     scores = ("validation_loss", run.study.task.validation_score)
     if last and any(last[-1].get(name, 0.0) is None for name in scores):
         return True

@@ -17,7 +17,7 @@ from typing import Any
 from data.files import write_whole
 from data.json_reader import read_json
 from launch.output import strict
-from train.errors import ConfigError
+from train.errors import ConfigError, shortened
 from train.guard.run_folder import NO_LOCKS, check_place
 from train.study.config import StudyData
 from train.study.study import Run, Study, changed_key
@@ -30,6 +30,10 @@ RESULT_KEYS = (
 SPREAD = {"mean", "deviation"}
 INTERVAL = SPREAD | {"low", "high"}
 """Numbers of a mean and its interval, as `train.study.paired` has them."""
+_OTHER_FORM = (
+    LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError,
+)  # fmt: skip
+"""What code meets that reads JSON of another form than it expects."""
 CROSSING = {"units", "low", "high"}
 """Where a difference would be zero, as `launch.study.curves` has it."""
 
@@ -196,6 +200,34 @@ def kept_result(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is none.
     """
     return {key: _restored(value) for key, value in _read(path, RESULT_KEYS).items()}
+
+
+@contextmanager
+def form_of(path: Path) -> Iterator[None]:
+    """In the block a kept result is shown, which may hold anything.
+
+    Args:
+        path: of the result.
+
+    Raises:
+        ConfigError: it has another form than `polyad study` gives it.
+    """
+    try:
+        yield
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        if hasattr(error, "exit_status"):
+            raise
+        reason = f"{type(error).__name__}: {shortened(str(error))}"
+        raise ConfigError(
+            f"{path}: has another form than `polyad study` gives its results ({reason})"
+        ) from None
 
 
 def _restored(value: Any) -> Any:

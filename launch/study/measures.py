@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from data.json_reader import read_json
-from launch.records import head_changes, last_fluctuation, read_records, validations
+from launch.records import head_changes, last_fluctuation, validations
 from launch.study.folder import write_json
 from train.errors import ConfigError, RunError
+from train.records import METRICS_FILE, read_records
 from train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
@@ -206,7 +207,7 @@ def read_measures(run: Run) -> dict[str, Any]:
         else:
             leaks = found.setdefault("leak", {})
             leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
-    if (run.folder / "metrics.jsonl").exists():
+    if (run.folder / METRICS_FILE).exists():
         records = read_records(run.folder)
         fluctuation = last_fluctuation(records)
         found |= {"fluctuation": fluctuation} if fluctuation else {}

@@ -13,8 +13,8 @@ from launch.records import (
     last_routing,
     median_rate,
     peak_memory,
-    read_records,
 )
+from train.records import read_records
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

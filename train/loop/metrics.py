@@ -22,6 +22,7 @@ from train.guard.run_folder import gone
 from train.loop.routing import console_summary
 from train.loop.startup import PREFIX, Startup, startup_line
 from train.loop.trackers import TrackerName, Trackers
+from train.records import METRICS_FILE, record_of
 from train.tasks.task import Unit
 
 NOTHING: Mapping[str, Any] = {}
@@ -145,7 +146,7 @@ class Metrics:
         self._open(done_steps)
 
     def _open(self, done_steps: int) -> None:
-        path = self._path = self._folder / "metrics.jsonl"
+        path = self._path = self._folder / METRICS_FILE
         drop_records_after(path, done_steps)
         self._file: TextIO = path.open("a", encoding="utf-8")
         names = self._config.trackers
@@ -256,14 +257,21 @@ def drop_records_after(path: Path, step: int) -> None:
     """Cuts metrics.jsonl after a step, and a last line that a crash left incomplete."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, RecursionError, KeyError, TypeError):
-            continue
+    lines = path.read_bytes().splitlines()
+    records = [record_of(line) for line in lines]
+    kept = [
+        line.decode() + "\n"
+        for line, record in zip(lines, records, strict=True)
+        if record is not None and record["step"] <= step
+    ]
     write_whole(path, "".join(kept))
+    if damaged := sum(record is None for record in records[:-1]):
+        print(
+            f"polyad: warning: {path}: {damaged:,} lines before the last held no record of a step, "
+            f"and were removed",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def console_line(

@@ -29,11 +29,12 @@ from train.experts.chosen import check_experts, choose_layers
 from train.experts.kept_activation import Kept
 from train.experts.probing import routed_head, routed_layers
 from train.experts.report.content import Report
-from train.experts.report.history import METRICS_FILE, History, read_history
+from train.experts.report.history import History, read_history
 from train.experts.report.image_pass import ImageChoice
 from train.experts.report.page import render
 from train.experts.report.passes import pass_over_images, pass_over_sequences, pass_over_text
 from train.experts.report.reading import Choice
+from train.records import METRICS_FILE
 from train.tasks.registry import task_class
 
 TOKENS = 250_000

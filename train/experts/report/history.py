@@ -8,7 +8,6 @@ has columns of its own, one for each such record, or an equal number of them whe
 than a heat map can show.
 """
 
-import json
 import math
 import re
 from array import array
@@ -22,11 +21,10 @@ import numpy.typing as npt
 
 from train.errors import ConfigError
 from train.experts.report.charts import MOST_COLUMNS
+from train.records import METRICS_FILE, record_of
 
 MAX_POINTS = 240
 """Spans of steps."""
-METRICS_FILE = "metrics.jsonl"
-_STEP = re.compile(rb'"step":\s*(\d+)')
 _LAYER = re.compile(r"routing/(.+)/(\w+)")
 
 Series = list[float | None]
@@ -114,11 +112,9 @@ def read_history(
             progress(number / len(keep))
         if number >= len(keep) or not keep[number]:  # a run in progress has added lines since
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            unreadable += 1
+        if (found := record_of(line)) is None:
             continue
+        record = found
         spans.add(record)
         columns.add(record)
         if record.get("loss") is not None:
@@ -151,10 +147,9 @@ def _standing(path: Path) -> tuple[bytearray, int, int, int]:
     """The lines that count, their first and newest step, and the number of unreadable lines."""
     steps, unreadable = array("q"), 0
     for line in _lines(path):
-        match = _STEP.search(line)
-        whole = match is not None and line.rstrip().endswith(b"}")
-        unreadable += not whole and bool(line.strip())
-        steps.append(int(match[1]) if match and whole else -1)
+        record = record_of(line)
+        unreadable += record is None and bool(line.strip())
+        steps.append(-1 if record is None else record["step"])
     keep, first, newest, bound = bytearray(len(steps)), math.inf, -1, math.inf
     for number in range(len(steps) - 1, -1, -1):
         if 0 <= steps[number] < bound:
