@@ -116,7 +116,7 @@ def check(text: str | bytes, words: list[str], processes: int = 2) -> str:
     assert said.startswith("polyad: error: "), said
     assert said.count("\n") == 1, said
     assert said.endswith("\n")
-    assert len(said) < 2000, said
+    assert len(said) < 700, said
     return said
 
 

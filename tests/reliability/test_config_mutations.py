@@ -19,7 +19,7 @@ from tests.helpers.everyday import everyday
 from train.config.rules import validate
 from train.config.run import RunConfig, config_of, parse_config, read_tree
 from train.config.text import flatten, keys
-from train.errors import MAX_LINE, one_line
+from train.errors import one_line
 from train.study.reading import load_studies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def outcome(work: Callable[[], Any], what: str) -> bool:
         return True
     line = str(refused)
     assert getattr(refused, "exit_status", None) == 2, f"{what!r}: {refused!r}"
-    assert len(line) < 2 * MAX_LINE, f"{what!r}: {line}"
+    assert len(line) < 700, f"{what!r}: {line}"
     assert one_line(line).isprintable(), what
     return False
 

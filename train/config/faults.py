@@ -5,14 +5,19 @@ import itertools
 import re
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from model.config import SectionError
 from model.config_yaml import MAX_DIGITS, NUMBER
 from train.config.names import OURS, plain
-from train.config.text import keys
-from train.errors import one_line, shortened, shown
+from train.config.text import config_classes, keys
+from train.errors import MAX_SHOWN, one_line, shortened, shown
 
+MOST = 450
+"""Characters of what is said of a configuration, at most, without the name of its file."""
+KEYS_SHOWN = 5
+"""Keys of a section that may be pasted: classes have the most important ones first."""
 NEAR, NEAR_ELSEWHERE = 0.75, 0.8
 """How alike two names of one section, or of several, are if one may be meant by the other, as
 `difflib` counts it: `lr` and `tf32` are not."""
@@ -26,9 +31,66 @@ def describe(error: ValidationError, tree: type[BaseModel]) -> str:
         tree: the configuration class whose keys are known.
     """
     known = set(keys(tree))
-    faults = [_fault(fault, known) for fault in error.errors(include_url=False)]
-    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-    return "; ".join(faults[:3]) + more
+    lines: dict[str, int] = {}
+    for fault in error.errors(include_url=False):
+        line = shortened(_foreign(fault, error, tree, known) or _fault(fault, known), MOST)
+        lines[line] = lines.get(line, 0) + 1
+    told: list[str] = []
+    for line in lines:
+        if told and sum(map(len, told)) + len(line) > MOST:
+            break
+        told.append(line)
+    rest = len(lines) - len(told)
+    return "; ".join(told) + (f"; and {rest} more" if rest else "")
+
+
+def _foreign(
+    fault: Any, error: ValidationError, tree: type[BaseModel], known: set[str]
+) -> str | None:
+    """The line about all keys of a section that are of another kind; None for another fault."""
+    parts = [str(part) for part in fault["loc"]]
+    if fault["type"] != "extra_forbidden" or len(parts) < 2:
+        return None
+    section, chosen = ".".join(_without_kind(parts[:-1], known)), parts[-2]
+    member = _member(tree, section, chosen)
+    if f"{section}.{parts[-1]}" not in known or member is None:
+        return None
+    names = [
+        str(each["loc"][-1])
+        for each in error.errors(include_url=False)
+        if each["type"] == "extra_forbidden"
+        and each["loc"][:-1] == fault["loc"][:-1]
+        and f"{section}.{each['loc'][-1]}" in known
+    ]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    are = "is a key" if len(names) == 1 else "are keys"
+    return (
+        f"{section}: {', '.join(names[:3])}{more} {are} of another kind than {chosen}; on the "
+        f"command line the whole section, with {chosen}'s defaults, is "
+        f"{section}='{_pasted(member, chosen)}'"
+    )
+
+
+def _pasted(member: type[BaseModel], chosen: str) -> str:
+    """A section of a kind as the command line takes it: its first keys; the others may follow."""
+    shown = {}
+    for name, field in member.model_fields.items():
+        default = "PATH" if field.is_required() else field.get_default(call_default_factory=True)
+        if name != "kind" and isinstance(default, str | int | float | tuple | None):
+            shown[name] = list(default) if isinstance(default, tuple) else default
+    values = {"kind": chosen} | dict(itertools.islice(shown.items(), KEYS_SHOWN))
+    flow: str = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10_000)
+    return flow.strip()
+
+
+def _member(tree: type[BaseModel], section: str, chosen: str) -> type[BaseModel] | None:
+    """The class of a section that has a kind; None if there is none."""
+    members = [tree]
+    for name in section.split("."):
+        found = [m.model_fields[name].annotation for m in members if name in m.model_fields]
+        members = [each for annotation in found for each in config_classes(annotation)]
+    kinds = ((m.model_fields["kind"].default, m) for m in members if "kind" in m.model_fields)
+    return next((member for kind, member in kinds if kind == chosen), None)
 
 
 def _fault(fault: Any, known: set[str]) -> str:
@@ -44,12 +106,6 @@ def _fault(fault: Any, known: set[str]) -> str:
         return one_line(broken.within(".".join(_without_kind(parts, known))))
     *sections, last = parts
     key = ".".join([*_without_kind(sections, known), last])
-    if kind == "extra_forbidden" and key in known:  # of another member of the union
-        section, chosen = key.rpartition(".")[0], sections[-1]
-        return (
-            f"{key}: is not a key of {section}.kind: {chosen}, but of another kind; on the command "
-            f"line {section}={{kind: {chosen}, ...}} replaces the whole section"
-        )
     if kind == "extra_forbidden":
         return _unknown(key, known)
     key = shortened(key)
@@ -107,8 +163,15 @@ def _unknown(key: str, known: set[str]) -> str:
     if near := nearest_key(key, known):
         return f"unknown key {shortened(key)}; the nearest is {near}"
     section = _without_index(key.split(".")[:-1])
-    siblings = sorted(name for name in known if name.rpartition(".")[0] == section)
-    return f"unknown key {shortened(key)}; there are {', '.join(siblings)}"
+    siblings = [
+        name.rpartition(".")[2] for name in sorted(known) if name.rpartition(".")[0] == section
+    ]
+    if len(listed := ", ".join(siblings)) <= MAX_SHOWN:
+        return f"unknown key {shortened(key)}; there are {listed}"
+    return (
+        f"unknown key {shortened(key)}; `polyad schema` has the {len(siblings)} keys of "
+        f"{section or 'the configuration'}"
+    )
 
 
 def nearest_key(key: str, known: set[str]) -> str | None:

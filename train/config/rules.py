@@ -12,7 +12,7 @@ from model.vision import ImageSettings
 from parallel.dims import Dims
 from train.config.run import RunConfig
 from train.config.text import flatten
-from train.errors import ConfigError
+from train.errors import ConfigError, shown
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
@@ -348,7 +348,7 @@ def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
     """
     before, after = flatten(saved.model_dump(mode="json")), flatten(now.model_dump(mode="json"))
     changed = [
-        f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
+        f"{key}: {shown(before.get(key))} there, {shown(after.get(key))} here"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not _may_change(key)
     ]
