@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any, TextIO
 
+USUAL_COLUMNS = 80
+
 
 class Console:
     """A line that is overwritten on a terminal; in a file each text is a line of its own."""
@@ -19,7 +21,7 @@ class Console:
         if not self._live:
             print(line, file=self._stream, flush=True)
             return
-        width = os.get_terminal_size(self._stream.fileno()).columns - 1
+        width = self._columns() - 1
         print(
             "\r" + line[:width].ljust(min(self._shown, width)),
             end="",
@@ -27,6 +29,13 @@ class Console:
             flush=True,
         )
         self._shown = len(line[:width])
+
+    def _columns(self) -> int:
+        """The width of the terminal; of one that does not say it, as some report 0, a usual one."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
+        except (OSError, ValueError):  # it was closed
+            return USUAL_COLUMNS
 
     def end(self) -> None:
         """Ends the line, so that what is printed next does not overwrite it."""
@@ -82,6 +91,15 @@ def bar(share: float, width: int = 16) -> str:
     """A progress bar."""
     full = min(width, int(share * width))
     return "[" + "#" * full + "-" * (width - full) + "]"
+
+
+def in_bytes(size: float) -> str:
+    """Bytes for a person, in powers of 1,000, with three digits."""
+    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
+        if float(number := f"{size:.3g}") < 1000:  # also where it is rounded up
+            return f"{number} {unit}"
+        size /= 1000
+    return f"{size:,.0f} EB"
 
 
 def duration(seconds: float) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from launch.bench.turns import span
 from launch.output import align
-from train.config.describe import in_bytes
+from train.console import in_bytes
 
 TITLES = {
     "weak": "as much for each (weak scaling)",

@@ -105,7 +105,7 @@ def check(result: dict[str, Any]) -> None:
     """
     if result["fits"]:
         return
-    from train.config.describe import in_bytes
+    from train.console import in_bytes
 
     memory, name = result["memory_bytes"], result["layout"]["device"]
     ways = [f"{each['change']} ({in_bytes(each['memory_bytes'])})" for each in result["would_fit"]]

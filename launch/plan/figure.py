@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from launch.study.drawing import COLOURS, STYLE
-from train.config.describe import in_bytes
+from train.console import in_bytes
 
 WIDTH, HEIGHT, MARGIN = 460, 320, 56
 TITLES = {

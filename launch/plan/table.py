@@ -3,8 +3,7 @@
 from typing import Any
 
 from launch.output import align
-from train.config.describe import in_bytes
-from train.console import duration
+from train.console import duration, in_bytes
 
 EVERY = 1e-4
 """Of a step: collectives that take less of the bytes are one line together."""

@@ -25,7 +25,11 @@ GRACE_SLACK = 15
 KILLED_BY_INPUT = 2
 """Exit status that no new pod would change."""
 
+# A Service's name begins with a letter (RFC 1035), and Job and ConfigMap have the same; other names
+# may begin with a digit (RFC 1123), and a claim's is several of these with dots between them.
+_SERVICE = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
 # What kubectl says of a Job that is there: it cannot be changed, or it was not.
 _JOB = re.compile(r"Job(?:\.batch)? \"?([a-z0-9-]+)")
 _UNCHANGED = re.compile(r"^job\.batch/(\S+) unchanged", re.MULTILINE)
@@ -62,11 +66,16 @@ class KubernetesJob:
             if value is None:
                 raise LaunchError(f"{option}: is missing; --via kubernetes needs the name {need}")
         image_name(self.image or "")
-        for option, value in (("--claim", self.claim), ("--namespace", self.namespace)):
-            if value is not None:
-                _label(value, option, 63)
-        if self.job_name is not None:
-            _label(self.job_name, "--job-name", MAX_JOB_NAME)
+        dashes = "small letters, digits, and dashes inside"
+        for option, value, form, most, allowed in (
+            ("--claim", self.claim, _SUBDOMAIN, 253, f"{dashes}, in parts with dots between them"),
+            ("--namespace", self.namespace, _LABEL, 63, dashes),
+            ("--job-name", self.job_name, _SERVICE, MAX_JOB_NAME, f"a small letter, then {dashes}"),
+        ):
+            if value is not None and (not form.fullmatch(value) or len(value) > most):
+                raise LaunchError(
+                    f"{option}: {shown(value)} is not allowed; only {allowed}, at most {most}"
+                )
         mount_path(self.mount)
         if self.memory_per_node is not None and not re.fullmatch(
             r"[1-9][0-9]{0,8}[KMGT]", self.memory_per_node
@@ -86,14 +95,6 @@ class KubernetesJob:
         if self.gpus_per_node is not None:
             limits["nvidia.com/gpu"] = self.gpus_per_node
         return {"limits": limits} if limits else {}
-
-
-def _label(text: str, option: str, most: int) -> None:
-    if not _LABEL.fullmatch(text) or len(text) > most:
-        raise LaunchError(
-            f"{option}: {shown(text)} is not allowed; only small letters, digits, and dashes "
-            f"inside, at most {most}"
-        )
 
 
 def manifest(
@@ -231,8 +232,11 @@ def _literal(text: str) -> str:
 
 
 def _job_name(folder: str) -> str:
-    name = re.sub(r"[^a-z0-9-]", "-", Path(folder).name.lower())[:MAX_JOB_NAME].strip("-")
-    return name or "polyad"
+    """A name that a Service may have, from that of the run's folder."""
+    name = re.sub(r"[^a-z0-9-]", "-", Path(folder).name.lower()).strip("-")
+    if name[:1].isdigit():
+        name = f"run-{name}"
+    return name[:MAX_JOB_NAME].strip("-") or "polyad"
 
 
 def find_kubectl() -> str:

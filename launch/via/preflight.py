@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.via.hosts import LaunchError
-from train.errors import one_line
+from train.errors import one_line, shown
 
+ANSWER = {"name", "machine", "own_addresses", "endpoint_addresses", "port_free", "digests"}
+"""Keys of what `launch.via.remote.look` says."""
 CONNECT_TIMEOUT = 10
 """Seconds until a host that does not answer counts as out of reach."""
 
@@ -125,12 +127,23 @@ def look_at(run: Hosts, hosts: Sequence[str]) -> dict[str, dict[str, Any] | str]
         except subprocess.TimeoutExpired:
             return f"no answer in {6 * CONNECT_TIMEOUT} s"
         if done.returncode == 0:
-            with_answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return with_answer
+            return _answer(done.stdout)
         return one_line((done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1])
 
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return dict(zip(hosts, pool.map(ask, hosts), strict=True))
+
+
+def _answer(said: str) -> dict[str, Any] | str:
+    """What a host said of itself, in the last line that it wrote; or why it is no answer."""
+    last = (said.strip().splitlines() or [""])[-1]
+    try:
+        tree = json.loads(last)
+    except (ValueError, RecursionError):
+        tree = None
+    if isinstance(tree, dict) and tree.keys() >= ANSWER:
+        return tree
+    return f"it answered {shown(last)}" if last else "it ended without an answer"
 
 
 def _digests(files: Sequence[str]) -> dict[str, str | None]:

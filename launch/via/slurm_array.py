@@ -14,6 +14,7 @@ from data.text.parts.part import ranges
 from data.text.parts.plan import LAUNCH_FOLDER
 from launch.via.slurm import SlurmJob, directive_path, job_name, python_path
 from launch.via.submission import SubmissionError, hand_in
+from train.errors import shown
 
 AFTER = "--kill-on-invalid-dep=yes"
 """A job that waits for one that fails goes."""
@@ -74,7 +75,7 @@ class ArrayJobs:
             said = hand_in(words, "sbatch refused", lambda said: " ".join(said.split()))
             found = re.match(r"([0-9]+)(;|\s)", said)
             if found is None:
-                raise SubmissionError(f"sbatch gave no number of a job: {said.splitlines()[0]!r}")
+                raise SubmissionError(f"sbatch gave no number of a job: {shown(said.strip())}")
             before = found[1]
             lines.append(f"{step}: job {before}, {script}")
         return "\n".join(lines)

@@ -20,6 +20,7 @@ from train.config.plan import checkpoint_bytes, plan_run
 from train.config.rate import schedule_line, schedule_notes
 from train.config.rules import validate
 from train.config.run import RunConfig, load_config
+from train.console import in_bytes
 from train.errors import ConfigError
 from train.tasks.registry import task_class
 
@@ -378,12 +379,3 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _count(model: nn.Module, *prefixes: str) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefixes))
-
-
-def in_bytes(size: float) -> str:
-    """Bytes for a person, in powers of 1,000."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

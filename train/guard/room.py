@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallel.checkpoint.commit import complete_checkpoints
 from parallel.config import CheckpointConfig
+from train.console import in_bytes
 from train.errors import ConfigError
 
 
@@ -43,8 +44,8 @@ def check_room(
         some = "the next checkpoint" if needed == 1 else f"{needed} more checkpoints"
         advice = "" if keep in (None, 1) else "lower checkpoint.keep_last, "
         raise ConfigError(
-            f"run.folder: {folder}: {some} of {_gigabytes(size)} must fit, {place} has "
-            f"{_gigabytes(free)} free; {advice}make room or take another folder"
+            f"run.folder: {folder}: {some} of {in_bytes(size)} must fit, {place} has "
+            f"{in_bytes(free)} free; {advice}make room or take another folder"
         )
     if keep is not None and checkpoint.keep_every:  # those that stay for ever
         often = math.lcm(every, checkpoint.keep_every)
@@ -55,8 +56,8 @@ def check_room(
         advice = "checkpoint.keep_last deletes old ones"
     if staying * size > free and os.environ.get("RANK", "0") == "0":
         print(
-            f"polyad: warning: {staying} checkpoints of {_gigabytes(size)} are to come and "
-            f"{_gigabytes(free)} are free; {advice}",
+            f"polyad: warning: {staying} checkpoints of {in_bytes(size)} are to come and "
+            f"{in_bytes(free)} are free; {advice}",
             file=sys.stderr,
             flush=True,
         )
@@ -71,7 +72,3 @@ def last_checkpoint(checkpoints: Path) -> str:
     if found := complete_checkpoints(checkpoints):
         return f"the last checkpoint is of step {int(found[-1].name.removeprefix('step-'))}"
     return "there is no checkpoint yet"
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

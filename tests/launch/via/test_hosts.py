@@ -1,5 +1,6 @@
 """Names that reach other programs are checked, words of commands are quoted."""
 
+import json
 import subprocess
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from launch.via.agent import Rendezvous
 from launch.via.command import interface_variables
 from launch.via.hosts import LaunchError, command_line, endpoint, host_name, plain_name
+from launch.via.preflight import ANSWER, _answer
 
 SHELL = ("a;b", "a b", "$(id)", "`id`", "a|b", "a&b", "a>b", "a\nb", "a'b", 'a"b', "a\\b", "a*", "")
 ARGUMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
@@ -130,3 +132,25 @@ def test_any_text_comes_through_a_shell_unchanged(texts: list[str], value: str) 
         **{"check": True, "capture_output": True},
     )
     assert shown.stdout.decode() == value
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("", "it ended without an answer"),
+        ("\n \n", "it ended without an answer"),
+        ("Welcome to node-1", "it answered 'Welcome to node-1'"),
+        ("[1]", "it answered '[1]'"),
+        ('{"name": "a"}', """it answered '{"name": "a"}'"""),
+        ("[" * 100_000, "it answered '"),
+    ],
+)
+def test_a_host_whose_answer_is_none_says_why(said: str, why: str) -> None:
+    answer = str(_answer(said))
+    assert answer.startswith(why)
+    assert len(answer) < 250
+
+
+def test_an_answer_may_follow_what_a_login_prints() -> None:
+    answer = dict.fromkeys(ANSWER, 0)
+    assert _answer(f"Welcome\n{json.dumps(answer)}\n") == answer

@@ -1,6 +1,7 @@
 """Kubernetes: what is refused, and manifests by the published schema."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from kubernetes_validate import latest_version, validate
 
 from launch.cli import run
 from launch.via.hosts import LaunchError
-from launch.via.kubernetes import KubernetesJob, manifest
+from launch.via.kubernetes import KubernetesJob, _job_name, manifest
 from tests.launch.test_cli import error_line
 from tests.launch.via.test_hosts import SHELL
 from tests.launch.via.test_slurm import write_command
@@ -106,7 +107,7 @@ def test_a_pod_starts_an_agent_that_meets_the_others_at_the_first(
     ("asked", "words"),
     [
         *[({"image": value}, ["--image"]) for value in SHELL],
-        *[({"claim": value}, ["--claim"]) for value in (*SHELL, "Work", "-x", "a" * 64)],
+        *[({"claim": value}, ["--claim"]) for value in (*SHELL, "Work", "-x", "a" * 254)],
         *[({"namespace": value}, ["--namespace"]) for value in (*SHELL, "kube.system")],
         ({"job_name": "a" * 53}, ["--job-name", "at most 52"]),
         ({"mount": "data"}, ["--mount", "'data'"]),
@@ -179,3 +180,52 @@ def test_a_job_that_is_there_is_not_taken_for_a_new_one(
     line = error_line(capfd.readouterr().err)
     assert "the job run is there already, running or ended" in line
     assert "`kubectl delete job run -n team`" in line
+
+
+SERVICE = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the API checks it
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("runs/3b", "run-3b"),
+        ("runs/2026-11-26_gpt2.v2", "run-2026-11-26-gpt2-v2"),
+        ("runs/GPT2.Small", "gpt2-small"),
+        ("runs/-9-", "run-9"),
+        ("runs/é9é", "run-9"),
+        ("runs/日本", "polyad"),
+        ("runs/" + "1" * 80, "run-" + "1" * 48),
+        ("runs/" + "a" * 51 + "-b", "a" * 51),
+        ("runs/...", "polyad"),
+    ],
+)
+def test_the_name_of_a_job_is_one_that_a_service_may_have(folder: str, name: str) -> None:
+    assert _job_name(folder) == name
+    assert SERVICE.fullmatch(name)
+    assert len(f"{name}-12345678") <= 63  # a pod's host name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("job_name", "3b", "--job-name: '3b' is not allowed; only a small letter, then small "),
+        ("job_name", "a.b", "--job-name"),
+        ("job_name", "a-", "--job-name"),
+        ("job_name", "A", "--job-name"),
+        ("namespace", "a.b", "--namespace"),
+        ("namespace", "n" * 64, "at most 63"),
+        ("claim", "a..b", "--claim"),
+        ("claim", "c" * 254, "at most 253"),
+        ("claim", "A.b", "--claim"),
+    ],
+)
+def test_names_that_the_api_would_refuse_are_refused_before(
+    option: str, value: str, allowed: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        KubernetesJob(**{"image": "i", "claim": "c", option: value})
+    assert allowed in str(caught.value)
+
+
+def test_names_that_the_api_takes_are_taken() -> None:
+    KubernetesJob(image="i", claim="data.team-1.3", namespace="1lab", job_name="a1-b")

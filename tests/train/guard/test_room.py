@@ -16,7 +16,7 @@ SIZE = 1_000
     [
         # 10 are to come, and all stay.
         ({}, 10, None),
-        ({}, 9, "10 checkpoints of 0.00 MB are to come"),
+        ({}, 9, "10 checkpoints of 1 KB are to come and 9 KB are free"),
         ({"keep_last": 1}, 2, None),
         # Of steps 100, 200, ..., 1,000 those of 200, 400, ... stay for ever.
         ({"keep_last": 1, "keep_every": 200}, 5, None),
@@ -37,5 +37,5 @@ def test_the_next_ones_have_to_fit(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=SIZE)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     wanted = CheckpointConfig(every=100, keep_last=1)
-    with pytest.raises(ConfigError, match=r"2 more checkpoints of 0\.00 MB"):
+    with pytest.raises(ConfigError, match="2 more checkpoints of 1 KB must fit, "):
         check_room(tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
