@@ -109,7 +109,12 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def write_shard(
-    staging: Path, rank: int, tensors: Sequence[RawTensor], pieces: Sequence[Piece]
+    staging: Path,
+    rank: int,
+    tensors: Sequence[RawTensor],
+    pieces: Sequence[Piece],
+    *,
+    check_finite: bool = True,
 ) -> Shard:
     """Writes the file of one process; beside its state it holds one tensor at a time.
 
@@ -118,13 +123,16 @@ def write_shard(
         rank: of the process.
         tensors: the content.
         pieces: what each of them is.
+        check_finite: whether numbers of fp32 have to be finite.
 
     Raises:
         NotFiniteError: a number is NaN or infinite: such weights take no good checkpoint's place.
     """
     path = staging / f"rank-{rank:05d}.safetensors"
     checked = [
-        replace(tensor, data=partial(_finite, tensor, piece)) if tensor.dtype == "F32" else tensor
+        replace(tensor, data=partial(_finite, tensor, piece))
+        if check_finite and tensor.dtype == "F32"
+        else tensor
         for tensor, piece in zip(tensors, pieces, strict=True)
     ]
     written = write_tensors(path, checked)

@@ -148,7 +148,9 @@ def save_weights(
         for name, shape in shapes.items()
     ]  # fmt: skip
     chunks += [_buffer_chunk(name, buffer) for name, buffer in buffers.items()]
-    write_rest(folder, 0, [shard_of(folder, 0, chunks)], small_files(state, config_yaml, files))
+    # What is converted stays as it is; whoever converts says what is not finite.
+    shard = shard_of(folder, 0, chunks, check_finite=False)
+    write_rest(folder, 0, [shard], small_files(state, config_yaml, files))
 
 
 def small_files(
@@ -162,10 +164,13 @@ def small_files(
     }
 
 
-def shard_of(staging: Path, rank: int, chunks: Sequence[Chunk]) -> Shard:
-    """Writes the chunks of a process without copying them first."""
+def shard_of(
+    staging: Path, rank: int, chunks: Sequence[Chunk], *, check_finite: bool = True
+) -> Shard:
+    """Writes the chunks of a process without copying them first; see `write_shard`."""
     tensors = [chunk.entry().raw() for chunk in chunks]
-    return write_shard(staging, rank, tensors, [chunk.piece() for chunk in chunks])
+    pieces = [chunk.piece() for chunk in chunks]
+    return write_shard(staging, rank, tensors, pieces, check_finite=check_finite)
 
 
 def together(step: int, work: Callable[[], T]) -> T:

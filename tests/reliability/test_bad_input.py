@@ -133,7 +133,7 @@ def test_too_little_room_is_said_before_training(
     line = error_of(capfd, "validate", config, *keys)
     assert f"run.folder: {tmp_path / 'run'}: " in line
     many = "the next checkpoint" if checkpoints == 1 else f"{checkpoints} more checkpoints"
-    assert f"{many} of {SIZE / 1e6:.2f} MB must fit, {tmp_path} has" in line
+    assert f"{many} of {SIZE / 1e3:.0f} KB must fit, {tmp_path} has" in line
     assert ("lower checkpoint.keep_last" in line) == (keep in "29")
     disk(checkpoints * SIZE)
     assert polyad(["validate", str(config), *keys]) == 0

@@ -176,4 +176,5 @@ def micro_batches(config: RunConfig, world: comm.World, step: int) -> Iterator[A
 
 def _save(engine: Engine, config: RunConfig, folder: Path, step: int) -> Path:
     model = dump({"model": config.model.model_dump(mode="json")})
+    folder.parent.mkdir(parents=True, exist_ok=True)
     return save(engine, folder, step, state={}, config_yaml=model)

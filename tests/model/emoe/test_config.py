@@ -65,7 +65,6 @@ def test_a_section_without_keys_splits_every_block_in_16_of_which_8_run():
         (["capacity_order=priority"], f"capacity_order: priority needs {KEY}capacity_factor"),
         (["evaluation_capacity_factor=2"], "evaluation_capacity_factor: 2.0 needs"),
         (["experts=dense"], "experts: 'dense' is not allowed"),
-        (["graph=similarity"], f"graph: is not a key of {KEY}kind: emoe"),
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, expected):

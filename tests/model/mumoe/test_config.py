@@ -52,7 +52,6 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ("softmax_share=1.1", "softmax_share: 1.1 is not allowed: input should be less than or"),
         ("factor_scale=0", "factor_scale: 0 is not allowed: input should be greater than 0"),
         ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
-        ("top_k=2", "top_k: is not a key of model.feed_forward.kind: mumoe, but of another kind"),
         (
             "num_experts=[300]",  # gate 32 x 300 = 9,600, rank 1: 2 x 300 + 322 = 922
             "rank: match-dense is not allowed with model.feed_forward.num_experts: [300]: at rank "

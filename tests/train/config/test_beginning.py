@@ -1,11 +1,13 @@
 """The first line of a start."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run_and_listen, write_config
+from train.guard.run_folder import LOCK_FILE
 
 pytestmark = pytest.mark.distributed
 
@@ -35,6 +37,12 @@ def with_weights_of_another(workers, config, tmp_path):
     return both
 
 
+def times_of(folder: Path) -> dict[Path, int]:
+    """When files were written last, but for that of the lock, which every start writes to."""
+    files = (path for path in folder.rglob("*") if path.name != LOCK_FILE)
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
 def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     def lines(*overrides):
         (_, main), (_, other) = workers(2).run(run_and_listen, config, *overrides)
@@ -44,10 +52,10 @@ def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     folder = tmp_path / "run"
     second = folder / "checkpoints" / "step-00000002"
     assert lines()[0] == f"begins anew: 2 steps to do, in {folder}"
-    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    written = times_of(folder)
     finished = f"nothing is left to do: all 2 steps are done; the last checkpoint is {second}"
     assert lines() == [finished]
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
+    assert times_of(folder) == written
     assert lines("train.steps=5")[0] == f"goes on from step 2 of 5 (3 left), from {second}"
 
 

@@ -174,7 +174,8 @@ def test_what_is_near_nothing_gets_the_keys_that_there_are(key):
     line = error(f"{key}=1")
     section = key.rpartition(".")[0]
     if section == "model.feed_forward":  # a section of too many keys for a line
-        assert f"unknown key {key}; `polyad schema` has the 48 keys of {section}" in line
+        known = rf"unknown key {key}; `polyad schema` has the \d\d keys of {section}"
+        assert re.search(known, line)
         return
     names = line.partition(f"unknown key {key}; there are ")[2].split(", ")
     assert len(names) > 4
