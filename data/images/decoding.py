@@ -28,7 +28,7 @@ _OTHER_BYTES = 14
 _WEBP_BYTES = 8
 """What the decoder of WebP holds beside that."""
 _TOO_LARGE = f"takes more than the {MOST_MEMORY:,} bytes of memory that decoding may take"
-BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
+TILE_WIDTH, TILE_LENGTH, BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 322, 323, 258, 262, 0
 """Keys of TIFF, and a value."""
 
 try:
@@ -75,7 +75,7 @@ def _jpeg(content: bytes, name: str) -> Pixels | None:
 
 
 def _any(content: bytes, name: str) -> Pixels:
-    from PIL import Image
+    from PIL import Image, TiffImagePlugin
 
     # Pillow's own warning counts pixels, whatever memory they take.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -83,7 +83,11 @@ def _any(content: bytes, name: str) -> Pixels:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             bytes_of_pixel = _PILLOW_BYTES.get(image.mode, _OTHER_BYTES)
             bytes_of_pixel += _WEBP_BYTES if image.format == "WEBP" else 0
-            _check_memory(image.height, image.width, bytes_of_pixel, name)
+            height, width = image.height, image.width
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile may be larger than it
+                height = max(height, int(image.tag_v2.get(TILE_LENGTH, 0)))
+                width = max(width, int(image.tag_v2.get(TILE_WIDTH, 0)))
+            _check_memory(height, width, bytes_of_pixel, name)
             _check_depth(image, name)
             image.load()
             if image.mode.startswith("I"):

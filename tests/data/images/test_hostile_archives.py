@@ -197,6 +197,23 @@ def test_tars_of_a_mac_have_its_images_alone(tmp_path):
     assert data.manifest.left_out == {"hidden files and folders": 8}
 
 
+def test_hard_links_in_a_tar_are_images(tmp_path):
+    """Of 8 samples 6 were links, as `tar` writes a file that is there again: they were left out."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(8):
+            for ending, data in (("cls", str(number % 2).encode()), ("jpg", CONTENT)):
+                about = tarfile.TarInfo(f"{number}.{ending}")
+                if ending == "jpg" and number >= 2:
+                    about.type, about.linkname = tarfile.LNKTYPE, f"{number % 2}.jpg"
+                    archive.addfile(about)
+                else:
+                    about.size = len(data)
+                    archive.addfile(about, io.BytesIO(data))
+    data = prepared(tmp_path / "a.tar", tmp_path / "out")
+    assert sum(each.images for each in data.manifest.splits.values()) == 8
+    assert {pixels for pixels, _ in contents(data)} == {contents(data)[0][0]}
+
+
 @pytest.mark.parametrize("labels", [range(1000, 1030), range(30)])
 def test_a_column_of_ids_is_no_column_of_labels(tmp_path, labels):
     import pyarrow as pa

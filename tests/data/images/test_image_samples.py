@@ -86,6 +86,24 @@ def test_grey_of_32_bits_is_refused(kind):
         decode(content, "a")
 
 
+def tiled(side, tile):
+    """A TIFF of grey whose one tile, packed, is larger than its image."""
+    packed = zlib.compress(bytes(tile * tile), 9)
+    at = 8 + 2 + 12 * 11 + 4
+    entries = (
+        (256, side), (257, side), (258, 8), (259, 8), (262, 1), (277, 1), (284, 1),
+        (322, tile), (323, tile), (324, at), (325, len(packed)),
+    )  # fmt: skip
+    rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    return struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + rows + bytes(4) + packed
+
+
+def test_a_tile_may_not_take_more_memory_than_an_image():
+    assert decode(tiled(16, 32), "a").shape == (16, 16, 3)
+    with pytest.raises(DataError, match="takes more than the 1,073,741,824 bytes of memory"):
+        decode(tiled(16, 12_000), "a")
+
+
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("I;16", "PNG"), ("RGBA", "PNG"), ("L", "PNG"), ("RGB", "WEBP"), ("RGB", "JPEG")],
