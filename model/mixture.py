@@ -306,7 +306,7 @@ class Mixture(SampleStatistics):
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
         coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
-        stats = gate_statistics(coefficients)._replace(
+        stats = gate_statistics(coefficients).but(
             name="mixture",
             balance_loss=load_balance_loss(before_BM, load(best_BK, log_p_BM.shape[1])),
             z_loss=router_z_loss(scores_BM),

@@ -9,7 +9,7 @@ side), A heads, S experts of all levels, L levels, D width, N channels of all Ba
 mixture.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -82,6 +82,16 @@ class RoutingStats(NamedTuple):
     gradient."""
     tokens: Tensor | None = None
     """How many tokens all this is of, without padding; None: as many in every micro-batch."""
+
+    def but(self, **changes: Any) -> "RoutingStats":
+        """The same with some fields changed.
+
+        As `_replace`, whose result compilers before PyTorch 2.13 cannot give back from a graph.
+
+        Args:
+            changes: Fields by their names.
+        """
+        return RoutingStats(**(self._asdict() | changes))
 
 
 class ModelOutput(NamedTuple):

@@ -42,7 +42,7 @@ class SampleStatistics(nn.Module):
         scores_NS = levels[0] if len(levels) == 1 else torch.cat(list(levels), dim=-1)
         u_ND = pack(u_BTD.detach().flatten(0, 1), real)
         u_ND = u_ND.to(torch.promote_types(u_ND.dtype, torch.float32))
-        return stats._replace(
+        return stats.but(
             sample_scores_BS=mean_of_samples(scores_NS, u_BTD, real),
             sample_inputs_BD=mean_of_samples(u_ND, u_BTD, real),
         )

@@ -69,7 +69,7 @@ class SparseMoE(FeedForward):
         if plan is not None and plan.drops:
             kept_A = plan.kept_M()[plan.row_A]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
-            stats = stats._replace(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
+            stats = stats.but(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
         return self.dropout(unpack(y_ND, real).view_as(normalized_BTD)), stats

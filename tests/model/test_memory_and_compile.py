@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.build import build_model, compile_model, materialize, read_model_config
+from model.samples import give_samples
 from tests.helpers.everyday import everyday
 
 
@@ -181,6 +182,25 @@ def test_blocks_that_drop_at_other_rates_share_a_program(section, drop_path):
         rates = [1 - float(block.drop_path.keep) for block in model.blocks]
         assert rates == pytest.approx([drop_path * n / 11 for n in range(12)], abs=1e-6)
         assert not any("keep" in name for name in model.state_dict())
+
+
+SMALL_VIT = VIT | {"num_layers": 2}
+NETWORK = {"kind": "network", "convolutions": [1], "hidden_sizes": [5, 8]}
+WITH_STATISTICS = {
+    "capacity": SMALL_VIT | {"feed_forward": ROUTED | {"capacity_factor": 1.05}},
+    "samples": SMALL_VIT | {"feed_forward": ROUTED},
+    "muMoE head": SMALL_VIT | {"head": {"kind": "mumoe", "num_experts": [4], "rank": 2}},
+    "mixture": {"kind": "mixture", "image_size": 8, "num_classes": 3, "expert": NETWORK,
+                "gate_network": NETWORK},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_STATISTICS)
+def test_statistics_that_are_changed_come_out_of_a_graph(name):
+    model = build_model(read_model_config(WITH_STATISTICS[name]))
+    materialize(model, seed=0)
+    give_samples(model, name == "samples")
+    assert images_step(model, backend="eager") <= 3
 
 
 GROWING = {
