@@ -1,19 +1,28 @@
 """The names of the classes that a checkpoint was trained with."""
 
-import json
 from pathlib import Path
 
+from data.json_reader import read_json
 from parallel.huggingface_parts import PartsWeights
 from parallel.weights import Weights
+from train.errors import ConfigError
 
 CLASSES_FILE = "classes.json"
 """The file of a checkpoint with the names of its classes, in their order."""
 
 
 def class_names_of(folder: Path) -> list[str] | None:
-    """The names of the classes that a checkpoint was trained with; None if it has none."""
+    """The names of the classes that a checkpoint was trained with; None if it has none.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
     file = folder / CLASSES_FILE
-    names: list[str] | None = json.loads(file.read_bytes()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    names = read_json(file, error=ConfigError)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{file}: is not a list of the names of classes")
     return names
 
 
