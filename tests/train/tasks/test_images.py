@@ -21,7 +21,9 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
+from train.errors import ConfigError
 from train.exchange.convert import convert
+from train.tasks.class_names import class_names_of
 from train.tasks.images import ImageClassification
 from train.tasks.task import Sections
 
@@ -285,3 +287,11 @@ def test_noisy_images_are_scored_alike_in_parallel(workers, config):
     assert one["per_class"] == two["per_class"]
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
     assert abs(one["loss"] - clean["loss"]) > 1e-4
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"3", b'["ant", 3]', b"\xff"])
+def test_a_damaged_list_of_classes_beside_weights_is_one_line(tmp_path, content):
+    (tmp_path / "classes.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"classes\.json: is ") as caught:
+        class_names_of(tmp_path)
+    assert "\n" not in str(caught.value)
