@@ -4,6 +4,7 @@ It does not depend on the number of processes, of steps, or of loader workers. S
 are numbered consecutively without end; step s of a run takes the next global batch.
 """
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -11,6 +12,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -148,8 +150,27 @@ def loader_of(
 
 class _Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
-        with _signals_blocked() if self.num_workers else contextlib.nullcontext():
+        if not self.num_workers:
             return super().__iter__()
+        with _signals_blocked():
+            batches: Any = super().__iter__()
+        for worker in batches._workers:
+            # Torch's last means for one that does not hear that it is done, which happens where the
+            # iterator and its queues are collected as garbage together; SIGTERM is ignored there.
+            worker._popen.terminate = worker._popen.kill
+        _WITH_WORKERS.add(batches)
+        return batches
+
+
+_WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Iterators that nothing has ended yet."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    # multiprocessing would send them SIGTERM, which they ignore, and wait for them.
+    for batches in list(_WITH_WORKERS):
+        batches._shutdown_workers()
 
 
 def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> None:

@@ -1,6 +1,9 @@
 import hashlib
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from data.sampler import micro_batches
 from data.text.dataset import TokenStream
 from data.text.samples import TrainingSamples
 
+ROOT = Path(__file__).resolve().parents[2]
 T, SEED, B = 64, 1234, 8
 
 
@@ -162,3 +166,29 @@ def test_memory_keeps_two_epochs(samples):
         samples[epoch * samples.samples_per_epoch]
     assert sorted(samples._orders._epochs) == [3, 4]
     assert samples[0].shape == (T + 1,)
+
+
+@pytest.mark.parametrize("end", ["del cycle; gc.collect()", "pass"])
+def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end: str) -> None:
+    """Its workers ignore SIGTERM, by which torch and multiprocessing would end them."""
+    code = f"""
+import gc
+import torch
+from data.sampler import micro_batches
+class Cycle:
+    pass
+if __name__ == "__main__":
+    cycle = Cycle()
+    cycle.batches = micro_batches(
+        torch.arange(1000), start_step=0, num_steps=9, global_batch_size=8, micro_batch_size=8,
+        num_workers=1,
+    )
+    cycle.itself = cycle
+    print(next(cycle.batches).shape)
+    {end}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout) == (0, "torch.Size([8])\n"), done.stderr
+    assert "Traceback" not in done.stderr
