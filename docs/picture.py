@@ -77,7 +77,7 @@ def picture(page: str, block: str, experts: list[str]) -> str:
     """
     parts: list[str] = []
     y = _header(page, parts)
-    for names in (["Loss"], ["Entropy of the router's scores, over its maximum",
+    for names in (["Loss"], ["Evenness of each token's mixture (1 = all experts alike)",
                              "Load of the busiest expert"]):  # fmt: skip
         width = INNER if len(names) == 1 else HALF
         heights = [

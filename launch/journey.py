@@ -232,7 +232,7 @@ def model_rows(run: Path, unit: str) -> list[tuple[str, str]]:
     Returns:
         Names and values.
     """
-    from train.config.describe import describe
+    from train.config.describe import describe, size_in_words
     from train.config.rules import validate
     from train.config.run import load_config
 
@@ -241,7 +241,7 @@ def model_rows(run: Path, unit: str) -> list[tuple[str, str]]:
     model = describe(config, validate(config, PROCESSES))["model"]
     first, last = records[0]["loss"], last_loss(records)
     return [
-        ("parameters", f"{model['parameters']:,}, of one {unit} {model['active_parameters']:,}"),
+        ("model", size_in_words(model["parameters"], model["active_parameters"], unit)),
         ("training loss", f"{first:.3f} at first, {last:.3f} over the last 10 steps"),
     ]
 
@@ -254,14 +254,16 @@ def _routing_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "expert load",
-                f"{record['routing/load_max']:.2f} times the mean at most, {unused:.0f}% unused",
+                f"busiest expert {record['routing/load_max']:.2f} times the mean, "
+                f"{unused:.0f}% unused",
             )
         )
     if "routing/effective_neighbours" in record:
         rows.append(
             (
-                "neighbours",
-                f"{record['routing/effective_neighbours']:.1f} tokens share in a token's routing",
+                "token graph",
+                f"each token's routing averages over about "
+                f"{record['routing/effective_neighbours']:.0f} similar tokens",
             )
         )
     return rows

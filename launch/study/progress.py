@@ -34,7 +34,7 @@ def plan_table(plan: Mapping[str, Any]) -> str:
     variants = {name: plan["variants"][points[0]] for name, points in groups.items()}
     base = variants[plan["baseline"]]
     has_grid = any(len(points) > 1 for points in groups.values())
-    head = ("parameters", f"of one {unit}", "beside", f"FLOPs/{unit}", "beside")
+    head = ("parameters", f"active per {unit}", "beside", f"FLOPs/{unit}", "beside")
     rows: list[Row] = [("variant", *(("points",) if has_grid else ()), *head)]
     for name, variant in variants.items():
         size, flops = variant["parameters"], variant[f"flops_per_{unit}"]

@@ -148,7 +148,9 @@ def _attacked_rows(variants: Mapping[str, Any], scores: Sequence[Mapping[str, An
 
 
 def _cost_rows(variants: Mapping[str, Any], unit: str) -> list[Row]:
-    rows: list[Row] = [("variant", "parameters", f"of one {unit}", f"FLOPs/{unit}", f"{unit}s/s")]
+    rows: list[Row] = [
+        ("variant", "parameters", f"active per {unit}", f"FLOPs/{unit}", f"{unit}s/s")
+    ]
     rows += [
         (
             name,

@@ -1,6 +1,7 @@
 """Every shipped configuration is valid, complete and explained."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -352,7 +353,13 @@ def test_a_shipped_config_is_valid(name: str, capfd: pytest.CaptureFixture[str])
     status = run([*arguments, "--processes", str(processes), f"{left}={of_data}"])
     captured = capfd.readouterr()
     assert (status, captured.err) == (0, "")
-    assert json.loads(captured.out)["model"]["parameters"] == parameters
+    model = json.loads(captured.out)["model"]
+    assert model["parameters"] == parameters
+    head = path.read_text().partition("\n\n")[0]
+    if size := re.search(r"^# Size +([\d,]+) parameters", head, re.M):  # as it stands there
+        assert size[1] == f"{parameters:,}"
+    if active := re.search(r"^# Size .*, ([\d,]+) active per", head, re.M):
+        assert active[1] == f"{model['active_parameters']:,}"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=NAMES)

@@ -144,6 +144,17 @@ def describe(
     }
 
 
+def size_in_words(parameters: int, active: int, unit: str) -> str:
+    """The size of a model, for people.
+
+    Args:
+        parameters: of all of it.
+        active: those that one unit uses.
+        unit: a token or an image.
+    """
+    return f"{parameters:,} parameters, {active:,} active per {unit}"
+
+
 def expert_parameters(model: nn.Module, *, trained: bool = False) -> int:
     """Counts the parameters that expert parallelism spreads.
 
@@ -330,7 +341,7 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     if experts["final_top_k"] is not None:
         chosen += f", in the end {experts['final_top_k']},"
     return [
-        ("active", f"{model['active_parameters']:,}  (of one {unit})"),
+        ("active", f"{model['active_parameters']:,} per {unit}"),
         (
             "experts",
             f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "

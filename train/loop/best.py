@@ -1,4 +1,4 @@
-"""The best validation of a run: which it was, and whether the run ends for want of a better one."""
+"""The best validation of a run, and whether the run ends because validation stopped improving."""
 
 import math
 from collections.abc import Mapping

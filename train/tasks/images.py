@@ -102,6 +102,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
         Score("calibration_error", "calibration error", 4),
     )
     loss_unit = "nats an image"
+    sample = "image"
     validation_score: ClassVar[str] = "validation_top1"
     higher_is_better: ClassVar[bool] = True
     model: ImageSettings

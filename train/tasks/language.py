@@ -213,11 +213,13 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         self.windows(self.split(split)[0])
 
     @classmethod
-    def validation_facts(cls, value: float | None) -> list[tuple[str, float | None, str]]:
+    def validation_facts(
+        cls, value: float | None, most: int | None
+    ) -> list[tuple[str, float | None, str]]:
         """The loss, and its perplexity."""
         power = None if value is None else perplexity(value)
         return [
-            ("Validation loss", value, f"{cls.loss_unit}, newest"),
+            ("Validation loss", value, f"{cls.loss_unit}, newest, {cls.validated_part(most)}"),
             ("Perplexity", power, "of that validation"),
         ]
 

@@ -58,6 +58,7 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     data_settings = SequenceDataConfig
     unit = Unit("sequence", "seq")
     scores = (Score("score", "score", 4), Score("loss", "loss", 4))
+    sample: ClassVar[str] = "sequence"
     validation_score: ClassVar[str] = "validation_score"
     higher_is_better = True
     model: ScoringConfig

@@ -152,6 +152,8 @@ class Task(ABC, Generic[Batch]):
     """The numbers that `score` returns, the most important one first."""
     loss_unit: ClassVar[str] = ""
     """The unit of the training loss, as nats a token; empty: it has none that says more."""
+    sample: ClassVar[str] = "sample"
+    """What a sample of held-out data is called."""
     validation_score: ClassVar[str] = "validation_loss"
     """The most important key of what `validate` returns."""
     higher_is_better: ClassVar[bool] = False
@@ -286,16 +288,31 @@ class Task(ABC, Generic[Batch]):
         """
 
     @classmethod
-    def validation_facts(cls, value: float | None) -> list[tuple[str, float | None, str]]:
+    def validation_facts(
+        cls, value: float | None, most: int | None
+    ) -> list[tuple[str, float | None, str]]:
         """What a report shows of the newest validation.
 
         Args:
             value: Of `validation_score`; None: nothing was validated yet.
+            most: Samples that a validation reads, `evaluation.max_windows`; None: all.
 
         Returns:
             Titles, numbers, and what each is.
         """
-        return [(cls.validation_score.replace("_", " ").capitalize(), value, "newest")]
+        title = cls.validation_score.replace("_", " ").capitalize()
+        return [(title, value, f"newest, {cls.validated_part(most)}")]
+
+    @classmethod
+    def validated_part(cls, most: int | None) -> str:
+        """What a validation in training reads, for people; `polyad evaluate` reads all of a split.
+
+        Args:
+            most: Samples, at most; None: all.
+        """
+        if most is None:
+            return "on the whole split"
+        return f"on at most {most:,} {cls.sample}s of the split (evaluation.max_windows)"
 
     @classmethod
     def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:

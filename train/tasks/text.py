@@ -29,6 +29,7 @@ class TextTask(Task[Batch]):
     """
 
     unit: ClassVar[Unit] = Unit("token", "tok")
+    sample: ClassVar[str] = "window"
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         settings = sections.data

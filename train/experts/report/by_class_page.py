@@ -45,11 +45,11 @@ def by_class_section(report: Report) -> str:
             parts.append(_level(title, level, is_open=is_open))
     heads = ("layer", "I(E; Y), bits", "by chance", "leans most", "lift")
     summary = figure_of_table(
-        "What an expert tells about the class",
+        "How much an expert reveals about the class",
         table(heads, rows),
         f"Mutual information of a token's expert and its class. By chance: the mean after "
-        f"{SHUFFLES} shuffles of the labels among the {read.unit}s; what is not above it says "
-        f"nothing.",
+        f"{SHUFFLES} shuffles of the labels among the {read.unit}s; values at or below "
+        f"chance are meaningless.",
         wide=True,
     )
     return (

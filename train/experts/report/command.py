@@ -154,6 +154,7 @@ def _report(
         checkpoint_step=weights.training_step,
         is_best=_best(run) == weights.folder,
         total_steps=config.train.steps,
+        most_validated=config.evaluation.max_windows,
         history=history,
         task=task_class(config.data.kind),
         routed=routed,

@@ -55,6 +55,8 @@ class TextPass:
     """Tokens that were read."""
     of_tokens: int
     """Tokens of the whole split."""
+    perplexity: float | None
+    """As `polyad evaluate` gives it; None where the report does not read the whole split."""
     layers: dict[str, list[ExpertReport]]
     """By the layer's name."""
     division: Division
@@ -79,6 +81,8 @@ class Report:
     is_best: bool
     """Whether it is the checkpoint of the best validation, of a run that keeps that one."""
     total_steps: int
+    most_validated: int | None
+    """Samples that a validation in training reads, at most; None: the whole split."""
     history: History
     task: type[Task[Any]]
     """What was learned."""
@@ -110,6 +114,7 @@ class Report:
             units: history.last_record.get(units),
             "loss": history.final_loss,
             self.task.validation_score: self.validation,
+            "validation_max_windows": self.most_validated,
             "routing": {
                 name: {measure: layer.last(measure) for measure in layer.scalars}
                 for name, layer in history.layers.items()
@@ -143,6 +148,7 @@ def _text(text: TextPass) -> dict[str, Any]:
         "data": text.data,
         "split": text.split,
         "tokens": text.tokens,
+        "perplexity": text.perplexity,
         "division": text.division.to_json(),
         "tokens_without_experts": text.left_out,
         "layers": {

@@ -65,7 +65,9 @@ def division_section(report: Report) -> str:
         heads = ("layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
                  "of the highest share", "by chance")  # fmt: skip
         figures += figure_of_table(
-            "What an expert tells", table(heads, information, names=2), wide=True
+            "How much an expert reveals about the token",
+            table(heads, information, names=2),
+            wide=True,
         )
     return (
         f'<section id="division"><h2>{DIVISION_TITLE}</h2><p class="note">{NOTE}</p>'

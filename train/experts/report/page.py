@@ -65,7 +65,7 @@ def render(report: Report) -> str:
 
 def _header(report: Report) -> str:
     history, step = report.history, report.history.last_record["step"]
-    task, validation = report.task, report.validation
+    task = report.task
     unit, in_unit = task.unit.name, f"{task.loss_unit}, " if task.loss_unit else ""
     units = history.last_record.get(f"{unit}s")
     active = report.active_parameters
@@ -77,10 +77,10 @@ def _header(report: Report) -> str:
             f"{report.parameters:,}",
             f"all used by each {unit}"
             if active == report.parameters
-            else f"{active:,} of one {unit}",
+            else f"{active:,} active per {unit}",
         ),
         ("Training loss", _or_none(history.final_loss), f"{in_unit}last 10 steps"),
-        *((name, _or_none(v), small) for name, v, small in task.validation_facts(validation)),
+        *((name, _or_none(v), small) for name, v, small in _validation(report)),
     ]
     cards = "".join(
         f"<div><dt>{name}</dt><dd>{value}<small>{small}</small></dd></div>"
@@ -100,6 +100,21 @@ def _header(report: Report) -> str:
         f'<p class="soft">{escape(report.kind)}</p><nav>{nav}</nav>'
         f'<dl class="facts">{cards}</dl></header>'
     )
+
+
+def _validation(report: Report) -> list[tuple[str, float | None, str]]:
+    facts = report.task.validation_facts(report.validation, report.most_validated)
+    if report.text is not None and report.text.perplexity is not None:
+        text = report.text
+        what = f"of step {report.checkpoint_step:,}, on the whole {text.split} split"
+        return [
+            (name, *((text.perplexity, what) if name == "Perplexity" else (value, small)))
+            for name, value, small in facts
+        ]
+    if report.validation is None or report.most_validated is None:
+        return facts
+    *others, (name, value, small) = facts
+    return [*others, (name, value, f"{small}; <code>polyad evaluate</code> reads all of it")]
 
 
 def _or_none(value: float | None) -> str:
@@ -178,16 +193,16 @@ def _over_time(report: Report) -> str:
         )
     word = "router's scores" if report.is_sparse else "coefficients"
     charts = [
-        ("entropy", f"Entropy of the {word}, over its maximum",
-         "1: every expert alike; 0: one expert has all of a token.", 0.0, 1.0),
-        ("usage_entropy", f"Entropy of the mean {word}, over its maximum",
-         "1: all experts are used alike; 0: all tokens go to one.", 0.0, 1.0),
+        ("entropy", "Evenness of each token's mixture (1 = all experts alike)",
+         f"Entropy of the {word} over its maximum; 0: one expert has all of a token.", 0.0, 1.0),
+        ("usage_entropy", "Evenness of expert use (1 = all equal)",
+         f"Entropy of the mean {word} over its maximum; 0: all tokens go to one.", 0.0, 1.0),
         ("effective_experts", "Effective experts of a token",
          "Mean of exp(entropy): how many experts share a token.", None, None),
         ("load_max", "Load of the busiest expert",
          "Times the mean load; 1 is even.", None, None),
-        ("unused", "Experts that a step never used",
-         "Share of the experts with a load of exactly 0 in a whole step.", 0.0, None),
+        ("unused", "Share of unused experts",
+         "Those with a load of exactly 0 in a whole step.", 0.0, None),
         ("dominated", "Tokens with a dominant expert (load at a ≥ 0.5)",
          "Share of the tokens of which one expert has at least half.", 0.0, None),
         ("dropped", "Assignments dropped", "Share of those above the capacity.", 0.0, None),

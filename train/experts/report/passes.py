@@ -11,6 +11,7 @@ from torch import nn
 from data.config import DataConfig
 from data.errors import DataError
 from data.text.manifest import SplitName
+from parallel import comm
 from parallel.checkpoint.checkpoint import Checkpoint
 from parallel.weights import load_model
 from train.config.held_out import data_overrides
@@ -27,11 +28,12 @@ from train.experts.report.content import ExpertReport, TextPass
 from train.experts.report.image_pass import ImageChoice, ImagePass, read_images
 from train.experts.report.reading import Choice, Text, read_text
 from train.experts.report.sequence_pass import read_sequences, samples_of
+from train.tasks.cross_entropy import cross_entropy
 from train.tasks.images import ImageClassification
 from train.tasks.language import LanguageModelling, language_model
 from train.tasks.registry import task_class
 from train.tasks.sequences import SequenceTask
-from train.tasks.task import Task
+from train.tasks.task import OneDevice, Task
 from train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
 
 
@@ -89,6 +91,7 @@ def pass_over_text(
     )
     total = prepared.manifest.splits[split].tokens
     expected = min(total, text.count * text.length)
+    perplexity: float | None = None
     with _loaded(weights, kept) as model:
         found = read_text(
             model,
@@ -98,6 +101,8 @@ def pass_over_text(
             name=str(weights.folder),
             progress=Progress(f"read {split}", expected),
         )
+        if total <= limit:
+            perplexity = _perplexity(model, weights, data, split, total)
     shown, left_out = found.layers, None
     if knockout:
         shown, left_out = _with_knockout(model, weights, layers, shown, data, split, limit)
@@ -106,10 +111,26 @@ def pass_over_text(
         split=split,
         tokens=found.tokens,
         of_tokens=total,
+        perplexity=perplexity,
         layers=shown,
         division=found.division,
         left_out=left_out,
     )
+
+
+def _perplexity(
+    model: nn.Module, weights: Checkpoint, data: str | None, split: SplitName, tokens: int
+) -> float:
+    """The perplexity of a whole split, as `polyad evaluate` computes it."""
+    config, task = _held_out(weights, data, split, "text")
+    score = task.score(
+        OneDevice(model, cross_entropy),
+        split,
+        batch_size=config.evaluation.batch_size or config.train.micro_batch_size,
+        world=comm.initialize(config.parallel.timeout_minutes),
+        report=Progress(f"score {split}", tokens),
+    )
+    return float(score["perplexity"])
 
 
 def _with_knockout(

@@ -1,0 +1,36 @@
+"""Figures in documents that follow from a configuration are those that the code computes."""
+
+import re
+from pathlib import Path
+
+from tests.configs.test_shipped import EXPECTED_STUDIES
+from train.config.adaptation import counts, in_words, model_of
+from train.config.describe import describe, size_in_words
+from train.config.rules import validate
+from train.config.run import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart"
+
+
+def test_the_quickstart_of_the_readme_has_the_size_of_its_model() -> None:
+    config = load_config(QUICKSTART / "gpt2-smoe.yaml", ["model.vocab_size=8192"])
+    model = describe(config, validate(config, 2))["model"]
+    row = size_in_words(model["parameters"], model["active_parameters"], "token")
+    assert f"\n    model               {row}\n" in (ROOT / "README.md").read_text()
+
+
+def test_the_line_about_adapters_is_that_of_its_command() -> None:
+    text = (ROOT / "docs" / "lora.md").read_text()
+    overrides = re.search(r"adapt\.lora=\"(.*?)\"", text)
+    assert overrides
+    keys = ("model.vocab_size=8192", f"adapt.lora={overrides[1]}", "checkpoint.init_from=x")
+    config = load_config(QUICKSTART / "gpt2.yaml", keys)
+    assert f"\n    {in_words(counts(model_of(config)))}\n" in text
+
+
+def test_the_sizes_of_a_study_in_the_readme_of_configs_are_those_that_are_asserted() -> None:
+    text = (ROOT / "configs" / "README.md").read_text()
+    sizes = EXPECTED_STUDIES["mumoe.yaml"][1]
+    rows = re.findall(r"^\| (dense|mumoe-cp|mumoe-tr)\S*(?: with.*?)? \| ([\d,]+) \|", text, re.M)
+    assert dict(rows) == {name: f"{sizes[name]:,}" for name in ("dense", "mumoe-cp", "mumoe-tr")}
