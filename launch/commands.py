@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
         handler=data.prepare,
     ),
     "train": Command(
-        summary="Trains in this process, or in those of torchrun; continues a run that was begun.",
+        summary="Trains in this process, or as a process of torchrun; run it again to continue.",
         example="polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20\n"
         "torchrun --nproc-per-node 2 -m launch train configs/quickstart/gpt2.yaml "
         "data.path=runs/stdlib",
@@ -57,8 +57,7 @@ COMMANDS: dict[str, Command] = {
         handler=runs.launch,
     ),
     "evaluate": Command(
-        summary="Scores prepared text, as it is or attacked; or compares the routing of two "
-        "checkpoints.",
+        summary="Scores a checkpoint on held-out data, or compares the routing of two checkpoints.",
         example="polyad evaluate runs/quickstart/run --split test evaluation.stride=128\n"
         "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json\n"
         "polyad evaluate runs/quickstart/run --attack word-swap --rate 0.1 --seed 1\n"
@@ -69,7 +68,7 @@ COMMANDS: dict[str, Command] = {
         handler=results.evaluate,
     ),
     "validate": Command(
-        summary="Checks a run without starting it, and says what it will do and cost.",
+        summary="Checks a run without starting it, and prints what it will do and cost.",
         example="polyad validate configs/gpt2/124m.yaml --processes 8 --without-data "
         "model.vocab_size=50257",
         arguments=run_arguments.validate_arguments,
@@ -82,7 +81,7 @@ COMMANDS: dict[str, Command] = {
         handler=runs.schema,
     ),
     "doctor": Command(
-        summary="Looks for what would break a run on these hosts, or slow it down.",
+        summary="Checks these hosts for what would break a run or slow it down.",
         example="polyad doctor --processes-per-node 2\n"
         "polyad doctor configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib",
         arguments=run_arguments.doctor_arguments,
@@ -96,7 +95,7 @@ COMMANDS: dict[str, Command] = {
         handler=runs.verify_layout,
     ),
     "plan": Command(
-        summary="Predicts memory, exchanges and time of a run on GPUs, and which layout is best.",
+        summary="Predicts memory, communication and time of a run on GPUs, and the best layout.",
         example="polyad plan configs/gpt2/124m.yaml --processes-per-node 8 --device h100 "
         "model.vocab_size=50257\n"
         "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --search model.vocab_size=50257 "
@@ -107,7 +106,7 @@ COMMANDS: dict[str, Command] = {
         handler=runs.plan,
     ),
     "report": Command(
-        summary="Draws a run: curves, load of experts, and the tokens that they get most of.",
+        summary="Draws a run as a page: curves, expert load, the tokens each expert gets most of.",
         example="polyad report runs/quickstart/run\n"
         "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
         arguments=result_arguments.report_arguments,
@@ -167,7 +166,7 @@ COMMANDS: dict[str, Command] = {
         handler=bench_handlers.bench_step,
     ),
     "bench plan": Command(
-        summary="Predictions of `polyad plan` beside throughputs that others have published.",
+        summary="Compares predictions of `polyad plan` with published throughputs.",
         example="polyad bench plan --json plan.json",
         arguments=bench_arguments.bench_plan_arguments,
         handler=bench_handlers.bench_plan,
@@ -211,7 +210,7 @@ COMMANDS: dict[str, Command] = {
         handler=results.generate,
     ),
     "convert": Command(
-        summary="Weights to a Hugging Face folder or plain safetensors, or to a checkpoint.",
+        summary="Converts weights to a Hugging Face folder, plain safetensors, or a checkpoint.",
         example="polyad convert runs/quickstart/run plain --to safetensors\n"
         "polyad convert runs/quickstart/dense exported --to huggingface\n"
         "polyad convert exported runs/again --to polyad\n"
