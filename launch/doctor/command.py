@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from launch.doctor.facts import facts_of, probe_folder, shared_folder_facts
 from launch.doctor.findings import findings
 from launch.output import align
+from train.console import in_bytes
 from train.errors import RunError
 
 if TYPE_CHECKING:
@@ -144,12 +145,12 @@ def _links(measured: dict[str, Any]) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for name in ("all_reduce", "all_to_all"):
         if measured[name] is not None:
-            rows.append((name.replace("_", "-"), f"{measured[name] / 1e9:.3g} GB/s", ""))
+            rows.append((name.replace("_", "-"), f"{in_bytes(measured[name])}/s", ""))
     for name, what in (("within", "pairs in a host"), ("between", "pairs of hosts")):
         speeds = [link[2] for link in measured[name]]
         if speeds:
-            least, most = (f"{speed / 1e9:.3g}" for speed in (min(speeds), max(speeds)))
-            span = f"{least} to {most} GB/s" if len(speeds) > 1 else f"{most} GB/s"
+            least, most = (f"{in_bytes(speed)}/s" for speed in (min(speeds), max(speeds)))
+            span = f"{least} to {most}" if len(speeds) > 1 else most
             rows.append((what, span, f"{len(speeds)} measured"))
     return align(rows).splitlines() if rows else []
 

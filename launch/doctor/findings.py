@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from parallel.meeting import comparison
 from parallel.probe import Link, Measured
+from train.console import in_bytes
 
 SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
 """Of the usual one: links and devices below it are named."""
@@ -193,4 +194,4 @@ def _place(facts: Sequence[dict[str, Any]], rank: int, between: bool) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return f"{in_bytes(bytes_per_second)}/s"
