@@ -119,10 +119,10 @@ class Reader:
     def _content(self, shard: Shard, row: Any, name: str) -> bytes:
         if shard.kind == "folder":
             with (Path(shard.path) / name).open("rb") as file:
-                content = file.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise DataError(f"{self.place(row, name)}: {too_large(len(content))}")
-            return content
+                size = os.fstat(file.fileno()).st_size
+                if size > MOST_BYTES:
+                    raise DataError(f"{self.place(row, name)}: {too_large(size)}")
+                return file.read()
         if shard.kind == "zip":
             return _member(shard.path, name)
         content = os.pread(self._file(int(row["shard"])), int(row["size"]), int(row["offset"]))

@@ -82,6 +82,8 @@ def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
         return _from_file(path, end_of_text)
     except DataError as error:
         raise _kind(error)(f"{path}: {error}") from None
+    except MemoryError:
+        raise
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise DataError(f"{path}: not a tokenizer.json: {error}") from None
 
@@ -95,6 +97,8 @@ def _load_byte_level(folder: Path, end_of_text: str | None) -> Tokenizer:
         )
     try:
         model = models.BPE.from_file(str(vocabulary), str(merges))
+    except MemoryError:
+        raise
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise DataError(f"{folder}: not GPT-2's vocab.json and merges.txt: {error}") from None
     backend = byte_level(model)
