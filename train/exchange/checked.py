@@ -1,6 +1,7 @@
 """Weights that are converted: checked against their configuration, with notes about them."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -56,8 +57,20 @@ class Checked:
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the classes; None: they are not known."""
-        return names_of(self._opened)
+        """The names of the classes; None: they are not known.
+
+        Raises:
+            ConfigError: There are more or fewer of them than classes of the model.
+        """
+        names = names_of(self._opened)
+        config: Any = self.config
+        classes = getattr(config, "num_classes", None)
+        classes = classes or getattr(getattr(config, "head", None), "num_classes", None)
+        if names and classes and len(names) != classes:
+            raise ConfigError(
+                f"{self.folder}: names {len(names)} classes, and its model has {classes}"
+            )
+        return names
 
     @property
     def data(self) -> DataSettings | None:

@@ -181,3 +181,18 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     ((_, said),) = workers(1).run(run_and_listen, config, *words)
     assert "config.json does not name all 3 classes of its head" in said
     assert "; data.normalization: imagenet here, half where the weights were trained" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "its JSON is nested too deeply"),
+        ('{"0": "ant"}', "is not a list of the names of classes"),
+        ('["ant", "bee"]', "names 2 classes, and its model has 3"),
+    ],
+)
+def test_damaged_names_of_classes_are_one_line(finished, tmp_path, content, said):
+    convert(finished, tmp_path / "plain", "safetensors")
+    (tmp_path / "plain" / "classes.json").write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        convert(tmp_path / "plain", tmp_path / "theirs", "huggingface")
