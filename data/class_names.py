@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from data.errors import DataError
 from data.json_reader import parse_json
 
 
@@ -28,6 +30,28 @@ def names_of_feature(feature: Any) -> list[str] | None:
     """The names in the description of a column, as `dataset_info.json` has it."""
     names = feature.get("names") if isinstance(feature, dict) else None
     return each_once(list(map(str, names))) if isinstance(names, list) and names else None
+
+
+def schema_of(file: Path) -> Any:
+    """The schema of a Parquet or Arrow file.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    kind = "Parquet" if file.suffix.lower() == ".parquet" else "Arrow"
+    try:
+        if kind == "Parquet":
+            return pyarrow.parquet.read_schema(file)
+        with pyarrow.memory_map(str(file)) as mapped:
+            try:
+                return pyarrow.ipc.open_stream(mapped).schema
+            except pyarrow.ArrowInvalid:
+                return pyarrow.ipc.open_file(mapped).schema
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read as {kind}: {str(error)[:120]}") from None
 
 
 def each_once(names: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.class_names import each_once, named_classes
+from data.class_names import each_once, named_classes, schema_of
 from data.errors import DataError, listed
 from data.text.hub import HUB, HubDataset, data_files
 
@@ -19,16 +19,14 @@ def check_names(dataset: HubDataset, splits: Mapping[str, Any]) -> None:
     Raises:
         DataError: A file gives the same numbers other names.
     """
-    import pyarrow.parquet
-
     files = data_files(dataset)
     for split, rows in splits.items():
         features = (rows.features or {}).items()
         named = {column: each.names for column, each in features if hasattr(each, "names")}
         for file in map(Path, files.get(split, ())):
-            if file.suffix != ".parquet":
+            if file.suffix not in (".parquet", ".arrow"):
                 continue
-            metadata = pyarrow.parquet.read_schema(file).metadata
+            metadata = schema_of(file).metadata
             for column, names in named.items():
                 theirs = named_classes(metadata, column)
                 if theirs is not None and theirs != each_once(names):

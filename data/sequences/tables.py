@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.class_names import each_once, named_classes
+from data.class_names import each_once, named_classes, schema_of
 from data.errors import DataError, listed, nearest, user_path
 from data.images.sources.found import SPLIT_NAMES
 from data.json_reader import parse_json
@@ -182,9 +182,7 @@ def _class_names(file: Path, label: str) -> list[str] | None:
     """What a file calls the numbers in its column of labels; None: it does not say."""
     if file.suffix.lower() != ".parquet":
         return None
-    import pyarrow.parquet
-
-    return named_classes(pyarrow.parquet.read_schema(file).metadata, label)
+    return named_classes(schema_of(file).metadata, label)
 
 
 def _suffix(file: Path) -> str:

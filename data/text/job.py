@@ -201,11 +201,13 @@ class Asked:
         """Counts files that are read, and what is left out; refuses what may be a mistake."""
         files, left_out = Counter[str](), Counter[str]()
         seen: list[LeftOut] = []
+        options = {self.validation_source: "validation-source", self.test_source: "test-source"}
         for text in by_split.values():
             if isinstance(text, FileSource):
                 files += text.taken()
             if isinstance(text, FileSource | DatasetSource) and text.left_out not in seen:
-                text.left_out.check(f"--source: {text.spec}", accept=self.accept)
+                option = options.get(text.spec, "source")
+                text.left_out.check(f"--{option}: {text.spec}", accept=self.accept)
                 seen.append(text.left_out)
                 left_out += text.left_out.counts
         return files, left_out

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.class_names import named_classes, names_of_feature
+from data.class_names import named_classes, names_of_feature, schema_of
 from data.errors import DataError
 from data.images.packed import Packed
 from data.images.shards import Entry
@@ -60,34 +60,22 @@ def open_arrow(files: list[Path], root: Path, output: Path, left_out: LeftOut) -
 
 def _class_names(file: Path, root: Path) -> list[str] | None:
     """What `dataset_info.json` says, the nearest to a file, else the file itself."""
+    schema = schema_of(file)
+    present = names_in(schema, file)
+    column = next((name for name in LABELS if name in present), None)
+    if column is None:
+        return None
     for folder in file.parents:
         about = folder / "dataset_info.json"
         if about.is_file():
             tree = read_json(about)
             features = tree.get("features") if isinstance(tree, dict) else None
             known = features if isinstance(features, dict) else {}
-            for label in LABELS:
-                if names := names_of_feature(known.get(label)):
-                    return names
+            if names := names_of_feature(known.get(column)):
+                return names
         if folder == root:
             break
-    schema = _schema(file)
-    present = names_in(schema, file)
-    column = next((name for name in LABELS if name in present), None)
-    return named_classes(schema.metadata, column) if column else None
-
-
-def _schema(file: Path) -> Any:
-    import pyarrow as pa
-
-    try:
-        with pa.memory_map(str(file)) as mapped:
-            try:
-                return pa.ipc.open_stream(mapped).schema
-            except pa.ArrowInvalid:
-                return pa.ipc.open_file(mapped).schema
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read as Arrow: {str(error)[:120]}") from None
+    return named_classes(schema.metadata, column)
 
 
 def _entries(

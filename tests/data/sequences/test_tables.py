@@ -283,6 +283,13 @@ def test_classes_are_told_by_their_names_whatever_their_numbers(tmp_path, split)
     with pytest.raises(DataError, match="names the numbers in 'label' 'dog', 'cat', another file"):
         read_tables(f"hub:{folder}", Schema())
     if split != "train":
+        streams = tmp_path / "streams"
+        streams.mkdir()
+        for name, table in (("train", train), (split, other)):
+            with pa.ipc.new_stream(str(streams / f"{name}.arrow"), table.data.schema) as writer:
+                writer.write_table(table.data.table)
+        with pytest.raises(DataError, match=r"names the numbers in 'label' 'dog', 'cat', another"):
+            read_tables(f"hub:{streams}", Schema())
         saved = tmp_path / "saved"
         datasets.DatasetDict({"train": train, split: other}).save_to_disk(str(saved))
         assert labels_of(saved, split) == expected

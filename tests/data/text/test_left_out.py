@@ -105,3 +105,16 @@ def test_a_manifest_of_an_older_version_has_neither_and_opens(tmp_path):
     older = {k: v for k, v in tree.items() if k not in ("files", "left_out")}
     path.write_text(json.dumps(older | {"sha256": seal(older)}))
     assert PreparedData.open(tmp_path / "out").manifest.files == {}
+
+
+def test_the_option_of_the_text_is_named(tmp_path):
+    folder = folder_with(tmp_path, ["notes.json"])
+    (tmp_path / "train.txt").write_text("some text\n" * 50)
+    with pytest.raises(DataError, match=r"^--validation-source: .*texts: would leave out \.json"):
+        prepare(
+            str(tmp_path / "train.txt"),
+            "characters",
+            tmp_path / "out",
+            validation_source=str(folder),
+            report=lambda line: None,
+        )

@@ -125,7 +125,8 @@ def test_the_rank_that_stalls_is_named_with_its_stack(forks, tmp_path, prepared_
         assert f"rank {other}" not in line
         assert place in line, (kind, line)
         # What the other waits in, and what it knows of its collectives.
-        assert re.search(r"; 1 other waits in \w+ of [\d,]+ numbers \(number \d+ among ", line), line
+        waits = r"; 1 other waits in \w+ of [\d,]+ numbers \(number \d+ among "
+        assert re.search(waits, line), line
         recorded = tmp_path / kind / "run" / "collectives" / f"rank-{other:05d}.json"
         assert json.loads(recorded.read_bytes())["entries"]
         stack = said[said.index(line) :]
