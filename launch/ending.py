@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -15,8 +16,11 @@ from launch.signals import ignore_further_signals
 from launch.torchrun import tell_launcher
 from train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
 
-RANK_ZERO_SPEAKS_FIRST = 5.0
-"""Seconds another rank waits with its error: torchrun ends it if rank 0 has failed as well."""
+OTHERS_SPEAK_FIRST = 5.0
+"""Seconds a process waits with its error for rank 0, or for the first one of its host: torchrun
+ends it if they have failed as well."""
+
+_PEER_ENDED = re.compile(r"gloo/\S+\] (.*?Connection (?:closed|reset) by peer)|ncclRemoteError")
 
 
 def guard(work: Callable[[], int]) -> int:
@@ -38,14 +42,14 @@ def guard(work: Callable[[], int]) -> int:
         if is_main():
             _say(line, 130)
         else:
-            _tell_others(line, 130)
+            _tell_others(line, 130, said=True)
         return 0 if tell_launcher(signal.SIGINT) else 130
     except Stopped as stop:
         ignore_further_signals()
         if is_main():
             _say(str(stop), stop.exit_status)
         else:
-            _tell_others(str(stop), stop.exit_status)
+            _tell_others(str(stop), stop.exit_status, said=True)
         return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status
     except BrokenPipeError:  # the reader of our output has gone, as in `polyad validate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -65,14 +69,26 @@ def _report(error: Exception) -> int:
         status = 2 if error.errno == errno.ENAMETOOLONG else 1
         _say(f"{where}{error.strerror}", status)
         return status
-    if line := loader_ended(error):
+    if line := loader_ended(error) or _peer_ended(error):
         _say(line, 1)
         return 1
-    _tell_others(f"{type(error).__name__}: {error}", 1)
-    if rank_of_process():  # often a consequence of rank 0's failure, after which torchrun ends it
-        time.sleep(RANK_ZERO_SPEAKS_FIRST)
+    if rank_of_process() and _has_met_others():
+        time.sleep(OTHERS_SPEAK_FIRST)  # often a consequence of rank 0's failure
     traceback.print_exc()
+    _tell_others(f"{type(error).__name__}: {error}", 1, said=True)
     return 1
+
+
+def _peer_ended(error: BaseException | None) -> str | None:
+    """One line, if an error is of gloo or NCCL, whose other end has gone; else None."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and (found := _PEER_ENDED.search(str(error))):
+            return (
+                f"another process of this run ended while this one waited for it "
+                f"({found[1] or found[0]}): its own output, or that of what started it, says why"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _say(message: str, status: int) -> None:
@@ -85,23 +101,43 @@ def _say(message: str, status: int) -> None:
         status: that this process will end with.
     """
     rank = rank_of_process()
-    all_know = _tell_others(message, status) if rank else False
-    if all_know and os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    if rank and not all_know:
-        time.sleep(RANK_ZERO_SPEAKS_FIRST)
+    if rank:
+        _tell_others(message, status)
+        if _another_says_it():
+            return
     name = f"rank {rank}: " if rank else ""
     print(f"polyad: error: {name}{one_line(message)}", file=sys.stderr, flush=True)
     if not rank:
-        _tell_others(message, status)
+        _tell_others(message, status, said=True)
 
 
-def _tell_others(message: str, status: int) -> bool:
-    """Ends the waiting of processes that this one has not met yet; whether they have heard it."""
+def _tell_others(message: str, status: int, *, said: bool = False) -> None:
+    """Ends the waiting of processes that this one has not met yet.
+
+    Args:
+        message: the error.
+        status: that this process will end with.
+        said: whether no other of this host has to print it.
+    """
     # Whatever fails here must not hide the error: a signal may have cut an import in two.
     with contextlib.suppress(Exception):
         if "RANK" in os.environ:
             from parallel.meeting import leave_word
 
-            return leave_word(one_line(message), status)
+            leave_word(one_line(message), status, said=said)
+
+
+def _another_says_it() -> bool:
+    with contextlib.suppress(Exception):
+        from parallel.meeting import another_says_it
+
+        return another_says_it(OTHERS_SPEAK_FIRST)
+    return False
+
+
+def _has_met_others() -> bool:
+    with contextlib.suppress(Exception):
+        from parallel.meeting import has_met
+
+        return has_met()
     return False

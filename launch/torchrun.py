@@ -14,22 +14,21 @@ import os
 import runpy
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.temporary import temporary_folder
 from launch.machine import END_WITH_PARENT
 from launch.signals import answer_first_signal_only, stop_at_signals
+from parallel.addresses import STORE, addresses_of, named_interface
 from train.errors import Stopped, one_line
 
 if TYPE_CHECKING:
     from parallel.agents import Workers
 
 STANDALONE = "--standalone"
-WORKERS_STORE = "POLYAD_STORE"
-"""What `parallel/meeting.py` calls `STORE`: its import takes long, and commands read this file."""
 STOP_FILE = "POLYAD_STOP_FILE"
 """The environment variable that names a file for this host's workers. Those that stop as a signal
 asked them to write its number there and end with 0, which torchrun does not take for a failure: it
@@ -49,23 +48,37 @@ def main() -> int:
     # Slurm's signal before the limit is for the workers, as SIGTERM is. The environment is how
     # torchrun takes its options too: an older one does not know this one, and dies of the signal.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    with tempfile.TemporaryDirectory(prefix="polyad-") as folder:
-        os.environ[STOP_FILE] = str(Path(folder) / "stop")
-        os.environ[END_WITH_PARENT] = str(os.getpid())  # of the workers
-        words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
-        from parallel.agents import watch_workers
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder("polyad-launch-"))
+            folder.chmod(0o700)
+        except OSError as error:
+            line = f"TMPDIR: no folder for temporary files can be made: {error.strerror}"
+            print(f"polyad: error: {line}", file=sys.stderr, flush=True)
+            return 1
+        return _start(folder)
 
-        workers = watch_workers()
-        if _is_one_host(sys.argv[:words]):
-            _meet_in(Path(folder), words)
-        else:
-            _meet_others(words, workers)
-        return _run(workers) or _stopped()
+
+def _start(folder: Path) -> int:
+    """Runs torchrun with a folder of this host's own, which ends with it."""
+    os.environ[STOP_FILE] = str(folder / "stop")
+    os.environ[END_WITH_PARENT] = str(os.getpid())  # of the workers
+    words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
+    sys.argv[words:words] = ["--log-dir", str(folder / "logs")]  # torchrun's own would stay
+    words += 2
+    from parallel.agents import watch_workers
+
+    workers = watch_workers()
+    if _is_one_host(sys.argv[:words]):
+        _meet_in(folder, words)
+    else:
+        _meet_others(words, workers)
+    return _run(workers) or _stopped()
 
 
 def _is_one_host(options: Sequence[str]) -> bool:
     after_nodes = [b for a, b in pairwise(options) if a == "--nnodes"]
-    return STANDALONE in options or after_nodes == ["1"]
+    return STANDALONE in options or after_nodes in (["1"], ["1:1"])
 
 
 def _meet_in(folder: Path, words: int) -> None:
@@ -80,7 +93,7 @@ def _meet_in(folder: Path, words: int) -> None:
         *("--rdzv-endpoint", str(folder / "agents"), "--local-addr", "127.0.0.1"),
     ]
     sys.argv[1:words] = [word for word in sys.argv[1:words] if word != STANDALONE] + here
-    os.environ[WORKERS_STORE] = str(folder / "workers")
+    os.environ[STORE] = str(folder / "workers")
 
 
 def _meet_others(words: int, workers: "Workers") -> None:
@@ -91,8 +104,8 @@ def _meet_others(words: int, workers: "Workers") -> None:
         workers: of this host.
     """
     from parallel.agents import meet_other_agents
-    from parallel.meeting import addresses_of, named_interface
 
+    os.environ.pop(STORE, None)  # of a run of one host that started this one
     meet_other_agents(dict(pairwise(sys.argv[:words])).get("--rdzv-id", ""), workers)
     own = [b for a, b in pairwise(sys.argv[:words]) if a == "--local-addr"]
     is_address = bool(own) and (":" in own[-1] or own[-1].replace(".", "").isdecimal())

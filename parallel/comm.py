@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from parallel.addresses import stay_on_loopback
 from parallel.dims import LayoutError
 from parallel.host_memory import keep_freed_memory
-from parallel.meeting import MeetingError, meet, stay_on_loopback
+from parallel.meeting import MeetingError, meet
 from parallel.megatron import join_groups
 
 T = TypeVar("T")
@@ -178,11 +179,6 @@ def initialize(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         keep_freed_memory()
     if not dist.is_initialized():
-        if "RANK" not in os.environ and environment_world_size() > 1:
-            raise LayoutError(
-                f"WORLD_SIZE: {os.environ['WORLD_SIZE']} in the environment, but RANK is missing, "
-                f"and this process is alone: unset it, or start with `polyad launch` or torchrun"
-            )
         os.environ.setdefault(_RECORDER, f"{RECORDED}")
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
         if on_gpu:  # NCCL connects at once, and no collective has to guess the device
@@ -203,8 +199,8 @@ def initialize(
 def _join(options: dict[str, Any], facts: Mapping[str, str], timeout_minutes: float) -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     rank, size = environment_rank(), environment_world_size()
+    stay_on_loopback()
     if size > 1:
-        stay_on_loopback()
         store = meet(facts, timeout_minutes)
     backend = "nccl" if "device_id" in options else "gloo"
     try:

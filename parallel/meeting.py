@@ -10,24 +10,27 @@ them: whoever can connect can run code as the user of the run. So a store listen
 all processes are on one host, and on one address where that is known.
 """
 
-import ipaddress
 import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-STORE = "POLYAD_STORE"
-"""The environment variable that names the file of a host's own store, in a folder of its own."""
+from parallel.addresses import STORE, listener
+from parallel.dims import LayoutError
+
 LINGER = 15.0
 """Seconds in which a process that ends tries to reach the others; rank 0 lets them read so long."""
-LOOPBACK = "127.0.0.1"
+FIRST_MINUTES = 30.0
+"""How long rank 0 is waited for before a configuration has been read."""
+MOST_SHOWN = 200
+"""Characters of a value."""
 _CONNECT = 5.0
 """Seconds of one attempt to connect, after which signals are looked at."""
 _LONGEST_PAUSE = 0.25
@@ -66,27 +69,78 @@ def meet(facts: Mapping[str, str], timeout_minutes: float) -> Store:
         DisagreementError: on every process, if the facts of one differ from those of rank 0.
         MeetingError: one did not come in time, or ended before it came.
     """
-    return _Meeting(timeout_minutes).meet(facts)
+    return _Meeting.joined(timeout_minutes).meet(facts)
 
 
-def leave_word(line: str, status: int) -> bool:
+def agree(name: str, facts: Mapping[str, str]) -> None:
+    """Compares some of what processes are about to do, which go on to the meeting.
+
+    Args:
+        name: of this comparison, which all do.
+        facts: as of `meet`.
+
+    Raises:
+        DisagreementError: on every process, if the facts of one differ from those of rank 0.
+        MeetingError: rank 0 did not come in time, or a process ended before it came.
+    """
+    _Meeting.joined(FIRST_MINUTES).agree(name, facts)
+
+
+def told_by_first(name: str, value: str | None) -> str:
+    """What rank 0 says before the processes meet, on all; they go there afterwards.
+
+    Args:
+        name: of what it says; one that it has not said yet.
+        value: that it says; of the others it is not looked at.
+
+    Raises:
+        MeetingError: it did not come in time, or ended before it said this.
+    """
+    return _Meeting.joined(FIRST_MINUTES).told_by_first(name, value)
+
+
+def leave_word(line: str, status: int, *, said: bool = False) -> None:
     """Tells the others that this process ends before it has met them; does nothing afterwards.
 
     Args:
         line: its error.
         status: its exit status.
-
-    Returns:
-        Whether every process that still waits ends with a line of its own.
+        said: whether no other of its host has to print it; otherwise `another_says_it` follows.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        return False
-    if not _Meeting.over:
-        try:
-            _Meeting(LINGER / 60).leave_word(line, status)
-        except (MeetingError, ValueError, OSError, RuntimeError):
-            return False  # nobody is there to hear it
-    return True
+    with suppress(MeetingError, ValueError, OSError, RuntimeError):  # nobody is there to hear it
+        if _can_tell():
+            _Meeting.joined(LINGER / 60).leave_word(line, status, said=said)
+
+
+def has_met() -> bool:
+    """Whether this process is in the group of all."""
+    return dist.is_initialized()
+
+
+def another_says_it(patience: float) -> bool:
+    """Whether another process of this host says why the run ends: one line of each is enough.
+
+    Where that cannot be known rank 0 is given time to say it, and then the first process of this
+    host: whoever starts them ends this one thereupon.
+
+    Args:
+        patience: seconds that another one is given.
+    """
+    with suppress(MeetingError, ValueError, OSError, RuntimeError):
+        if _can_tell():
+            return not _Meeting.joined(LINGER / 60).speaks(patience)
+    time.sleep(patience * (1 + _has_one_before()))
+    return False
+
+
+def _has_one_before() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def _can_tell() -> bool:
+    """Whether others may wait in the meeting: the group's processes find out by themselves."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several and not has_met() and not _Meeting.lost
 
 
 def comparison(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -104,9 +158,13 @@ def comparison(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         for process, facts in told:
             groups.setdefault(facts.get(name, "nothing"), []).append(process)
         if len(groups) > 1:
-            shown = ", ".join(f"{value} on {_some(names)}" for value, names in groups.items())
+            shown = ", ".join(f"{_cut(value)} on {_some(names)}" for value, names in groups.items())
             lines.append(f"{name}: {shown}")
     return lines
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]}…"
 
 
 def _some(names: list[str]) -> str:
@@ -116,31 +174,73 @@ def _some(names: list[str]) -> str:
 
 
 class _Meeting:
-    """One process's part in the meeting.
+    """One process's part in the meeting; `joined` makes it."""
 
-    Args:
-        timeout_minutes: how long it waits for the store, and then for the others.
-    """
-
-    over = False
-    """Whether this process has met the others, or has told or heard that the run ends."""
+    here: "_Meeting | None" = None
+    """This process's, once it has found the store."""
+    lost = False
+    """Whether it has not found the store in time."""
 
     def __init__(self, timeout_minutes: float) -> None:
+        if "RANK" not in os.environ:
+            raise LayoutError(
+                f"WORLD_SIZE: {os.environ['WORLD_SIZE']} in the environment, but RANK is missing, "
+                f"and this process is alone: unset it, or start with `polyad launch` or torchrun"
+            )
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._minutes = timeout_minutes
-        self._until = time.monotonic() + 60 * timeout_minutes
+        self._wait_for(timeout_minutes)
         self._host = socket.gethostname()
+        self._node = f"{os.environ.get('GROUP_RANK', '')} {self._host}"
         self._agents = STORE not in os.environ and _agent_has_store()
+        self._over = False
+        """Whether this process has met the others, or has told or heard that the run ends."""
         self._store = self._opened()
+        self._come()
+
+    @classmethod
+    def joined(cls, timeout_minutes: float) -> "_Meeting":
+        """The meeting that this process is in.
+
+        Args:
+            timeout_minutes: how long it waits for the store, and then for the others.
+        """
+        if cls.here is None:
+            try:
+                cls.here = cls(timeout_minutes)
+            except MeetingError:
+                cls.lost = True
+                raise
+        cls.here._wait_for(timeout_minutes)
+        return cls.here
+
+    def _wait_for(self, minutes: float) -> None:
+        self._minutes, self._until = minutes, time.monotonic() + 60 * minutes
+
+    def _come(self) -> None:
+        came = f"came/{self._rank}"
+        with self._rank_zero_is_there():
+            if self._agents and self._store.check([came]):
+                raise MeetingError(
+                    "torchrun's store has the addresses of processes that ended, and a start after "
+                    "them finds no other: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all hosts, "
+                    "as `polyad launch` does"
+                )
+            self._store.set(came, self._host)
 
     def meet(self, facts: Mapping[str, str]) -> Store:
         """See the function."""
+        self.agree("facts", facts)
+        with self._rank_zero_is_there():
+            self._store.add("met", 1)
+            self._wait(lambda: self._store.add("met", 0) >= self._size)
+        self._over = True
+        self._store.set_timeout(timedelta(minutes=self._minutes))
+        return PrefixStore("group", self._store)
+
+    def agree(self, name: str, facts: Mapping[str, str]) -> None:
+        """See the function."""
         mine: dict[str, Any] = {"host": self._name(), "facts": dict(facts)}
-        self._store.set(f"came/{self._rank}", self._host)
-        if self._rank == 0:
-            self._store.set("facts", json.dumps(mine))
-        self._wait(lambda: self._store.check(["facts"]))
-        first = json.loads(self._store.get("facts"))
+        first = json.loads(self.told_by_first(name, json.dumps(mine)))
         differences = comparison([(each["host"], each["facts"]) for each in (first, mine)])
         if differences:
             others = [each.partition(":")[0] for each in differences[1:]]
@@ -148,55 +248,67 @@ class _Meeting:
             line = f"{differences[0]}; all processes need the same{more}"
             self.leave_word(line, DisagreementError.exit_status, agreement=True)
             raise DisagreementError(line)
-        self._store.add("met", 1)
-        self._wait(lambda: self._store.add("met", 0) >= self._size)
-        _Meeting.over = True
-        self._store.set_timeout(timedelta(minutes=self._minutes))
-        return PrefixStore("group", self._store)
 
-    def leave_word(self, line: str, status: int, *, agreement: bool = False) -> None:
+    def told_by_first(self, name: str, value: str | None) -> str:
+        """See the function."""
+        with self._rank_zero_is_there():
+            if self._rank == 0:
+                self._store.set(f"told/{name}", value or "")
+            self._wait(lambda: self._store.check([f"told/{name}"]))
+            return self._store.get(f"told/{name}").decode()
+
+    def leave_word(
+        self, line: str, status: int, *, said: bool = False, agreement: bool = False
+    ) -> None:
         """See the function; the first word is the one that is heard."""
-        _Meeting.over = True
-        if self._store.add("words", 1) == 1:
-            word = {"host": self._name(), "line": line, "status": status, "time": time.time()}
-            self._store.set("word", json.dumps(word | {"agreement": agreement}))
-        self._store.add("ended", 1)
-        if self._rank == 0 and STORE not in os.environ and not self._agents:
+        if not self._over:
+            self._over = True
+            if self._store.add("words", 1) == 1:
+                word = {"host": self._name(), "line": line, "status": status}
+                self._store.set("word", json.dumps(word | {"agreement": agreement}))
+        if said:
+            self._store.add(f"said/{self._node}", 1)
+            self._store.add("ended", 1)
+        if said and self._rank == 0 and STORE not in os.environ and not self._agents:
             # The store ends with this process: the others are to read it first.
             until = time.monotonic() + LINGER
             while self._store.add("ended", 0) < self._size and time.monotonic() < until:
                 time.sleep(0.02)
 
+    def speaks(self, patience: float) -> bool:
+        """Whether this process says why the run ends; the first one of its host is given time."""
+        until = time.monotonic() + patience * _has_one_before()
+        while not self._store.check([f"said/{self._node}"]) and time.monotonic() < until:
+            time.sleep(0.02)
+        is_first = self._store.add(f"said/{self._node}", 1) == 1
+        self._store.add("ended", 1)
+        return is_first
+
     def _name(self) -> str:
         return f"{self._host} (rank {self._rank})"
 
+    @contextmanager
+    def _rank_zero_is_there(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise MeetingError(
+                f"rank 0 ended before all processes had met: look at the output of "
+                f"{os.environ['MASTER_ADDR']}"
+            ) from error
+
     def _wait(self, done: Callable[[], bool]) -> None:
         pause = 0.005
-        while True:
-            try:
-                if done():
-                    return
-                if self._store.check(["word"]):
-                    self._hear(json.loads(self._store.get("word")))
-            except dist.DistError as error:
-                raise MeetingError(
-                    f"rank 0 ended before all processes had met: look at the output of "
-                    f"{os.environ['MASTER_ADDR']}"
-                ) from error
+        while not done():
+            if self._store.check(["word"]):
+                self._hear(json.loads(self._store.get("word")))
             if time.monotonic() > self._until:
                 raise MeetingError(self._missing())
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE, 1.5 * pause)
 
     def _hear(self, word: dict[str, Any]) -> None:
-        # The store of an agent outlives a start of its processes, and has the words of the last.
-        if self._agents and word["time"] < psutil.Process().create_time():
-            return
-        _Meeting.over = True
-        if self._rank:
-            self._store.add("ended", 1)
-        else:
-            self.leave_word("", 0)
+        self._over = True
         if word["agreement"]:
             raise DisagreementError(word["line"])
         raise MeetingError(f"{word['host']} ended before the first step: {word['line']}",
@@ -217,9 +329,10 @@ class _Meeting:
         )
 
     def _opened(self) -> Store:
+        # These stores outlive a start of their processes.
+        restart = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if STORE in os.environ:
-            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            return FileStore(f"{os.environ[STORE]}-{restart}", self._size)
+            return PrefixStore(restart, FileStore(os.environ[STORE], -1))
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         hosting = self._rank == 0 and not self._agents
         options: dict[str, Any] = {
@@ -230,7 +343,8 @@ class _Meeting:
             options["master_listen_fd"] = listening.detach()
         while True:
             try:
-                return TCPStore(host, port, self._size, hosting, **options)
+                store = TCPStore(host, port, self._size, hosting, **options)
+                return PrefixStore(restart, store) if self._agents else store
             except dist.DistError as error:
                 if hosting:
                     raise MeetingError(
@@ -247,79 +361,3 @@ class _Meeting:
 
 def _agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == str(True)
-
-
-def is_one_host() -> bool:
-    """Whether all processes are on this host, as far as the environment tells."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    return STORE in os.environ or world in ("1", os.environ.get("LOCAL_WORLD_SIZE"))
-
-
-def stay_on_loopback() -> None:
-    """Makes gloo and NCCL listen on loopback, if all processes are on this host.
-
-    An interface that the environment names is left as it is.
-    """
-    if not is_one_host():
-        return
-    for name in psutil.net_if_addrs():
-        if LOOPBACK in addresses_of(name):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-            return
-
-
-def listener(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on one address of this host alone.
-
-    Args:
-        host: an address, or a name.
-        port: 0 takes a free one.
-
-    Returns:
-        None where it is not certain that the others come by this address: a name may be another
-        address for them, unless an interface is named. Then torch listens on all.
-    """
-    address = _address_of(host)
-    if address is None:
-        return None
-    listening = socket.socket(
-        socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM
-    )
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(socket.SOMAXCONN)
-    except OSError:  # not of this host, as a service's of Kubernetes: torch says what is wrong
-        listening.close()
-        return None
-    return listening
-
-
-def _address_of(host: str) -> str | None:
-    if host == "localhost":
-        return LOOPBACK
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        if named_interface() is None:
-            return None
-    try:
-        resolved = {str(each[4][0]) for each in socket.getaddrinfo(host, None)}
-    except OSError:
-        return None
-    here = {address for name in psutil.net_if_addrs() for address in addresses_of(name)}
-    found = [each for each in resolved & here if not ipaddress.ip_address(each).is_loopback]
-    return found[0] if len(found) == 1 else None
-
-
-def named_interface() -> str | None:
-    """The network interface that the environment names for gloo, if it is one."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    return name if name in psutil.net_if_addrs() else None
-
-
-def addresses_of(interface: str) -> list[str]:
-    """The IPv4 addresses of a network interface of this host; empty if there is none."""
-    found = psutil.net_if_addrs().get(interface, [])
-    return [each.address for each in found if each.family == socket.AF_INET]

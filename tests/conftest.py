@@ -46,6 +46,14 @@ def workers(forks: ForkServer) -> Iterator[Callable[[int], WorkerPool]]:
         each.stop()
 
 
+@pytest.fixture(autouse=True)
+def interfaces_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that computes alone stays on loopback, and so would all that it starts later."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
     """Starts whole runs as processes of their own, which can be killed: `forks.start(...)`."""

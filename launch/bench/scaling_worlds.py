@@ -49,7 +49,7 @@ class Worlds:
         address = str(Path(self._folder.name) / "bench")
         try:
             with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(address)
+                _bind(listener, address)
                 listener.listen(sum(self._configs))
                 listener.settimeout(LOOK_EVERY)
                 for processes in self._configs:
@@ -150,3 +150,10 @@ def seconds_of(measured: Sequence[Measured], steps: int) -> float:
         steps: That they did.
     """
     return (max(each.ended for each in measured) - min(each.began for each in measured)) / steps
+
+
+def _bind(listener: socket.socket, address: str) -> None:
+    try:
+        listener.bind(address)
+    except OSError as error:  # Linux allows 107 bytes
+        raise RunError(f"TMPDIR: {address}: no socket can be made there: {error}") from None

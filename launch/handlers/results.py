@@ -21,15 +21,18 @@ def evaluate(options: Namespace) -> None:
     from parallel import comm
     from parallel.checkpoint.checkpoint import best_checkpoint
     from parallel.checkpoint.newest import chosen_by_main, newest_of, read_newest
+    from parallel.meeting import agree
 
     check_json_path(options.json)
     _check_evaluation(options)
     choose = best_checkpoint if options.best else newest_of
     with only_results_on_stdout() as stdout:
         if comm.environment_world_size() > 1:
-            options.path, choose = chosen_by_main(options.path, choose), newest_of
+            asked = {key: f"{value}" for key, value in vars(options).items() if key != "json"}
+            agree("the command", {f"the command's {key}": value for key, value in asked.items()})
+            options.path, choose = chosen_by_main("path", options.path, choose), newest_of
             if options.compare is not None:
-                options.compare = chosen_by_main(options.compare, newest_of)
+                options.compare = chosen_by_main("--compare", options.compare, newest_of)
         result, table = read_newest(
             options.path, lambda chosen: _evaluated(chosen, options), choose
         )

@@ -7,6 +7,7 @@ from typing import TypeAlias, TypeVar
 
 from parallel import comm
 from parallel.checkpoint.commit import complete_checkpoints
+from parallel.meeting import told_by_first
 
 T = TypeVar("T")
 Choose: TypeAlias = Callable[[Path], Path]
@@ -46,18 +47,17 @@ def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_o
             )
 
 
-def chosen_by_main(path: Path, choose: Choose) -> Path:
-    """The checkpoint that a path means to the first process, on all: a run may write another one
-    before the others look."""
-    reason: ValueError | None = None
-    if comm.initialize().is_main:
-        try:
-            path = choose(path)
-        except ValueError as error:
-            reason = error
-    if (reason := comm.from_main(reason)) is not None:
-        raise reason
-    return comm.from_main(path)
+def chosen_by_main(name: str, path: Path, choose: Choose) -> Path:
+    """The checkpoint that a path means to the first process, on all, which have not met yet: a run
+    may write another one before the others look.
+
+    Args:
+        name: of the path, the same on all.
+        path: as in `read_newest`.
+        choose: of the path.
+    """
+    chosen = f"{choose(path)}" if comm.environment_rank() == 0 else None
+    return Path(told_by_first(name, chosen))
 
 
 def _identity(folder: Path) -> int | None:

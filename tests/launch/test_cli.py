@@ -13,7 +13,7 @@ import pytest
 import train.pretrain
 from launch.cli import run
 from launch.commands import COMMANDS
-from launch.ending import RANK_ZERO_SPEAKS_FIRST
+from launch.ending import OTHERS_SPEAK_FIRST
 from train.errors import RunError, stopped
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
@@ -292,7 +292,7 @@ def test_another_rank_leaves_the_error_to_rank_zero(
     monkeypatch.setattr("launch.ending.time.sleep", waited.append)
     assert run(["validate", str(config), "train.stps=3"]) == 2
     assert "rank 1: " in error_line(capfd.readouterr().err)
-    assert waited == [RANK_ZERO_SPEAKS_FIRST]
+    assert waited == [OTHERS_SPEAK_FIRST]
 
 
 def test_a_wrong_launch_ends_as_a_process_with_one_line(config: Path, polyad: Polyad) -> None:

@@ -98,6 +98,21 @@ def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> No
     assert {address for _, address in listening} == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_alone_cannot_start_says_why_once(
+    rank: int, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends the other one at once, which has not even heard of it."""
+    (tmp_path / "broken.py").write_text(f"import os\nassert os.environ['RANK'] != '{rank}'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("POLYAD_PLUGINS", "broken")
+    agent = start(config)
+    _, said = agent.communicate(timeout=60)
+    assert agent.returncode == 2
+    (line,) = said.splitlines()
+    assert "POLYAD_PLUGINS: broken: cannot be imported: AssertionError" in line
+
+
 def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
     return [each for each in worker.children() if "spawn_main" in " ".join(each.cmdline())]
 

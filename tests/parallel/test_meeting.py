@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel.meeting import STORE, comparison, listener
+from parallel.addresses import STORE, listener
+from parallel.meeting import comparison
 
 pytestmark = pytest.mark.distributed
 
@@ -21,7 +22,7 @@ from parallel import comm, meeting
 rank, what, minutes = sys.argv[1:]
 time.sleep(float(what.partition("later ")[2] or 0))
 if what.startswith("fail"):
-    meeting.leave_word("data.path: gone: no such folder", 2)
+    meeting.leave_word("data.path: gone: no such folder", 2, said=True)
     sys.exit(2)
 try:
     comm.initialize(float(minutes), facts={"seed": "1" if what != "other" else "2"})
@@ -29,6 +30,7 @@ try:
     comm.shutdown()
 except Exception as error:
     print(type(error).__name__, error)
+    meeting.leave_word(str(error), error.exit_status, said=True)
     sys.exit(error.exit_status)
 """
 

@@ -4,13 +4,18 @@ import hashlib
 import json
 import os
 import platform
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from parallel.checkpoint.manifest import MANIFEST_FILE
+from parallel.comm import World, from_all
 from parallel.huggingface import is_huggingface_folder
+from parallel.meeting import DisagreementError, comparison
 from parallel.plain_weights import is_plain_folder
 from train.config.run import RunConfig
 from train.state import package_versions
@@ -19,6 +24,11 @@ from train.tasks.task import Task
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLED = 65536
 """Bytes of a file of weights that its digest takes from each of three places."""
+VARIABLES = (
+    "POLYAD_KERNELS", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+)  # fmt: skip
+"""Variables of the environment that change what is computed."""
+_OF_CODE = (".py", ".c", ".h", ".txt")
 _BY_CONTENTS = ("data.path", "run.folder")
 """Keys whose values may differ between hosts: what the folders hold is compared."""
 
@@ -38,7 +48,8 @@ def agreed_facts(
     """
     facts = {f"the version of {name}": f"{value}" for name, value in versions().items()}
     facts["Polyad's code"] = code_digest()
-    facts["POLYAD_KERNELS"] = os.environ.get("POLYAD_KERNELS", "unset")
+    facts |= {name: os.environ.get(name) or "unset" for name in VARIABLES}
+    facts |= dict(_plugins())
     if config is None:
         return facts
     keys = dict(_leaves(config.model_dump(mode="json")))
@@ -71,7 +82,8 @@ def code_digest() -> str:
     """Digests Polyad's own files: clones of two hosts may differ with one version number."""
     digest = hashlib.sha256()
     for room in ("data", "launch", "model", "parallel", "train"):
-        for path in sorted((ROOT / room).rglob("*.py")):
+        files = (path for path in (ROOT / room).rglob("*") if path.suffix in _OF_CODE)
+        for path in sorted(files):
             digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -92,8 +104,44 @@ def folder_digest(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def check_same_checkpoint(key: str, checkpoint: Path, world: World) -> None:
+    """Checks that all hosts have the same checkpoint at a place; all processes call it together.
+
+    Rank 0 has chosen it, and the others read it there, perhaps from a disk of their own.
+
+    Args:
+        key: that names it.
+        checkpoint: its folder, the same on all.
+        world: this process; one of each host looks.
+
+    Raises:
+        DisagreementError: on every process, if a host has another one, or none.
+    """
+    contents = ""
+    if world.local_rank == 0:
+        try:
+            found = (checkpoint / MANIFEST_FILE).read_bytes()
+            contents = f"contents {hashlib.sha256(found).hexdigest()[:12]}"
+        except OSError as error:
+            contents = f"{error.strerror}"
+    told = from_all((f"{socket.gethostname()} (rank {world.rank})", contents))
+    facts = [(name, {f"{key}: {checkpoint}": contents}) for name, contents in told if contents]
+    if differences := comparison(facts):
+        raise DisagreementError(f"{differences[0]}; all processes need the same")
+
+
+def _plugins() -> Iterator[tuple[str, str]]:
+    for name in filter(None, map(str.strip, os.environ.get("POLYAD_PLUGINS", "").split(","))):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            contents = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+            yield f"POLYAD_PLUGINS: {name}", f"contents {contents}"
+
+
+def _leaves(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
+        if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            value = dict(enumerate(value))
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{above}{key}.")
         else:

@@ -18,6 +18,7 @@ from parallel.dims import Dims
 from parallel.huggingface_parts import PartsWeights
 from parallel.weights import Weights, check_fits, open_weights
 from train.config.adaptation import begins_anew, graph_statistics, model_of
+from train.config.agreement import check_same_checkpoint
 from train.config.distillation import TeacherAt, check_teacher
 from train.config.environment import check_compiler
 from train.config.rules import refuse_changes, validate
@@ -214,6 +215,11 @@ def plan_together(inputs: Inputs, world: comm.World) -> Plan:
         init = _open_init(config, task)
     base_digest = comm.from_main(plan.base_digest if plan else None)
     teacher = comm.from_main(plan.teacher if plan else None)
+    if comm.from_main(isinstance(init, Checkpoint)):
+        place = comm.from_main(init.folder if isinstance(init, Checkpoint) else None)
+        check_same_checkpoint("checkpoint.init_from", place, world)
+    if teacher is not None:
+        check_same_checkpoint("distill.teacher", teacher.folder, world)
     return Plan(
         config=config, dims=inputs.dims, task=task, resume=resume, init=init,
         base_digest=base_digest, teacher=teacher,

@@ -1,7 +1,5 @@
 """`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -56,10 +54,9 @@ class Evaluated(NamedTuple):
             split: that is read; None: none of the data.
 
         Raises:
-            DisagreementError: a process has another command, checkpoint or data.
+            DisagreementError: a process has another checkpoint or data.
         """
         facts = agreed_facts(self.config, self.task if split else None, split)
-        facts["the command"] = shlex.join(sys.argv[1:])
         facts["the checkpoint"] = f"contents {folder_digest(self.checkpoint.folder)}"
         return comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
 

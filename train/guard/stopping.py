@@ -37,7 +37,7 @@ class StopSignals:
 
     Args:
         world_size: processes of the run. One alone stops at once until `wait_for_steps`; several
-            have to agree first.
+            until `wait_for_others`, and then have to agree first.
         launched: whether a command of Polyad, or torchrun, started this process. A launcher passes
             on signals that the process may have got already, as one of its process group, so that
             a second Ctrl-C does not end it at once. And if the launcher was killed, the process
@@ -45,7 +45,8 @@ class StopSignals:
     """
 
     def __init__(self, world_size: int, *, launched: bool = False) -> None:
-        self._at_once = world_size == 1
+        self._at_once = True
+        self._alone = world_size == 1
         self._by_hand = world_size == 1 and not launched
         self._launched = launched
         self._saving = False
@@ -93,6 +94,11 @@ class StopSignals:
             kept: returns a few words on where the run goes on.
         """
         self._grace, self.kept = grace_seconds, kept
+
+    def wait_for_others(self) -> None:
+        """After this call, of a process that has met the others, a signal waits for all to agree:
+        before it they hear why this one ends."""
+        self._at_once = self._alone
 
     def wait_for_steps(self) -> None:
         """After this call a signal waits for the end of the step, so that it can be saved."""

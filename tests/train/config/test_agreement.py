@@ -1,16 +1,20 @@
 """Processes that would do different things refuse to start, and say what differs where."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from data.text.prepare import prepare
+from launch.plugins import load_plugins
 from parallel.meeting import comparison
 from tests.helpers.runs import write_config
-from train.config.agreement import agreed_facts, folder_digest
+from train.config.agreement import VARIABLES, agreed_facts, folder_digest
 from train.config.run import load_config
 from train.tasks.registry import open_task
 
@@ -23,6 +27,17 @@ KEYS = [
     ("train.micro_batch_size=4", "2 on", "4 on"),
     ("model.dropout=0.1", "0.0 on", "0.1 on"),
 ]
+
+
+def go_to_own_host(rank: int) -> None:
+    """Makes relative paths begin at a folder that only this process has, as on a disk of a host."""
+    os.chdir(os.environ["HOSTS"].split(":")[rank])
+
+
+def end_at_once(rank: int) -> None:
+    """A process that was killed before it came."""
+    if rank == 1:
+        os._exit(9)
 
 
 def errors(text: str) -> list[str]:
@@ -80,6 +95,95 @@ def test_processes_with_other_text_behind_one_key_train_no_step(
     (line,) = errors(run.logs[0].read_text())
     assert line.startswith("polyad: error: data.path (train): contents ")
     assert "data.path (validation)" in line
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("key", ["checkpoint.init_from", "distill.teacher"])
+def test_processes_with_another_checkpoint_at_one_place_train_no_step(
+    key: str, forks: Any, tmp_path: Path, prepared_path: Path
+) -> None:
+    for seed in (3, 4):
+        folder = tmp_path / f"host-{seed}" / "start"
+        folder.parent.mkdir()
+        path = write_config(
+            tmp_path / f"{seed}.yaml", prepared_path,
+            run__folder=str(folder), train__steps=1, seed=seed, log__trackers=[],
+        )  # fmt: skip
+        run = forks.start(folder.parent, ["train", str(path)], processes=1)
+        assert run.wait() == [0], run.text()
+    path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
+    run = forks.start(
+        tmp_path,
+        ["train", str(path), f"{key}=start"],
+        before=go_to_own_host,
+        LOCAL_RANK="0",  # each is the first of its host
+        HOSTS=f"{tmp_path / 'host-3'}:{tmp_path / 'host-4'}",
+    )
+    assert run.wait() == [2, 2], run.text()
+    (line,) = errors(run.logs[0].read_text())
+    assert line.startswith(f"polyad: error: {key}: start/checkpoints/step-00000001: contents ")
+    assert "all processes need the same" in line
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("last", ["evaluation.batch_size=3", "--split=train", "--compare=nowhere"])
+def test_processes_that_would_evaluate_otherwise_score_nothing(
+    last: str, forks: Any, tmp_path: Path, prepared_path: Path
+) -> None:
+    path = write_config(tmp_path / "config.yaml", prepared_path, train__steps=1, log__trackers=[])
+    run = forks.start(tmp_path, ["train", str(path)], processes=1)
+    assert run.wait() == [0], run.text()
+    run = forks.start(tmp_path, ["evaluate", str(tmp_path / "run")], last=[last])
+    assert run.wait() == [2, 2], run.text()
+    (line,) = errors(run.text())
+    assert line.startswith("polyad: error: the command's ")
+    assert "all processes need the same" in line
+
+
+@pytest.mark.distributed
+def test_a_process_that_waits_for_one_that_was_killed_stops_at_once(
+    forks: Any, tmp_path: Path, prepared_path: Path
+) -> None:
+    path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
+    run = forks.start(tmp_path, ["train", str(path)], before=end_at_once)
+    run.until(lambda: bool(psutil.Process(run.pids[0]).net_connections("inet")))  # its store
+    run.signal(signal.SIGTERM, 0)
+    assert run.wait(timeout=20) == [143, 9], run.text()  # the grace is 25 seconds
+    (line,) = errors(run.text())
+    assert line.startswith("polyad: error: stopped by SIGTERM; ")
+
+
+def test_lists_of_sections_differ_by_the_key_in_them(tmp_path: Path, prepared_path: Path) -> None:
+    path = write_config(tmp_path / "config.yaml", prepared_path, data__path=None)
+    told = []
+    for weight in (1, 2):
+        one = {"path": str(prepared_path), "weight": 1.0}
+        sources = [one | {"name": "a"}, one | {"name": "b", "weight": float(weight)}]
+        config = load_config(path, [f"data.mixture={json.dumps(sources)}"])
+        told.append((f"host-{weight}", agreed_facts(config, None)))
+    assert comparison(told) == ["data.mixture.1.weight: 1.0 on host-1, 2.0 on host-2"]
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_that_change_numbers_are_compared(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = agreed_facts(None, None)
+    monkeypatch.setenv(name, "other")
+    assert comparison([("a", facts), ("b", agreed_facts(None, None))]) == [
+        f"{name}: {facts[name]} on a, other on b"
+    ]
+
+
+def test_the_code_of_plugins_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("POLYAD_PLUGINS", "labs_own")
+    (tmp_path / "labs_own.py").write_text("")
+    load_plugins()
+    before = agreed_facts(None, None)
+    (tmp_path / "labs_own.py").write_text("print()")
+    (line,) = comparison([("a", before), ("b", agreed_facts(None, None))])
+    assert line.startswith("POLYAD_PLUGINS: labs_own: contents ")
 
 
 def test_a_copy_of_the_data_elsewhere_is_the_same_data(tmp_path: Path, prepared_path: Path) -> None:
