@@ -113,8 +113,8 @@ def leave_word(line: str, status: int, *, said: bool = False) -> None:
 
 
 def has_met() -> bool:
-    """Whether this process is in the group of all."""
-    return dist.is_initialized()
+    """Whether this process goes on with the others, or knows that they end."""
+    return dist.is_initialized() or (_Meeting.here is not None and _Meeting.here.is_over)
 
 
 def another_says_it(patience: float) -> bool:
@@ -140,7 +140,7 @@ def _has_one_before() -> bool:
 def _can_tell() -> bool:
     """Whether others may wait in the meeting: the group's processes find out by themselves."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return several and not has_met() and not _Meeting.lost
+    return several and not dist.is_initialized() and not _Meeting.lost
 
 
 def comparison(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
@@ -192,7 +192,7 @@ class _Meeting:
         self._host = socket.gethostname()
         self._node = f"{os.environ.get('GROUP_RANK', '')} {self._host}"
         self._agents = STORE not in os.environ and _agent_has_store()
-        self._over = False
+        self.is_over = False
         """Whether this process has met the others, or has told or heard that the run ends."""
         self._store = self._opened()
         self._come()
@@ -233,7 +233,7 @@ class _Meeting:
         with self._rank_zero_is_there():
             self._store.add("met", 1)
             self._wait(lambda: self._store.add("met", 0) >= self._size)
-        self._over = True
+        self.is_over = True
         self._store.set_timeout(timedelta(minutes=self._minutes))
         return PrefixStore("group", self._store)
 
@@ -261,8 +261,8 @@ class _Meeting:
         self, line: str, status: int, *, said: bool = False, agreement: bool = False
     ) -> None:
         """See the function; the first word is the one that is heard."""
-        if not self._over:
-            self._over = True
+        if not self.is_over:
+            self.is_over = True
             if self._store.add("words", 1) == 1:
                 word = {"host": self._name(), "line": line, "status": status}
                 self._store.set("word", json.dumps(word | {"agreement": agreement}))
@@ -308,7 +308,7 @@ class _Meeting:
             pause = min(_LONGEST_PAUSE, 1.5 * pause)
 
     def _hear(self, word: dict[str, Any]) -> None:
-        self._over = True
+        self.is_over = True
         if word["agreement"]:
             raise DisagreementError(word["line"])
         raise MeetingError(f"{word['host']} ended before the first step: {word['line']}",

@@ -80,7 +80,6 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
         dims.expert_parallel_size,
         agreed_facts(config, inputs.task) if dims.world_size > 1 else None,
     )
-    stop.wait_for_others()
     allow_tf32(config.train.tf32, world.device)
     put_back_replaced(Path(config.run.folder), world)
     plan = plan_together(inputs, world)

@@ -20,6 +20,7 @@ JOIN = """
 import sys, time
 from parallel import comm, meeting
 rank, what, minutes = sys.argv[1:]
+meeting.LINGER = 3.0
 time.sleep(float(what.partition("later ")[2] or 0))
 if what.startswith("fail"):
     meeting.leave_word("data.path: gone: no such folder", 2, said=True)

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from parallel import comm
+from parallel.meeting import has_met
 from train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
 
 LAUNCHER_ENDS = 0.25
@@ -37,7 +38,7 @@ class StopSignals:
 
     Args:
         world_size: processes of the run. One alone stops at once until `wait_for_steps`; several
-            until `wait_for_others`, and then have to agree first.
+            until they have met, and then have to agree first.
         launched: whether a command of Polyad, or torchrun, started this process. A launcher passes
             on signals that the process may have got already, as one of its process group, so that
             a second Ctrl-C does not end it at once. And if the launcher was killed, the process
@@ -94,11 +95,6 @@ class StopSignals:
             kept: returns a few words on where the run goes on.
         """
         self._grace, self.kept = grace_seconds, kept
-
-    def wait_for_others(self) -> None:
-        """After this call, of a process that has met the others, a signal waits for all to agree:
-        before it they hear why this one ends."""
-        self._at_once = self._alone
 
     def wait_for_steps(self) -> None:
         """After this call a signal waits for the end of the step, so that it can be saved."""
@@ -180,7 +176,8 @@ class StopSignals:
         if number == signal.SIGTERM and not again and self._launcher_was_killed():
             os._exit(128 + number)
         twice = bool(again) and number == signal.SIGINT and self._by_hand  # a second Ctrl-C
-        if not self._saving and (twice or (self._at_once and not again)):
+        at_once = self._at_once and (self._alone or not has_met())
+        if not self._saving and (twice or (at_once and not again)):
             raise stopped(number, self.kept())
 
     def _launcher_was_killed(self) -> bool:

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from data.text.prepare import prepare
@@ -145,8 +144,9 @@ def test_a_process_that_waits_for_one_that_was_killed_stops_at_once(
     forks: Any, tmp_path: Path, prepared_path: Path
 ) -> None:
     path = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    run = forks.start(tmp_path, ["train", str(path)], before=end_at_once)
-    run.until(lambda: bool(psutil.Process(run.pids[0]).net_connections("inet")))  # its store
+    store = tmp_path / "store"
+    run = forks.start(tmp_path, ["train", str(path)], before=end_at_once, POLYAD_STORE=str(store))
+    run.until(store.exists)
     run.signal(signal.SIGTERM, 0)
     assert run.wait(timeout=20) == [143, 9], run.text()  # the grace is 25 seconds
     (line,) = errors(run.text())
