@@ -14,6 +14,7 @@ from data.errors import loader_ended
 from launch.machine import is_main, rank_of_process
 from launch.signals import ignore_further_signals
 from launch.torchrun import tell_launcher
+from parallel.addresses import is_one_host
 from train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
 
 OTHERS_SPEAK_FIRST = 5.0
@@ -62,8 +63,10 @@ def _report(error: Exception) -> int:
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
         _say(str(error), status)
-        # Another process was asked to stop, and told this one: torchrun starts neither again.
-        return 0 if status - 128 in STOP_SIGNALS and tell_launcher(status - 128) else status
+        # Another process was asked to stop, and told this one: torchrun starts neither again. That
+        # of another host may have been ended because one beside it had failed.
+        asked = status - 128 in STOP_SIGNALS and is_one_host()
+        return 0 if asked and tell_launcher(status - 128) else status
     if isinstance(error, OSError) and error.errno in OUTPUT_ERRORS:
         where = f"{error.filename}: " if error.filename else ""
         status = 2 if error.errno == errno.ENAMETOOLONG else 1

@@ -32,7 +32,9 @@ FIRST_MINUTES = 30.0
 MOST_SHOWN = 200
 """Characters of a value."""
 _CONNECT = 5.0
-"""Seconds of one attempt to connect, after which signals are looked at."""
+"""Seconds of one attempt to connect."""
+_STORE_ANSWERS = 5.0
+"""Seconds of a request to the store, in which no signal is looked at."""
 _LONGEST_PAUSE = 0.25
 
 
@@ -337,26 +339,41 @@ class _Meeting:
         hosting = self._rank == 0 and not self._agents
         options: dict[str, Any] = {
             "wait_for_workers": False,
-            "timeout": timedelta(seconds=_CONNECT),
+            "timeout": timedelta(seconds=_STORE_ANSWERS),
         }
         if hosting and (listening := listener(host, port)) is not None:
             options["master_listen_fd"] = listening.detach()
+        if not hosting:
+            self._reach(host, port)
+        try:
+            store = TCPStore(host, port, self._size, hosting, **options)
+        except dist.DistError as error:
+            reason = str(error).splitlines()[0]
+            if hosting:
+                raise MeetingError(
+                    f"MASTER_PORT: {port}: rank 0 cannot listen there, at {host} (MASTER_ADDR): "
+                    f"{reason}"
+                ) from error
+            raise MeetingError(
+                f"MASTER_PORT: {port}: there is no store of rank 0 at {host} (MASTER_ADDR): "
+                f"{reason}"
+            ) from error
+        return PrefixStore(restart, store) if self._agents else store
+
+    def _reach(self, host: str, port: int) -> None:
+        """Waits until rank 0 listens: torch prints its stack for an attempt that fails."""
         while True:
             try:
-                store = TCPStore(host, port, self._size, hosting, **options)
-                return PrefixStore(restart, store) if self._agents else store
-            except dist.DistError as error:
-                if hosting:
-                    raise MeetingError(
-                        f"MASTER_PORT: {port}: rank 0 cannot listen there, at {host} "
-                        f"(MASTER_ADDR): {str(error).splitlines()[0]}"
-                    ) from error
+                socket.create_connection((host, port), _CONNECT).close()
+                return
+            except OSError as error:
                 if time.monotonic() > self._until:
                     raise MeetingError(
                         f"rank 0 was not at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
-                        f"{self._minutes:g} min: look at the output of that host, and whether this "
-                        f"one reaches it"
+                        f"{self._minutes:g} min ({error.strerror or error}): look at the output of "
+                        f"that host, and whether this one reaches it"
                     ) from error
+                time.sleep(_LONGEST_PAUSE)
 
 
 def _agent_has_store() -> bool:

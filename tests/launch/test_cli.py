@@ -284,6 +284,22 @@ def test_a_fault_of_the_program_keeps_its_traceback(
     assert "Traceback" in capfd.readouterr().err
 
 
+def test_another_process_that_ended_is_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:52: "
+            "Connection reset by peer. This is typically caused by a remote worker"
+        )
+
+    monkeypatch.setattr(train.pretrain, "main", lost)
+    assert run(["train", str(config)]) == 1
+    line = error_line(capfd.readouterr().err)
+    assert "another process of this run ended" in line
+    assert "(Read error [127.0.0.1]:52: Connection reset by peer)" in line
+
+
 def test_another_rank_leaves_the_error_to_rank_zero(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

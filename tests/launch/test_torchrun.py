@@ -106,11 +106,14 @@ def test_a_process_that_alone_cannot_start_says_why_once(
     (tmp_path / "broken.py").write_text(f"import os\nassert os.environ['RANK'] != '{rank}'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("POLYAD_PLUGINS", "broken")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     agent = start(config)
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 2
     (line,) = said.splitlines()
     assert "POLYAD_PLUGINS: broken: cannot be imported: AssertionError" in line
+    left = [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("polyad-*")]
+    assert not left
 
 
 def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
