@@ -1,11 +1,13 @@
 """What of a source is probably not what its user wants: refused, unless it is accepted."""
 
+import unicodedata
+
 import numpy as np
 
 from data.errors import DataError
 from data.errors import listed as quoted
 from data.images.sources.classes import NO_CLASSES
-from data.images.sources.found import Found
+from data.images.sources.found import SPLIT_NAMES, Found, split_in
 from data.images.splits import Listed
 
 MOST_CLASSES = 1_000_000
@@ -61,6 +63,7 @@ def _of_classes(found: Found, train: Listed, names: list[str]) -> list[str]:
         many = int((counts == 0).sum())
         which = f"{many:,} of the {len(names):,} classes have" if many > 1 else "one class has"
         mistakes.append(f"{which} no training image: {quoted(empty)}{', ...' * (many > 3)}")
+    mistakes += _of_names(names)
     low = {name.lower() for name in names}
     if all(low & known for known in NO_CLASSES):
         mistakes.append(f"{quoted(names, 5)} are no classes: name the folder that has them")
@@ -72,3 +75,24 @@ def _of_classes(found: Found, train: Listed, names: list[str]) -> list[str]:
             f"the labels ids?"
         )
     return mistakes
+
+
+def _of_names(names: list[str]) -> list[str]:
+    """What is probably wrong with names of classes: splits, or one class that is written twice."""
+    mistakes = []
+    splits = [name for name in names if split_in(name)]
+    if len({split_in(name) for name in splits}) > 1:
+        mistakes.append(
+            f"{quoted(splits, 5)} are called as splits, and would be classes: folders of splits "
+            f"are {', '.join(SPLIT_NAMES)}, and one of them is train or training"
+        )
+    first: dict[str, str] = {}
+    for name in names:
+        # Letters, as those of handwriting, are classes of their own whether large or small.
+        alike = unicodedata.normalize("NFKC", name).casefold().strip() if len(name) > 1 else name
+        if (other := first.setdefault(alike, name)) is not name:
+            mistakes.append(
+                f"{other!a} and {name!a} would be two classes, and differ only by the "
+                f"case of letters, blanks or forms of Unicode"
+            )
+    return mistakes[:3]

@@ -131,7 +131,8 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
                 archive.members.clear()  # type: ignore[attr-defined]  # or all are kept
                 if member.size < 0 or member.offset < at or member.offset_data < member.offset:
                     raise tarfile.ReadError("a number in it is below 0")
-                if member.isreg() and member.offset_data + member.size > end:
+                whole = member.isreg() and not member.issparse()
+                if whole and member.offset_data + member.size > end:
                     raise DataError(f"{path}: {member.name}: the file ends before this member does")
                 yield member
                 at = member.offset + tarfile.BLOCKSIZE

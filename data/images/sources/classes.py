@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from data.errors import DataError, listed
 from data.images.shards import Entry, Shard
-from data.images.sources.found import SPLIT_NAMES, Found, is_image
+from data.images.sources.found import SPLIT_NAMES, Found, is_image, split_in
 from data.images.sources.trees import File, Parts, Tree
 from data.left_out import LeftOut
 
@@ -50,6 +50,8 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
     around = _around(tree, 2)
     tops = _split_folders(tree, around)
     places = {split: (*around, top) for split, top in tops.items()} or {"train": around}
+    if not tops and around and (other := split_in(around[-1])):
+        left_out.doubts.append(f"the folder {around[-1]} of a {other} split would be trained on")
     split_at = {place: split for split, place in places.items()}
     images: dict[str, list[_Image]] = {split: [] for split in places}
     depth = len(around) + bool(tops)

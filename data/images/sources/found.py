@@ -1,5 +1,6 @@
 """What a source consists of, and what of it is left out."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -52,11 +53,13 @@ class Found:
 def split_of(file: Path, root: Path) -> str | None:
     """The split that the names of a file or of its folders say, the nearest first."""
     inside = file.relative_to(root).parts if root.is_dir() else (file.name,)
-    for part in reversed(inside):
-        for word in part.lower().replace("_", "-").replace(".", "-").split("-"):
-            if word in SPLIT_NAMES:
-                return SPLIT_NAMES[word]
-    return None
+    return next(filter(None, map(split_in, reversed(inside))), None)
+
+
+def split_in(name: str) -> str | None:
+    """The split that a word of a name says, as val2017, training_set or test-00000.parquet."""
+    words = re.split(r"[\W\d_]+", name.lower())
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
 
 
 def files_by_split(files: list[Path], root: Path, left_out: LeftOut) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from data.images.sources.found import Found, is_image
 from data.images.sources.parquet import open_parquet
 from data.images.sources.raw import is_raw, open_raw
 from data.images.sources.trees import Tree, folder_tree
-from data.images.sources.webdataset import open_tars
+from data.images.sources.webdataset import CLASSES_FILE, open_tars
 from data.left_out import LeftOut
 
 DIGITS, HUB = "digits", "hub:"
@@ -27,6 +27,8 @@ KNOWN = (
 COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 DATA = (".arrow", ".parquet", ".tar", ".zip")
 """Endings of files that images may be in."""
+READ_BESIDE = (CLASSES_FILE, "dataset_info.json", "dataset_dict.json", "state.json")
+"""Files that say what is in others."""
 OF_CACHE = "cache-"
 """How files begin that `datasets` keeps beside saved ones: what `map` and the like made of them."""
 
@@ -120,7 +122,7 @@ def _note_others(tree: Tree, ending: str, left_out: LeftOut) -> None:
         suffix = PurePosixPath(name).suffix.lower()
         if file.parts[-1].startswith(OF_CACHE):
             left_out.add("files of the cache of `datasets`", name, mistake=False)
-        elif suffix != ending:
+        elif suffix != ending and file.parts[-1] not in READ_BESIDE:
             data = is_image(name) or name.lower().endswith((*DATA, *COMPRESSED_TARS))
             left_out.add(f"files that end in {suffix or 'nothing'}", name, mistake=data)
 

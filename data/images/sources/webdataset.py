@@ -160,15 +160,23 @@ def _add(
         sample.image = file
     elif ending in CLASS_KEYS:
         content = _content(opened, file, MOST_LABEL, place)
-        sample.label = _number(content.decode("utf-8", "replace").strip(), names, place)
+        label = _number(content.decode("utf-8", "replace").strip(), names, place)
+        _give(sample, label, place)
     elif ending == "json":
         tree = parse_json(_content(opened, file, MOST_JSON, place), place)
         found = [tree[key] for key in CLASS_KEYS if isinstance(tree, dict) and key in tree]
-        if found and sample.label is None:
-            sample.label = _number(found[0], names, place)
+        if found and (sample.label is None or type(found[0]) is int):
+            _give(sample, _number(found[0], names, place), place)
     else:
         why = f"members that end in .{ending}" if ending else "members without an ending"
         left_out.add(why, file.name, mistake=False)
+
+
+def _give(sample: _Sample, label: int, place: str) -> None:
+    """Gives a sample its class, which several members may hold."""
+    if sample.label not in (None, label):
+        raise DataError(f"{place}: holds the class {label}, and another member {sample.label}")
+    sample.label = label
 
 
 def _content(opened: BinaryIO, file: File, most: int, place: str) -> bytes:

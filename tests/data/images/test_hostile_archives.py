@@ -4,6 +4,7 @@ import io
 import json
 import os
 import struct
+import subprocess
 import tarfile
 import zipfile
 
@@ -177,6 +178,39 @@ def test_labels_of_a_json_may_be_text(tmp_path):
     for label in (None, True, 1.5, [1], {"a": 1}):
         with pytest.raises(DataError, match="holds no number of a class"):
             prepared(tar([label]), tmp_path / "c")
+
+
+def test_members_of_a_sample_agree_on_its_class(tmp_path):
+    def tar(*labels):
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as archive:
+            for name, data in (("0.jpg", CONTENT), *labels, ("1.jpg", CONTENT), ("1.cls", b"1")):
+                about = tarfile.TarInfo(name)
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+        return path
+
+    for other in (("0.json", b'{"label": 1}'), ("0.label", b"1")):
+        for labels in ((("0.cls", b"0"), other), (other, ("0.cls", b"0"))):
+            with pytest.raises(DataError, match=r"holds the class [01], and another member [01]"):
+                prepared(tar(*labels), tmp_path / "out")
+    same = tar(("0.cls", b"0"), ("0.json", b'{"label": 0, "class": "of another list"}'))
+    assert prepared(same, tmp_path / "out").manifest.class_names == ["0", "1"]
+
+
+def test_sparse_members_are_told_wherever_they_stand(tmp_path):
+    root = tmp_path / "all"
+    for number in range(6):
+        (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        (root / "ab"[number % 2] / f"{number}.jpg").write_bytes(CONTENT)
+    with (root / "b" / "9.jpg").open("wb") as file:
+        file.truncate(1 << 20)
+    for form in ("gnu", "pax"):
+        path = tmp_path / f"{form}.tar"
+        command = ["tar", "-Sc", f"--format={form}", "--sort=name", "-f", path, "-C", root, "."]
+        subprocess.run(command, check=True)
+        with pytest.raises(DataError, match=r"would leave out members with holes: 1 \(as .*9\.jpg"):
+            prepared(path, tmp_path / "out")
 
 
 def test_tars_of_a_mac_have_its_images_alone(tmp_path):

@@ -305,6 +305,19 @@ def test_arrow_files_of_other_columns_are_one_line(tmp_path):
         prepared(tmp_path / "paths", tmp_path / "out")
 
 
+def test_names_of_another_column_of_labels_are_not_taken(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    image = {"bytes": made.encoded(made.picture(0, 0)), "path": "a.jpg"}
+    rows = {"image": [image] * 4, "label": [0, 1] * 2, "labels": [1, 0] * 2}
+    kinds = {"image": datasets.Image(), "label": datasets.Value("int64")}
+    kinds["labels"] = datasets.ClassLabel(names=["ant", "bee"])
+    saved = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    saved.save_to_disk(str(tmp_path / "saved"))
+    about = prepared(tmp_path / "saved", tmp_path / "out").manifest
+    assert about.class_names == ["0", "1"]
+    assert not about.left_out  # what describes the file is read
+
+
 def test_labels_out_of_range_are_refused(tmp_path):
     path = made.webdataset(tmp_path / "a.tar")
     (tmp_path / "classes.txt").write_text("ant\nbee")

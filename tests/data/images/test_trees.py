@@ -144,6 +144,21 @@ def mistaken(root, kind):
         for name, other in (("ant", "images"), ("bee", "labels")):
             (root / name).rename(root / other)
         return "'images', 'labels' are no classes: name the folder that has them"
+    if kind == "called as splits":
+        (root / "ant").rename(root / "training_set")
+        (root / "bee").rename(root / "test2017")
+        return "'test2017', 'training_set' are called as splits, and would be classes"
+    if kind == "split alone":
+        other = write(root.with_name("test"), "ant/0.png", "ant/1.png", "bee/2.png")
+        shutil.rmtree(root)
+        root.mkdir()
+        other.rename(root / "test")
+        return "the folder test of a test split would be trained on"
+    if kind == "written twice":
+        write(root, "Ant /0.png", "Ant /1.png", "Ant /2.png")
+        (root / "bee").rename(root / "be\u0301")
+        write(root, "b\u00e9/0.png", "b\u00e9/1.png", "b\u00e9/2.png")
+        return r"'Ant ' and 'ant' would be two classes, .*; 'be\\u0301' and 'b\\xe9' would be"
     if kind == "no labels":
         (root / "ant").rename(root / "train")
         (root / "bee").rename(root / "val")
@@ -173,6 +188,7 @@ def mistaken(root, kind):
     "kind",
     [
         *("ending", "no ending", "empty class", "one class", "beside", "labels", "no labels"),
+        *("called as splits", "split alone", "written twice"),
         *("circle", "pipe", "empty file", "test without labels", "beside splits"),
     ],
 )
