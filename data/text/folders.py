@@ -17,6 +17,13 @@ _HOLDS_TEXT = _PACKED | {
 """Endings of files that probably are the text that is meant."""
 
 
+_SPLITS = {
+    **{"train": "train", "training": "train", "test": "test", "testing": "test"},
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+}
+"""What files and folders of a data set's splits are called."""
+
+
 def ending_of(name: str) -> str:
     """How the name of a file ends, in small letters, with what stands before .gz and the like."""
     endings = PurePath(name.lower()).suffixes
@@ -60,7 +67,19 @@ def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -
         left_out.add("pipes and devices", path.name)
     _count_others(others, len(plain), left_out)
     _doubt_links(plain, root, left_out)
+    _doubt_splits(plain, root, left_out)
     return plain
+
+
+def _doubt_splits(files: list[Path], root: Path, left_out: LeftOut) -> None:
+    """Doubts files that are called as splits: joined, what is to be tested would be trained on."""
+    parts = (path.relative_to(root).parts[0] for path in files)
+    named = {word for part in parts if (word := part.lower().partition(".")[0]) in _SPLITS}
+    if len({_SPLITS[word] for word in named}) > 1:
+        left_out.doubts.append(
+            f"would join {', '.join(sorted(named))}, which are called as splits, and split the "
+            f"whole anew (--validation-source and --test-source take files of their own)"
+        )
 
 
 def _raise(error: OSError) -> None:

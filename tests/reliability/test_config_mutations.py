@@ -92,7 +92,7 @@ def outcome(work: Callable[[], Any], what: str) -> bool:
     assert seconds < SECONDS, f"{what!r} took {seconds:.1f} s"
     if refused is None:
         return True
-    line = str(refused)
+    line = one_line(refused)  # as it is printed
     assert getattr(refused, "exit_status", None) == 2, f"{what!r}: {refused!r}"
     assert len(line) < 700, f"{what!r}: {line}"
     assert one_line(line).isprintable(), what

@@ -118,3 +118,22 @@ def test_the_option_of_the_text_is_named(tmp_path):
             validation_source=str(folder),
             report=lambda line: None,
         )
+
+
+@pytest.mark.parametrize(
+    "names", [("train.txt", "test.txt"), ("Train/a.txt", "valid/a.txt", "valid/b.txt")]
+)
+def test_files_that_are_called_as_splits_are_joined_only_if_that_is_meant(tmp_path, names):
+    folder = tmp_path / "texts"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"A text of {name}.\n")
+    with pytest.raises(DataError, match=r"are called as splits.*--test-source") as caught:
+        prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
+    assert str(caught.value).endswith("if that is meant, add --accept")
+    manifest, _ = prepared_anyway(folder, tmp_path)
+    assert manifest.files == {".txt": len(names)}
+    one = folder / names[0]
+    alone = prepare(str(one.parent if one.parent != folder else one), "characters",
+                    tmp_path / "alone", report=lambda line: None)  # fmt: skip
+    assert alone.files in ({}, {".txt": 1})
