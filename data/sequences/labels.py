@@ -4,6 +4,7 @@ Shapes: N rows.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,8 +49,8 @@ def class_names(table: Table, column: str) -> list[str]:
     if table.class_names is not None:
         names = list(table.class_names)
     else:
-        numbers = all(name.lstrip("-").isdecimal() for name in found)
-        names = sorted(found, key=int) if numbers else sorted(found)
+        numbers = all(re.fullmatch(r"-?\d{1,18}", name) for name in found)
+        names = sorted(sorted(found), key=int) if numbers else sorted(found)  # as 1 and 01
     if len(found) < 2:
         raise DataError(
             f"{table.place}: all {len(table):,} rows have the label {next(iter(found))!r}: with "
@@ -159,6 +160,11 @@ def _known(table: Table, column: str) -> Sequence[Any]:
 
 def _named(table: Table, value: Any, row: int) -> str:
     names = table.class_names
+    if not isinstance(value, str | int | float) or value != value:
+        raise DataError(
+            f"{table.place}, row {row + 1}: the label {value!r:.60} is no class: text or a number "
+            f"is needed"
+        )
     if names is None:
         whole = isinstance(value, float) and value.is_integer()
         return str(int(value)) if whole else str(value)

@@ -338,3 +338,17 @@ def test_a_key_that_stands_twice_in_json_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "text": "b"}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: has the key 'text' twice"):
         read_tables(str(tmp_path / "rows.jsonl"), Schema())
+
+
+@pytest.mark.parametrize("label", [[0, 1], {"a": 1}, float("nan")])
+def test_labels_that_are_no_class_are_one_line(label):
+    table = Table("rows", {"label": ["a", label]}, ["label"])
+    with pytest.raises(DataError, match=r"rows, row 2: the label .* is no class: text or a number"):
+        class_names(table, "label")
+
+
+def test_numbers_as_text_have_one_order():
+    for labels in (["01", "1", "0"], ["1", "0", "01"]):
+        assert class_names(Table("rows", {"label": labels}, ["label"]), "label") == ["0", "01", "1"]
+    odd = ["--1", "2", "9" * 5000]
+    assert class_names(Table("rows", {"label": odd}, ["label"]), "label") == sorted(odd)
