@@ -21,6 +21,7 @@ TRAINING = frozenset({"train", "launch", "study"})
 
 def main() -> NoReturn:
     """Runs `sys.argv` and ends the process with the status."""
+    _open_streams()
     if not TRAINING.isdisjoint(sys.argv[1:2]) and "RANK" not in os.environ:
         stop_at_signals()  # not in a worker of torchrun, which must stop together with the others
     unblock_signals()
@@ -30,6 +31,19 @@ def main() -> NoReturn:
         # The interpreter's own shutdown may abort once gloo has run.
         communication.leave(status)
     sys.exit(status)
+
+
+def _open_streams() -> None:
+    """Gives a process whose output was closed, as by `>&-`, one that takes all and keeps nothing.
+
+    The first file it opened would have that number otherwise, and get what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+            if stream.fileno() != number:
+                os.dup2(stream.fileno(), number)
+            setattr(sys, name, stream)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -20,12 +20,13 @@ def last_loss(records: Records) -> float:
 
 def median_rate(records: Records, unit: str = "token") -> float:
     """The median throughput of steps, in the task's units per second."""
-    return float(statistics.median(record[f"{unit}s_per_second"] for record in records))
+    rates = [rate for record in records if (rate := record.get(f"{unit}s_per_second")) is not None]
+    return float(statistics.median(rates)) if rates else math.nan
 
 
 def peak_memory(records: Records) -> int:
     """The peak memory of a process, in bytes."""
-    return max(int(record["memory_bytes"]) for record in records)
+    return max(int(record.get("memory_bytes") or 0) for record in records)
 
 
 def last_routing(records: Records) -> dict[str, float]:

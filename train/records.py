@@ -1,7 +1,6 @@
 """Reads a run's records, `metrics.jsonl`: a line a step. All readers judge a line alike."""
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,10 @@ from typing import Any
 from train.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+EVENTS = ("spike", "rewind")
+"""What is told of a loss or gradient far above the last ones: the only values with keys."""
+LARGEST = 1e300
+"""No loss, norm or time of a run is above it."""
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
@@ -23,23 +26,24 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(tree, dict) or type(tree.get("step")) is not int or tree["step"] < 0:
         return None
-    known = all(
-        all(map(_is_number, value)) if isinstance(value, list) else _is_simple(value)
-        for value in tree.values()
-    )
-    loss = tree.get("loss")
-    return tree if known and _is_number(loss) else None
+    known = all(_is_known(name, value) for name, value in tree.items())
+    return tree if known and not isinstance(tree.get("loss"), list | bool) else None
+
+
+def _is_known(name: str, value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_number, value))
+    return _is_number(value) or (name in EVENTS and isinstance(value, dict))
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that JSON has, or null, which stands for one that is not finite."""
+    """Whether it is a number that a run writes, or null, which stands for one that is not finite.
+
+    Floats are bounded so that sums of many are finite too.
+    """
     if isinstance(value, int):
         return abs(value) < 2**63
-    return value is None or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_simple(value: object) -> bool:
-    return isinstance(value, str | dict) or _is_number(value)
+    return value is None or (isinstance(value, float) and abs(value) <= LARGEST)
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -99,7 +99,9 @@ def _has_diverged(run: Run) -> bool:
     scores = ("validation_loss", run.study.task.validation_score)
     if last and any(last[-1].get(name, 0.0) is None for name in scores):
         return True
-    not_finite = [each["skipped"] and None in (each["loss"], each["grad_norm"]) for each in last]
+    not_finite = [
+        each.get("skipped") and None in (each.get("loss"), each.get("grad_norm")) for each in last
+    ]
     return len(last) == most and all(not_finite)
 
 

@@ -353,3 +353,13 @@ def test_files_of_the_current_folder_do_not_shadow_the_packages(
         **{"cwd": tmp_path, "capture_output": True, "text": True, "check": False},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
+def test_a_closed_stream_changes_no_exit_status(closed):
+    command = f"{sys.executable} -m launch validate configs/quickstart/gpt2.yaml"
+    for more, status in (("", 0), (" x=1", 2)):
+        done = subprocess.run(
+            ["bash", "-c", f"{command}{more} {closed}"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (status, False)

@@ -10,7 +10,10 @@ from train.experts.report.history import read_history
 from train.loop.metrics import drop_records_after
 from train.records import read_records
 
-GOOD = [{"step": step, "loss": 1.0 / step, "routing/load": [0.5, None]} for step in (1, 2, 3)]
+GOOD = [
+    {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}
+    for step in (1, 2, 3)
+]
 OTHERS = [
     b'{"step": 3, "lo',
     b"[1, 2]",
@@ -24,6 +27,10 @@ OTHERS = [
     b'{"step": 3, "loss": "x"}',
     b'{"step": 3, "loss": [1.0]}',
     b'{"step": 3, "loss": 1e999}',
+    b'{"step": 3, "loss": 1.7e308}',
+    b'{"step": 3, "loss": true}',
+    b'{"step": 3, "loss": 1.0, "tokens": "many"}',
+    b'{"step": 3, "loss": 1.0, "tokens": {"a": 1}}',
     b'{"step": 3, "loss": 1.0, "routing/a/load": ["x"]}',
     b'{"step": 3, "loss": 1.0, "grad_norm": [[1]]}',
     b'{"step": 3, "loss": ' + b"9" * 400 + b"}",

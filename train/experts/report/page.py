@@ -124,7 +124,9 @@ def _or_none(value: float | None) -> str:
 def _loss(report: Report) -> str:
     history = report.history
     scalars, steps = history.scalars, history.steps
-    lines = [Line(label="training", values=scalars.get("loss", []), colour="var(--accent)")]
+    lines = []
+    if "loss" in scalars:  # it is in none where no loss was finite
+        lines.append(Line(label="training", values=scalars["loss"], colour="var(--accent)"))
     if any(value is not None for value in scalars.get("validation_loss", [])):
         lines.append(
             Line(
