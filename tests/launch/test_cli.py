@@ -357,9 +357,13 @@ def test_files_of_the_current_folder_do_not_shadow_the_packages(
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
 def test_a_closed_stream_changes_no_exit_status(closed):
-    command = f"{sys.executable} -m launch validate configs/quickstart/gpt2.yaml"
+    options = "--without-data model.vocab_size=8192"  # runs/stdlib need not be there
+    command = f"{sys.executable} -m launch validate configs/quickstart/gpt2.yaml {options}"
     for more, status in (("", 0), (" x=1", 2)):
         done = subprocess.run(
-            ["bash", "-c", f"{command}{more} {closed}"], cwd=ROOT, capture_output=True, text=True
+            ["bash", "-c", f"{command}{more} {closed}"],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
         )
         assert (done.returncode, "Traceback" in done.stderr) == (status, False)
