@@ -1,6 +1,7 @@
 """The text files of a folder, and what else is there."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path, PurePath
@@ -22,6 +23,8 @@ _SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
 }
 """What files and folders of a data set's splits are called."""
+_SPLIT_NAME = re.compile(rf"({'|'.join(_SPLITS)})(?:[_-]?[0-9].*)?")
+"""Also as one of several, as in train-00000-of-00004."""
 
 
 def ending_of(name: str) -> str:
@@ -73,8 +76,9 @@ def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -
 
 def _doubt_splits(files: list[Path], root: Path, left_out: LeftOut) -> None:
     """Doubts files that are called as splits: joined, what is to be tested would be trained on."""
-    parts = (path.relative_to(root).parts[0] for path in files)
-    named = {word for part in parts if (word := part.lower().partition(".")[0]) in _SPLITS}
+    parts = (path.relative_to(root).parts[0].lower() for path in files)
+    found = (_SPLIT_NAME.fullmatch(part.partition(".")[0]) for part in parts)
+    named = {match[1] for match in found if match}
     if len({_SPLITS[word] for word in named}) > 1:
         left_out.doubts.append(
             f"would join {', '.join(sorted(named))}, which are called as splits, and split the "

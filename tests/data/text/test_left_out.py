@@ -121,7 +121,12 @@ def test_the_option_of_the_text_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [("train.txt", "test.txt"), ("Train/a.txt", "valid/a.txt", "valid/b.txt")]
+    "names",
+    [
+        ("train.txt", "test.txt"),
+        ("Train/a.txt", "valid/a.txt", "valid/b.txt"),
+        ("train-00000-of-1.txt", "test_01.txt"),
+    ],
 )
 def test_files_that_are_called_as_splits_are_joined_only_if_that_is_meant(tmp_path, names):
     folder = tmp_path / "texts"
