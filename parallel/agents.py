@@ -19,6 +19,8 @@ from parallel.addresses import listener
 
 TELLS_WITHIN = 3.0
 """Seconds in which a launcher that starts no agent tries to reach the others' store."""
+STARTS_WITHIN = 20.0
+"""Seconds in which a host that was started together with this one listens."""
 BAD_INPUT = 2
 """The exit status of a process that would find the same if it was started again."""
 
@@ -93,9 +95,22 @@ def tell_agents(host: str, port: int, run: str, line: str) -> None:
     """
     patience = timedelta(seconds=TELLS_WITHIN)
     with suppress(OSError, RuntimeError):  # nobody waits there
-        socket.create_connection((host, port), timeout=TELLS_WITHIN).close()
+        _until_it_listens(host, port)
         store = TCPStore(host, port, None, False, timeout=patience, wait_for_workers=False)
         store.set(_word_of(run), json.dumps({"host": socket.gethostname(), "line": line}))
+
+
+def _until_it_listens(host: str, port: int) -> None:
+    """Waits for a host that answers: its launcher may still be starting its agent."""
+    until = time.monotonic() + STARTS_WITHIN
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=TELLS_WITHIN).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def _word_of(run: str) -> str:
