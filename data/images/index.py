@@ -151,7 +151,7 @@ def without_packed(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _save(path: Path, array: npt.NDArray[np.generic] | Rows) -> Path:
-    """As `_write`, an array."""
+    """Writes an array, as `_write` does bytes."""
     content = io.BytesIO()
     np.save(content, array, allow_pickle=False)
     return _write(path, content.getbuffer())

@@ -26,7 +26,7 @@ def _nearly_equal(rank: int) -> Any:
 
 
 def train_with_near_ties(case: Case) -> dict[str, Any]:
-    """As `train`, where rounding alone decides between two experts, otherwise on each process."""
+    """Trains where rounding alone decides between two experts, otherwise on each process."""
 
     def engine_with_ties(*arguments: Any) -> Any:
         engine, world = build_engine(*arguments)

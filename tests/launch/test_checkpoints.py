@@ -124,7 +124,7 @@ def test_a_checkpoint_that_is_not_finite_or_not_judged_is_not_the_good_one(
 
 
 def write_rest_of(step):
-    """As `write_rest`, of another step than 0."""
+    """Writes the rest of a checkpoint of another step than 0."""
     return lambda folder, _, shards, others: write_rest(folder, step, shards, others)
 
 

@@ -71,7 +71,7 @@ def _convert(
     merge: bool,
     base: Path | None,
 ) -> dict[str, Any]:
-    """As `convert`, of the checkpoint that was chosen of a run, or of the source itself."""
+    """Converts the checkpoint that was chosen of a run, or the source itself."""
     if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
     _refuse_what_is_there(destination)

@@ -232,7 +232,7 @@ def test_tars_of_a_mac_have_its_images_alone(tmp_path):
 
 
 def test_hard_links_in_a_tar_are_images(tmp_path):
-    """Of 8 samples 6 were links, as `tar` writes a file that is there again: they were left out."""
+    """Links are how `tar` writes a file again: 6 of these 8 samples were left out."""
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for number in range(8):
             for ending, data in (("cls", str(number % 2).encode()), ("jpg", CONTENT)):

@@ -1,4 +1,4 @@
-"""Of frozen weights no gradient is computed, and of LoRA's ranks none falls back to a loop.
+"""No gradient of frozen weights is computed, and no rank of LoRA falls back to a loop.
 
 Shapes: M rows, N tokens, K experts of a token, E experts, D width, F inner width, r rank.
 """
@@ -49,7 +49,7 @@ def leaves(seed=0):
 
 
 def gradients(function, tensors, wanted):
-    """Those of the wanted arguments, and what the backward pass did."""
+    """Gradients of the wanted arguments, and what the backward pass did."""
     given = [x.clone().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True)]
     output = function(*given)
     generator = torch.Generator().manual_seed(9)
